@@ -264,35 +264,86 @@ void keep(Kept& kept, int64_t length, handle path, int64_t count) {
   kept.locked([&] { kept.memory.keep(length, places.at(), count); });
 }
 
-void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
-         const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-         int64_t layers, int64_t threads, Kept* memory, int64_t committed) {
+// Where one lane's rows stand, and its keys and values.
+struct LaneOf {
+  cpu::Rows rows;
+  border::Tensor slab;
+};
+
+LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle slab,
+                 int64_t layers) {
+  LaneOf lane{rows_of(positions, prefix, start, seen), {}};
+  lane.slab = take_slab(slab, model.decoder.attending(layers), model.decoder.shape().heads, lane.rows);
+  return lane;
+}
+
+// What a forward gives: for all rows, one lane's behind another's.
+struct Wanted {
+  const std::vector<int64_t>& features;
+  handle states, logits, chosen, chosen_logits;
+};
+
+void forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
+             int64_t threads, Kept* memory, int64_t committed) {
+  const auto& [features, states, logits, chosen, chosen_logits] = wanted;
   const cpu::Shape& shape = model.decoder.shape();
-  require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
-  const cpu::Rows rows = rows_of(positions, prefix, start, seen);
-  const auto ids = take<int64_t>(tokens, "tokens", {rows.count});
-  border::require_below(ids.at(), rows.count, shape.vocabulary, "tokens");
-  const border::Tensor cache = take_slab(slab, model.decoder.attending(layers), shape.heads, rows);
-  require_memory(model, memory, committed);
+  cpu::Decoder::Call call{};
+  int64_t rows = 0;
+  for (const LaneOf& lane : lanes) {
+    require(is_half(lane.slab) == is_half(lanes[0].slab), "slab", lane.slab.size(3), "slabs of one dtype");
+    call.lanes.push_back(lane.rows);
+    call.lanes.back().first = rows;
+    call.slabs.push_back({lane.slab.data, lane.slab.size(3)});
+    rows += lane.rows.count;
+  }
+  const auto ids = take<int64_t>(tokens, "tokens", {rows});
+  border::require_below(ids.at(), rows, shape.vocabulary, "tokens");
   border::require_below(features.data(), static_cast<int64_t>(features.size()), shape.layers + 1, "features");
   const auto width = static_cast<int64_t>(features.size()) * shape.hidden;
-  const auto read = features.empty() ? border::Array<float>{} : take<float>(states, "states", {rows.count, width});
-  const auto rated = take_logits(logits, rows.count, shape.vocabulary);
-  const auto best = take_or_none<int64_t>(chosen, "best tokens", {rows.count, kAny});
+  const auto read = features.empty() ? border::Array<float>{} : take<float>(states, "states", {rows, width});
+  const auto rated = take_logits(logits, rows, shape.vocabulary);
+  const auto best = take_or_none<int64_t>(chosen, "best tokens", {rows, kAny});
   const int64_t count = chosen.is_none() ? 0 : best.size(1);
   require(count <= kMostCount, "best tokens", count, "at most " + std::to_string(kMostCount) + " of a row");
-  const auto largest = count ? take<float>(chosen_logits, "best logits", {rows.count, count}) : border::Array<float>{};
-  const cpu::Decoder::Call call{rows,       ids.at(),    cache.data,
-                                cache.size(3), is_half(cache), features,
-                                read.at(),  rated.at(),  logits.is_none() ? rows.count : rows.count - rated.size(0),
-                                count,      best.at(),   largest.at(),
-                                layers,     memory ? &memory->memory : nullptr,
-                                committed};
+  const auto largest = count ? take<float>(chosen_logits, "best logits", {rows, count}) : border::Array<float>{};
+  call.tokens = ids.at(), call.half = is_half(lanes[0].slab);
+  call.features = features, call.states = read.at();
+  call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
+  call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
+  call.layers = layers, call.memory = memory ? &memory->memory : nullptr, call.committed = committed;
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(model.turn);
   if (!memory) return model.decoder.forward(call, team);
   memory->locked([&] { model.decoder.forward(call, team); });
+}
+
+void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
+         const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+         int64_t layers, int64_t threads, Kept* memory, int64_t committed) {
+  const cpu::Shape& shape = model.decoder.shape();
+  require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
+  require_memory(model, memory, committed);
+  const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, layers);
+  forward(model, {lane}, tokens, {features, states, logits, chosen, chosen_logits}, layers, threads, memory, committed);
+}
+
+// Of each lane positions, prefix, start, words and slab, as in run; tokens and results are of all lanes' rows.
+void run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
+               const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
+               const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+               int64_t threads) {
+  const cpu::Shape& shape = model.decoder.shape();
+  require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none beside other lanes");
+  const size_t count = positions.size();
+  require(count >= 1, "lanes", 0, "1 or more");
+  const std::string each = std::to_string(count) + ", one of each lane";
+  for (const size_t size : {prefixes.size(), starts.size(), words.size(), slabs.size()})
+    require(size == count, "lanes", static_cast<int64_t>(size), each);
+  std::vector<LaneOf> lanes;
+  for (size_t i = 0; i < count; ++i)
+    lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
+  forward(model, lanes, tokens, {features, states, logits, chosen, chosen_logits}, shape.layers, threads, nullptr, 0);
 }
 
 // features, or rows `sources` of `states`: the hidden states that the rows are run from.
@@ -328,7 +379,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 12;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 13;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -401,6 +452,7 @@ PYBIND11_MODULE(_cpu, module) {
                          {}};
       }))
       .def("forward", run)
+      .def("forward_lanes", run_lanes)
       .def("memory", memory_of)
       .def("read",
            [](Model& model, handle states, handle logits, int64_t threads) {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
+import queue
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from specengine import contracts, loading, policies
+from specengine import contracts, drafters, loading, policies
 from specengine.captured import CapturedDriver
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import Graphs
@@ -29,8 +31,10 @@ from specengine.errors import (
     require,
     shown,
 )
-from specengine.models import Target
+from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
+from specengine.models.lanes import Gathering, LaneTarget
+from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import (
@@ -97,6 +101,7 @@ class Engine:
         self._busy = threading.Lock()
         self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
+        self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         found = (getattr(part, "lm", None) for part in (target, drafter))
         self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
 
@@ -158,6 +163,22 @@ class Engine:
     def stream(self, prompt: Prompt, **options: Any) -> TextGeneration:
         """Generate as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
         return TextGeneration(self, prompt, options)
+
+    def generate_many(self, prompts: Iterable[Prompt], parallel: int = 8, **options: Any) -> list[GenerationResult]:
+        """Answer all prompts, up to `parallel` at once; options as in `generate`. Returns results in their order.
+
+        On the native forward the rows of all texts are run together; elsewhere one prompt follows the other. An answer
+        is the one that `generate` gives. Each text takes caches of its own. The first error ends all and is raised.
+        """
+        require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
+        asked = list(prompts)
+        if parallel == 1 or type(self.target) is not NativeTarget:
+            return [self.generate(prompt, **options) for prompt in asked]
+        return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
+
+    def holds(self, tokens: list[int]) -> int:
+        """Return how many of the first `tokens` the target's cache holds. May be called from any thread."""
+        return common_prefix(self.target.tokens, tokens)
 
     def score(self, prompt: Prompt, top: int = 0) -> Iterator[TokenLogprob]:
         """Yield the log-probability of each token of a text, from the second on.
@@ -400,7 +421,7 @@ class Engine:
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None:
-            policy.begin(len(prompt), sampler.seed is not None, lambda: stored.find(self.target, drafter))
+            policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(drafter))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)
@@ -423,6 +444,13 @@ class Engine:
             drafter.begin(known, features, hints)
         driver.prepare(sampler)
         return lane
+
+    def _costs(self, drafter: Drafter | None) -> Any:
+        """Return the measured costs of target and draft, beside the texts that are under way."""
+        found, others = stored.find(self.target, drafter), getattr(self.target, "others", 0)
+        if others and (found, others) != self._shared[:2]:
+            self._shared = found, others, found.beside(others)
+        return self._shared[2] if others else found
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
@@ -723,3 +751,65 @@ class KeptDrivers:
 
     def _of(self, policy: TreePolicy | None) -> Drivers:
         return Drivers.of(self._target, self._drafter, policy)
+
+
+class Pool:
+    """Engines that share the weights of one, and answer at the same time.
+
+    Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
+    of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
+
+    engine: stays usable by itself; count: texts at once. InputError for another target than the native forward, or a
+    draft that serves one text alone.
+    """
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        require("parallel", count, "1 or more", type(count) is int and count >= 1)
+        if type(engine.target) is not NativeTarget:
+            raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
+        self.gathering = Gathering(engine.target.lm)
+        self.engines = [_beside(engine, LaneTarget(self.gathering)) for _ in range(count)]
+
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:
+        """Answer all prompts, as many at once as there are engines; options as in Engine.generate.
+
+        Returns the results in the order of the prompts. The first error ends all of it and is raised.
+        """
+        asked: queue.SimpleQueue[tuple[int, Prompt]] = queue.SimpleQueue()
+        count = 0
+        for count, prompt in enumerate(prompts, 1):
+            asked.put((count - 1, prompt))
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+
+        def work(engine: Engine) -> None:
+            while not errors:
+                try:
+                    number, prompt = asked.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    results[number] = engine.generate(prompt, **options)
+                except BaseException as error:  # of a thread: raised by the caller's
+                    errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(engine,)) for engine in self.engines[:count]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return [results[number] for number in range(count)]
+
+
+def _beside(engine: Engine, target: LaneTarget) -> Engine:
+    """Return an engine of the same parts with a state of its own."""
+    draft = None if engine.drafter is None else drafters.another(engine.drafter)
+    made = Engine(target, draft, _another(engine.policy), copy.deepcopy(engine.tokenizer))  # one text sets its state
+    made.notes = list(engine.notes)
+    return made
+
+
+def _another(policy: TreePolicy | None) -> TreePolicy | None:
+    return policy if policy is None else dataclasses.replace(policy)  # type: ignore[type-var]

@@ -257,12 +257,17 @@ class Decoder {
     }
   }
 
-  struct Call {
-    Rows rows;
-    const int64_t* tokens;  // [rows]
-    void* slab;             // [layers with attention][2][key-value heads][capacity][head size]
+  // Keys and values of one lane.
+  struct Slab {
+    void* data;  // [layers with attention][2][key-value heads][capacity][head size]
     int64_t capacity;
-    bool half;                      // the slab holds bfloat16
+  };
+
+  struct Call {
+    std::vector<Rows> lanes;  // one, where there is a memory
+    const int64_t* tokens;    // [rows of all lanes]
+    std::vector<Slab> slabs;  // of each lane
+    bool half;                // the slabs hold bfloat16
     std::vector<int64_t> features;  // of which layers' inputs; `layers`: behind the final norm
     float* states;                  // [rows][features * hidden]
     float* logits;                  // [rows - first_logits][vocabulary] or null
@@ -278,8 +283,9 @@ class Decoder {
   // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
     if (call.layers < shape_.layers) return run(call, threads);
-    const Rows& rows = call.rows;
-    paces_.run(threads, rows.count, rows.start + rows.count, call.logits || call.count,
+    int64_t slots = 0;
+    for (const Rows& rows : call.lanes) slots = std::max(slots, rows.start + rows.count);
+    paces_.run(threads, call.lanes.back().first + call.lanes.back().count, slots, call.logits || call.count,
                [&](int fewer) { run(call, fewer); });
   }
 
@@ -329,7 +335,7 @@ class Decoder {
 
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, ropes_, threads);
+    space_.prepare(call.lanes, hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
     const Input gated = space_.input(space_.third, widest_ * kOutputs);
@@ -340,25 +346,25 @@ class Decoder {
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     Input mixed{};
     if (call.memory) {
-      lineage_.begin(*call.memory, call.rows, call.committed);
+      lineage_.begin(*call.memory, call.lanes[0], call.committed);
       mixed = space_.input(scratch_.mixed, mixers_width());
     }
     const auto run_all = [&](const Team& team) {
       embed(team, call.tokens);
-      LayerRun run(team, space_, shape_.heads, call.rows, shape_.form);
+      std::vector<Cache> caches(call.lanes.size());
+      LayerRun run(team, space_, shape_.heads, call.lanes, shape_.form);
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
         const Layer& layer = layers_[static_cast<size_t>(i)];
         norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
-        const int64_t layer_bytes = 2 * shape_.heads.keys * call.capacity * shape_.heads.size * (call.half ? 2 : 4);
         const int64_t place = attending(i);
         if (const Mixer* mixer = mixers_[static_cast<size_t>(i)].get()) {
           mixer->run(team, space_, lineage_, i - place, in, scratch_, mixed);
           run.add_rows(layer, mixed, in, gated);
           continue;
         }
-        const Cache cache{static_cast<char*>(call.slab) + place * layer_bytes, call.capacity, call.half};
-        run.run(layer, cache, in, attended, in, gated);
+        for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call.slabs[lane], place, call.half);
+        run.run(layer, caches.data(), in, attended, in, gated);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
       take_features(team, call, shape_.layers, normed);
@@ -368,6 +374,12 @@ class Decoder {
     Pool::shared().run(threads, run_all, space_.around());
     if (call.memory && call.layers == shape_.layers) lineage_.end();  // else it is of no further use
     if (call.count) choose(threads, leaders, call);
+  }
+
+  // Keys and values of the `place`-th layer that has them.
+  Cache cache_of(const Slab& slab, int64_t place, bool half) const {
+    const int64_t bytes = 2 * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
+    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half};
   }
 
   int64_t mixers_width() const {
@@ -382,7 +394,7 @@ class Decoder {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, ropes_, threads);
+    space_.prepare({given}, shape_.hidden, shape_.heads, ropes_, threads);
     rows_to_tiles(states, shape_.hidden, rows, space_.x);
   }
 

@@ -78,7 +78,7 @@ class Eagle {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare(given, shape_.hidden, shape_.heads, ropes_, threads);
+    space_.prepare({given}, shape_.hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(fused_, width);
     float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
     rows_to_tiles(features, width, rows, tiled);
@@ -101,7 +101,8 @@ class Eagle {
  private:
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
-    space_.prepare(call.rows, hidden, shape_.heads, ropes_, threads);
+    const std::vector<Rows> lanes{call.rows};
+    space_.prepare(lanes, hidden, shape_.heads, ropes_, threads);
     const int64_t tiles = space_.tiles, size = hidden * kRows;
     const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
@@ -120,8 +121,9 @@ class Eagle {
             kernels.norm(x, hidden_norm_, hidden, shape_.eps, &both, t, hidden, shape_.norm_before_residual ? x : nullptr);
           }
       });
-      LayerRun run(team, space_, shape_.heads, call.rows, Form{hidden, shape_.eps});
-      run.run(layer_, Cache{call.slab, call.capacity, call.half}, both, attended, normed, gated);
+      LayerRun run(team, space_, shape_.heads, lanes, Form{hidden, shape_.eps});
+      const Cache cache{call.slab, call.capacity, call.half};
+      run.run(layer_, &cache, both, attended, normed, gated);
       if (shape_.norm_recurrent || shape_.norm_logits)
         norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, normed, plain);
       else

@@ -95,21 +95,27 @@ class Rope {
   bool exact_;
 };
 
-// The rows of one forward: where they stand and what they see.
+// The rows of one text in a forward: where they stand and what they see. A forward takes rows of several texts, of lanes,
+// one lane's behind another's.
 struct Rows {
   int64_t count = 0;
+  int64_t first = 0;                   // its first row among those of the forward
   const int64_t* positions = nullptr;  // [count]
   int64_t prefix = 0;                  // cache slots that all rows see
   int64_t start = 0;                   // the slot of row 0; prefix <= start
   const uint64_t* seen = nullptr;      // [count][words]: bit j, slot prefix + j; null: every slot up to the row's own
   int64_t words = 0;
 
+  // row: among those of the forward.
   bool sees(int64_t row, int64_t slot) const {
     if (slot < prefix) return true;
-    if (!seen) return slot <= start + row;
+    if (!seen) return slot <= slot_of(row);
     const int64_t bit = slot - prefix;
-    return bit / 64 < words && (seen[row * words + bit / 64] >> bit % 64 & 1);
+    return bit / 64 < words && (seen[(row - first) * words + bit / 64] >> bit % 64 & 1);
   }
+
+  // The cache slot of a row of the forward.
+  int64_t slot_of(int64_t row) const { return start + row - first; }
 };
 
 // Keys and values of one layer: [2][key-value heads][capacity][head size].
@@ -146,13 +152,25 @@ struct Group {
   int64_t lead;            // the largest of them
 };
 
+// The groups of one lane, and the slots that they read.
+struct Part {
+  int64_t first, count;
+  int64_t base, reach;  // the first slot of all groups, and what is behind the last one's
+};
+
 // Who sees what in the layers of one window.
 struct Sight {
   int64_t window = 0;  // 0: all
   std::vector<Group> groups;
+  std::vector<Part> parts;  // of each lane
   std::vector<Step> steps;
   int64_t most_slots = 0, most_steps = 0;  // of a group
-  int64_t base = 0, reach = 0;             // the first slot of all groups, and what is behind the last one's
+
+  int64_t span() const {  // of the widest lane
+    int64_t most = 0;
+    for (const Part& part : parts) most = std::max(most, part.reach - part.base);
+    return most;
+  }
 };
 
 // What forwards of one network share: states by tile, inputs of products, and who sees what.
@@ -172,17 +190,19 @@ class Workspace {
   float* gates = nullptr;   // [tiles][query channels][16], where attention is gated
   std::vector<ThreadScratch> threads;
 
-  void prepare(const Rows& given, int64_t hidden, const Heads& heads, std::vector<Rope>& ropes, int team) {
-    rows = given.count;
+  // lanes: each one's rows behind those of the one before.
+  void prepare(const std::vector<Rows>& lanes, int64_t hidden, const Heads& heads, std::vector<Rope>& ropes, int team) {
+    rows = lanes.back().first + lanes.back().count;
     tiles = (rows + kRows - 1) / kRows;
     x = states_.reserve(static_cast<size_t>(tiles * hidden * kRows));
     std::memset(x + (tiles - 1) * hidden * kRows, 0, static_cast<size_t>(hidden * kRows) * sizeof(float));
-    qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows));
+    // rows within a tile are read as vectors, which may reach behind the last one
+    qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows + kRows));
     added = added_.reserve(static_cast<size_t>(tiles * hidden * kRows));
     gates = gates_.reserve(static_cast<size_t>(tiles * rounded_up(heads.queries * heads.size, kOutputs) * kRows));
     turns_.resize(ropes.size());
-    for (size_t i = 0; i < ropes.size(); ++i) place_rotations(given, ropes[i], turns_[i]);
-    for (Sight& sight : sights_) group(given, heads, sight);
+    for (size_t i = 0; i < ropes.size(); ++i) place_rotations(lanes, ropes[i], turns_[i]);
+    for (Sight& sight : sights_) group(lanes, heads, sight);
     if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
   }
 
@@ -213,34 +233,40 @@ class Workspace {
  private:
   bool is_known(int64_t window) const { return sight(window).window == window; }
 
-  void place_rotations(const Rows& given, Rope& rope, Turns& turns) const {
+  void place_rotations(const std::vector<Rows>& lanes, Rope& rope, Turns& turns) const {
     int64_t last = 0;
-    for (int64_t r = 0; r < given.count; ++r) last = std::max(last, given.positions[r]);
+    for (const Rows& given : lanes) last = std::max(last, *std::max_element(given.positions, given.positions + given.count));
     rope.reach(last + 1);
     const int64_t half = rope.half();
     turns.half = half;
     float* cosines = turns.cosines.reserve(static_cast<size_t>(tiles * half * kRows));
     float* sines = turns.sines.reserve(static_cast<size_t>(tiles * half * kRows));
-    for (int64_t r = 0; r < given.count; ++r) {
-      const float* from = rope.at(given.positions[r]);
-      const int64_t to = r / kRows * half * kRows + r % kRows;
-      for (int64_t i = 0; i < half; ++i) {
-        cosines[to + i * kRows] = from[i];
-        sines[to + i * kRows] = from[half + i];
+    for (const Rows& given : lanes)
+      for (int64_t r = given.first; r < given.first + given.count; ++r) {
+        const float* from = rope.at(given.positions[r - given.first]);
+        const int64_t to = r / kRows * half * kRows + r % kRows;
+        for (int64_t i = 0; i < half; ++i) {
+          cosines[to + i * kRows] = from[i];
+          sines[to + i * kRows] = from[half + i];
+        }
       }
-    }
   }
 
-  void group(const Rows& given, const Heads& heads, Sight& sight) const {
+  void group(const std::vector<Rows>& lanes, const Heads& heads, Sight& sight) const {
     sight.groups.clear();
+    sight.parts.clear();
     sight.steps.clear();
-    sight.most_slots = sight.most_steps = sight.reach = 0;
-    sight.base = INT64_MAX;
+    sight.most_slots = sight.most_steps = 0;
     const int64_t per_row = heads.groups();
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t all = std::min<int64_t>(kRows, given.count - tile * kRows) * per_row;
-      for (int64_t first = 0; first < all; first += kRows)
-        add_group(given, per_row, tile, first, std::min<int64_t>(kRows, all - first), sight);
+    for (const Rows& given : lanes) {
+      const int64_t end = given.first + given.count;
+      sight.parts.push_back({static_cast<int64_t>(sight.groups.size()), 0, INT64_MAX, 0});
+      for (int64_t tile = given.first / kRows; tile * kRows < end; ++tile) {
+        const int64_t begin = tile * kRows, all = std::min<int64_t>(end - begin, kRows) * per_row;
+        for (int64_t first = std::max<int64_t>(given.first - begin, 0) * per_row; first < all; first += kRows)
+          add_group(given, per_row, tile, first, std::min<int64_t>(kRows, all - first), sight);
+      }
+      sight.parts.back().count = static_cast<int64_t>(sight.groups.size()) - sight.parts.back().first;
     }
   }
 
@@ -250,10 +276,10 @@ class Workspace {
     std::vector<Step>& steps = sight.steps;
     Group one{tile, first, count, 0, 0, 0, static_cast<int64_t>(steps.size()), 0, {}, 0};
     const int64_t first_row = tile * kRows + first / per_row, last_row = tile * kRows + (first + count - 1) / per_row;
-    const int64_t end = given.start + last_row + 1;
+    const int64_t end = given.slot_of(last_row) + 1;
     int64_t places[kRows] = {}, begins[kRows] = {};  // by row: of the next slot that it sees, and of the first in its window
     bool common = true;  // all lanes have seen all slots so far
-    one.prefix = given.seen ? given.prefix : given.start + first_row + 1;
+    one.prefix = given.seen ? given.prefix : given.slot_of(first_row) + 1;
     std::fill(places, places + kRows, one.prefix);
     if (sight.window)
       for (int64_t row = first_row; row <= last_row; ++row) {
@@ -285,8 +311,9 @@ class Workspace {
     one.steps = static_cast<int64_t>(steps.size()) - one.step;
     one.slots = one.steps ? steps.back().slot + 1 : one.prefix;
     if (sight.window) begin_at_window(one, per_row, begins, steps);
-    sight.base = std::min(sight.base, one.base);
-    sight.reach = std::max(sight.reach, one.base + one.slots);
+    Part& part = sight.parts.back();
+    part.base = std::min(part.base, one.base);
+    part.reach = std::max(part.reach, one.base + one.slots);
     sight.most_slots = std::max(sight.most_slots, one.slots);
     sight.most_steps = std::max(sight.most_steps, one.steps);
     sight.groups.push_back(one);
@@ -379,17 +406,18 @@ void products_of(const Team& team, Workspace& space, const std::vector<const Mat
 // the residual stream. `in` is what queries, keys and values are made of.
 class LayerRun {
  public:
-  LayerRun(const Team& team, Workspace& space, const Heads& heads, const Rows& rows, const Form& form)
-      : team_(team), space_(space), heads_(heads), rows_(rows), form_(form) {}
+  LayerRun(const Team& team, Workspace& space, const Heads& heads, const std::vector<Rows>& lanes, const Form& form)
+      : team_(team), space_(space), heads_(heads), lanes_(lanes), form_(form) {}
 
-  void run(const Layer& layer, const Cache& cache, const Input& in, const Input& attended,
+  // caches: the layer's of each lane.
+  void run(const Layer& layer, const Cache* caches, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
-    attend_rows(layer, cache, in, attended);
+    attend_rows(layer, caches, in, attended);
     add_rows(layer, attended, normed, gated);
   }
 
   // Attention's heads, side by side.
-  void attend_rows(const Layer& layer, const Cache& cache, const Input& in, const Input& attended) {
+  void attend_rows(const Layer& layer, const Cache* caches, const Input& in, const Input& attended) {
     const int64_t tiles = space_.tiles, channels = heads_.channels();
     const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
     const auto keep = [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
@@ -401,9 +429,9 @@ class LayerRun {
     };
     products_of(team_, space_, {&layer.q, &layer.k, &layer.v}, in, keep);
     if (layer.whole_norms) norm_heads(layer);
-    place(layer, cache);
+    place(layer, caches);
     if (layer.head_gate.panels) keep_gates(layer.head_gate, in);
-    attend(layer, cache, attended);
+    attend(layer, caches, attended);
     if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
@@ -476,15 +504,15 @@ class LayerRun {
   }
 
   // Norms and rotates queries and keys, and writes keys and values into the cache.
-  void place(const Layer& layer, const Cache& cache) {
+  void place(const Layer& layer, const Cache* caches) {
     const int64_t all = heads_.queries + 2 * heads_.keys;
     team_.each(space_.tiles * all, 1, [&](Pieces& pieces) {
       while (pieces.next())
-        for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, cache, i / all, i % all);
+        for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, caches, i / all, i % all);
     });
   }
 
-  void place_head(const Layer& layer, const Cache& cache, int64_t tile, int64_t head) {
+  void place_head(const Layer& layer, const Cache* caches, int64_t tile, int64_t head) {
     const int64_t all = heads_.queries + 2 * heads_.keys;
     float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
     const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
@@ -493,7 +521,9 @@ class LayerRun {
       if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
       if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
     }
-    if (!query) write(cache, value, (head - heads_.queries) % heads_.keys, tile, states);
+    if (query) return;
+    for (size_t lane = 0; lane < lanes_.size(); ++lane)
+      write(lanes_[lane], caches[lane], value, (head - heads_.queries) % heads_.keys, tile, states);
   }
 
   void rotate(const Turns& turns, int64_t tile, float* states) {
@@ -501,42 +531,48 @@ class LayerRun {
     space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
   }
 
-  void write(const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
-    const int64_t row = tile * kRows, bytes = heads_.size * (cache.half ? 2 : 4);
-    char* to = static_cast<char*>(cache.plane(value, head, heads_)) + (rows_.start + row) * bytes;
-    space_.kernels.write(states, heads_.size, std::min<int64_t>(kRows, rows_.count - row), to, heads_.size, cache.half);
+  // The rows of one lane in a tile, if there are any.
+  void write(const Rows& rows, const Cache& cache, bool value, int64_t head, int64_t tile, const float* states) {
+    const int64_t begin = tile * kRows, bytes = heads_.size * (cache.half ? 2 : 4);
+    const int64_t row = std::max(rows.first, begin), count = std::min<int64_t>(rows.first + rows.count, begin + kRows) - row;
+    if (count <= 0) return;
+    char* to = static_cast<char*>(cache.plane(value, head, heads_)) + rows.slot_of(row) * bytes;
+    space_.kernels.write(states + (row - begin), heads_.size, count, to, heads_.size, cache.half);
   }
 
-  // Tasks stand by head, as what those of a head share is made once by each thread, and the longest of a head first; within
-  // windows, which are about as long, those that begin first.
-  void attend(const Layer& layer, const Cache& cache, const Input& attended) {
+  // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
+  // first; within windows, which are about as long, those that begin first.
+  void attend(const Layer& layer, const Cache* caches, const Input& attended) {
     const Sight& sight = space_.sight(layer.window);
-    const int64_t count = static_cast<int64_t>(sight.groups.size());
-    team_.each(heads_.keys * count, 1, [&](Pieces& pieces) {
+    team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       const int64_t size = heads_.size;
       AttendTask task;
       task.per_row = heads_.groups();
       task.scale = form_.scale_of(heads_);
-      task.half = cache.half;
+      task.half = caches[0].half;
       task.size = size;
       task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
-      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.reach - sight.base)));
+      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
       task.out = &attended;
-      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of` stand in `chunks`
+      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
+      size_t lane = 0;
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          const int64_t head = i / count, at = i % count;
-          const Group& group = sight.groups[static_cast<size_t>(layer.window ? at : count - 1 - at)];
-          const int64_t base = (group.base - sight.base) / kChunk;
-          if (head != of || base < begun || base > turned) begun = turned = base;
-          of = head;
-          int64_t own = turned - base;
-          task.turned = &own;
+          if (i < heads_.keys * sight.parts[lane].first) lane = 0;  // another thread's share, from before one's own
+          while (i >= heads_.keys * (sight.parts[lane].first + sight.parts[lane].count)) ++lane;
+          const Part& part = sight.parts[lane];
+          const int64_t own = i - heads_.keys * part.first, head = own / part.count, at = own % part.count;
+          const Group& group = sight.groups[static_cast<size_t>(part.first + (layer.window ? at : part.count - 1 - at))];
+          const int64_t base = (group.base - part.base) / kChunk, key = static_cast<int64_t>(lane) * heads_.keys + head;
+          if (key != of || base < begun || base > turned) begun = turned = base;
+          of = key;
+          int64_t there = turned - base;
+          task.turned = &there;
           task.chunks = chunks + base * kChunk * size;
           task.step = sight.steps.data() + group.step;
-          attend_group(task, cache, head, group, layer.sinks);
-          turned = std::max(turned, base + own);
+          attend_group(task, caches[lane], head, group, layer.sinks);
+          turned = std::max(turned, base + there);
         }
     });
   }
@@ -630,7 +666,7 @@ class LayerRun {
   const Team& team_;
   Workspace& space_;
   const Heads heads_;
-  const Rows& rows_;
+  const std::vector<Rows>& lanes_;
   const Form form_;
 };
 

@@ -1,19 +1,23 @@
-"""Answer one line with one engine."""
+"""Answer lines with one engine, or with several on its weights."""
 
 from __future__ import annotations
 
+import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
-from specengine.engine import Engine
+from specengine.engine import Engine, Pool
 from specengine.errors import InputError
 from specengine.records import GenerationResult
 
 # Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
+AHEAD = 256  # answers that may wait for an earlier one, of which the file is in need
 
 
 class Answered(NamedTuple):
@@ -77,13 +81,43 @@ def _said(result: GenerationResult) -> dict[str, Any]:
 
 
 def answered(
-    load: Callable[[], Engine], items: Iterable[Item], loaded: Callable[[dict[str, Any]], None]
+    load: Callable[[], Engine], items: Iterable[Item], loaded: Callable[[dict[str, Any]], None], parallel: int = 1
 ) -> Iterator[Answered]:
-    """Answer the lines in this process, one after the other.
+    """Answer the lines in this process, `parallel` at once, in their order.
 
     loaded: called with the facts of the engine before the first answer.
     """
     engine = load()
+    pool = None if parallel == 1 else Pool(engine, parallel)
     loaded(facts(engine))
-    for item in items:
-        yield answer(engine, item)
+    if pool is None:
+        for item in items:
+            yield answer(engine, item)
+    else:
+        yield from _at_once(pool.engines, items)
+
+
+def _at_once(engines: list[Engine], items: Iterable[Item]) -> Iterator[Answered]:
+    free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+    for engine in engines:
+        free.put(engine)
+
+    def run(item: Item) -> Answered:
+        engine = free.get()
+        try:
+            return answer(engine, item)
+        finally:
+            free.put(engine)
+
+    under_way: deque[Future[Answered]] = deque()
+    with ThreadPoolExecutor(len(engines)) as threads:
+        try:
+            for item in items:
+                under_way.append(threads.submit(run, item))
+                if len(under_way) == AHEAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()

@@ -23,6 +23,7 @@ from specengine.benchmark.provenance import provenance
 from specengine.cli import given
 from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
+from specengine.errors import require
 from specengine.replicas import Scale
 
 EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
@@ -30,6 +31,8 @@ EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
 
 def run(arguments: argparse.Namespace) -> int:
     Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
+    require("parallel", arguments.parallel, "1 or more", arguments.parallel >= 1)
+    require("parallel", arguments.parallel, "1 with replicas", 1 in (arguments.parallel, arguments.replicas))
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
     found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
@@ -84,7 +87,7 @@ def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files)
     scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
     if scale.replicas == 1 and scale.address is None:
         recipe = given.recipe(arguments, threads=scale.threads, prefer_strict=True)
-        yield from answering.answered(recipe.load, items, files.loaded)
+        yield from answering.answered(recipe.load, items, files.loaded, arguments.parallel)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray
 

@@ -94,6 +94,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: flag, type, default, help
+    ("parallel", int, 1, "answers at once, on the native forward (default 1)"),
     ("queue", int, 16, "requests that may wait (default 16)"),
     ("max-body-bytes", int, 8 << 20, "largest body of a request (default 8388608)"),
     ("max-prompt-tokens", int, None, "longest prompt (default: the model's context)"),
@@ -174,6 +175,9 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
         "files exist, the run continues",
     )  # fmt: skip
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="answers at once, on the native forward (default 1)"
+    )
     add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs the extra `ray`)")
     add_model(parser)
     add_draft_and_policy(parser)
@@ -348,7 +352,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "generate": (add_generate, "answer one prompt"),
     "chat": (add_chat, "talk to a model, turn by turn"),
-    "serve": (add_serve, "answer OpenAI's clients over HTTP, with one model, one request at a time"),
+    "serve": (add_serve, "answer OpenAI's clients over HTTP, with one model"),
     "batch": (
         add_batch,
         "answer a file of prompts, one answer per line; an interrupted run continues where it stopped",

@@ -70,6 +70,18 @@ class PassCosts:
             self._column(self.draft, self.draft_growth, width, longer),
         )
 
+    def beside(self, others: int) -> SharedCosts:
+        """Return the costs of one of several texts whose rows are run together, each of the others bringing one row.
+
+        A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds.
+        """
+        texts, alone = others + 1, interpolated(self.verify, others + 1)
+        rows = sorted({1, *self.verify, *(n - others for n in self.verify if n > others)})
+        verify = {n: alone + texts * (interpolated(self.verify, others + n) - alone) for n in rows}
+        draft = {n: texts * cost for n, cost in self.draft.items()}
+        changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead}
+        return SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
+
     def cycle(self, verified: int, widths: Sequence[int]) -> float:
         """Return the cost of a cycle that verifies `verified` nodes after draft passes of these widths."""
         passes = sum(interpolated(self.draft, width) for width in widths)
@@ -113,6 +125,10 @@ class PassCosts:
         if self.padded:
             column[1:] = column[-1].clone()
         return column.clamp(min=0)
+
+
+class SharedCosts(PassCosts):
+    """Costs beside other texts, which the time of a single cycle does not correct."""
 
 
 def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -237,6 +239,19 @@ def reserve(drafter: Drafter | None, tokens: int, nodes: int, longest: int) -> N
     """Make room in a drafter that needs it, see CapturedDrafter.reserve. Others make room as they go."""
     if drafter is not None and isinstance(innermost := unwrapped(drafter), CapturedDrafter):
         innermost.reserve(tokens, nodes, longest)
+
+
+def another(drafter: Drafter) -> Drafter:
+    """Return a draft of the same weights and options with a state of its own.
+
+    A class whose options are not dataclass fields says by `__copy__` how that is made. InputError where it does not.
+    """
+    given: Any = drafter
+    if hasattr(drafter, "__copy__"):
+        return cast(Drafter, copy.copy(given))
+    if dataclasses.is_dataclass(given):
+        return cast(Drafter, dataclasses.replace(given))  # type: ignore[type-var]
+    raise InputError(f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__")
 
 
 def names() -> list[str]:

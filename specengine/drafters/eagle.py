@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,15 @@ class Eagle(RowDraft):
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
+
+    def __copy__(self) -> Eagle:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.head = copy.copy(self.head)
+        made._states, made._features = self._states.clone(), self._features[:0].clone()
+        made._factors = None if self._factors is None else self._factors.clone()
+        RowDraft.__init__(made, made.head.cache)
+        return made
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from sys import float_info
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped
+from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped, another
 from specengine.errors import InputError
 from specengine.models import common_prefix
 from specengine.ops import Nodes
@@ -83,6 +83,10 @@ class Lookup(Wrapped):
         table = None if recycling is None else recycling.table
         self.free = Beside(self._copies, table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
+
+    def __copy__(self) -> Lookup:
+        recycling = None if self.recycling is None else another(cast(Drafter, self.recycling))
+        return Lookup(another(self.inner), cast(Any, recycling))
 
     @property
     def traits(self) -> Traits:

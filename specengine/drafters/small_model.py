@@ -52,6 +52,12 @@ class SmallModel(RowDraft):
         self._version = self.lm.version
         super().__init__(self.lm.new_cache(1))
 
+    def __copy__(self) -> SmallModel:
+        made = object.__new__(type(self))
+        made.lm, made.name, made.vocab_size, made._version = self.lm, self.name, self.vocab_size, self._version
+        RowDraft.__init__(made, self.lm.new_cache(1))
+        return made
+
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         embedded = checkpoints.embedded

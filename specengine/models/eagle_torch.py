@@ -37,6 +37,12 @@ class TorchHead:
     def reads(self) -> tuple[Tensor, ...]:
         return self._tables
 
+    def __copy__(self) -> TorchHead:
+        made = object.__new__(TorchHead)
+        made.__dict__.update(self.__dict__)
+        made.cache = self.cache.empty()
+        return made
+
     def refresh(self) -> None:
         """Take in weights that were changed since the last call, and a cache that has grown."""
         if self._packed is not None:

@@ -52,6 +52,11 @@ class KVCache:
         self.filled = torch.zeros(1, dtype=torch.int32, device=device)
         self.places: Tensor | None = None  # positions by slot, of scratch, where a model's windows need them
 
+    def empty(self) -> KVCache:
+        """Return an empty cache of the same kind."""
+        layers, _, heads, _, size = self.slab.shape
+        return KVCache(layers, heads, size, 1, dtype=self.slab.dtype, device=self.slab.device, shapes=self.shapes)
+
     @property
     def length(self) -> int:
         """The number of committed slots; synchronises with a device."""

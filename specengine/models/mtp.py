@@ -161,6 +161,12 @@ class MtpHead:
     def weights(self) -> tuple[nn.Module, ...]:
         return (self.module,)
 
+    def __copy__(self) -> MtpHead:
+        made = object.__new__(MtpHead)
+        made.__dict__.update(self.__dict__)
+        made.cache = self.cache.empty()
+        return made
+
     def refresh(self) -> None:
         """Do nothing: the head owns its weights."""
 

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -26,7 +26,7 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import GATED_NORM, Factors, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -330,6 +330,35 @@ class NativeLM:
         self.seconds += time.perf_counter() - began
         return states
 
+    def run_lanes(
+        self,
+        tokens: Tensor,
+        lanes: Sequence[tuple[Tensor, KVCache, tuple[int, int, Tensor | None]]],
+        *,
+        features: tuple[int, ...] = (),
+        logits: Tensor | None = None,
+        best: Successors | None = None,
+    ) -> Tensor | None:
+        """Run rows of several texts in one C++ call.
+
+        tokens: int64 [rows], one text's behind another's; lanes: of each text its positions, cache, and what its rows
+        see; the others, and the result, as in `run`. Caches are the texts' own, without states of recurrent layers.
+        """
+        began, states = time.perf_counter(), None
+        if features:
+            width = len(features) * self.shape.hidden
+            states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
+        positions = tuple(places.clamp(max=self.max_context - 1) for places, *_ in lanes)
+        starts, prefixes, words = zip(*(seen for *_, seen in lanes), strict=True)
+        slabs = tuple(cache.slab for _, cache, _ in lanes)
+        chosen = (None, None) if best is None else best
+        with self._turn:
+            threads = team.get() or torch.get_num_threads()
+            given = positions, prefixes, starts, words, tokens, slabs
+            self.decoder.forward_lanes(*given, features, states, logits, *chosen, threads)
+        self.seconds += time.perf_counter() - began
+        return states
+
     def _pack(self) -> None:
         state, wanted, family = self.source.state, self._wanted(), family_of(self.config)
         shape, places, factors = self.shape, family.places(self.config), self._factors
@@ -397,8 +426,9 @@ class NativeLM:
         Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
         """
         module, _, kind = weight.name.rpartition(".")
-        if len(weight.shape) == 3:  # a convolution's: by taps
-            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float()[:, 0].T.flatten())
+        if module.endswith(CONVOLUTIONS):  # by taps
+            count = weight.shape[0]
+            return Weight.of(weight.name, weight.rows(0, count).float().reshape(count, -1).T.flatten())
         norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
@@ -645,6 +675,12 @@ class NativeHead:
             scale,
         )
 
+    def __copy__(self) -> NativeHead:
+        made = object.__new__(NativeHead)
+        made.__dict__.update(self.__dict__)
+        made.cache = self.cache.empty()
+        return made
+
     def refresh(self) -> None:
         """Do nothing: the head owns its weights."""
 
@@ -732,6 +768,10 @@ class NativeTarget(CachedTarget):
     device = torch.device("cpu")
     lm: NativeLM
 
+    def __init__(self, lm: NativeLM) -> None:
+        super().__init__(lm)
+        self.runs: Callable[..., Tensor | None] = lm.run
+
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.lm.source.name
@@ -779,4 +819,4 @@ class NativeTarget(CachedTarget):
         tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
         given = tokens, depths + start, cache, (start, start, words)
-        return self.lm.run(*given, features=self._features, logits=logits, best=best)
+        return self.runs(*given, features=self._features, logits=logits, best=best)

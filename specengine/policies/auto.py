@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, CostTable, PassCosts, find_costs
+from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
@@ -136,6 +136,7 @@ class Auto(TreePolicy):
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
+        self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
@@ -161,8 +162,7 @@ class Auto(TreePolicy):
         return Plan(self.patience, self._pace.resting > 0, PLAIN_REASON, plain, self.costs == MEASURED)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
-        if costs is not None and self.costs == MEASURED and (measured := costs()) is not self._costs:
-            self._costs, self._scale = measured, [1.0, 1.0]
+        self._find = costs if self.costs == MEASURED else None
         self._context, self._group = tokens, int(sampled)
         self._pace.begin()
         self._reprice()
@@ -203,7 +203,10 @@ class Auto(TreePolicy):
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            self._time(cycle, state, rested)
+            if isinstance(self._costs, SharedCosts):  # other texts' rows and waits are in that time
+                self._count(cycle)
+            else:
+                self._time(cycle, state, rested)
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -217,6 +220,9 @@ class Auto(TreePolicy):
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
+        self._count(cycle)
+
+    def _count(self, cycle: Cycle) -> None:
         self._context += len(cycle.tokens)
         self._timed += 1
         if self._timed % REPRICED == 0:
@@ -240,6 +246,8 @@ class Auto(TreePolicy):
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
+        if self._find is not None and (found := self._find()) is not self._costs:
+            self._costs, self._scale = found, [1.0, 1.0]
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify)

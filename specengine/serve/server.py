@@ -137,7 +137,7 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
     """
     opened, address = open_socket(settings)
     listening(address)
-    worker = Worker(load, settings.queue, Metrics())
+    worker = Worker(load, settings.queue, Metrics(), settings.parallel)
     server = Server(worker, settings, log_config=LOGGING)
 
     def give_up() -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine, Pool, TextGeneration
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
@@ -65,16 +65,17 @@ class Job:
 
 
 class Worker:
-    """Answers jobs one by one, the first that came first.
+    """Answers jobs in the order in which they came, `parallel` at once.
 
-    One that takes long to read is passed by those behind it until a thread beside has read it.
+    One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
+    engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
 
     load      makes the engine, in the worker's thread
-    waiting   how many jobs may wait while another is answered
+    waiting   how many jobs may wait while as many as may are answered
     failed    called, in that thread, if `load` raises; `failure` is then the error
     """
 
-    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics) -> None:
+    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int = 1) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
@@ -83,11 +84,16 @@ class Worker:
         self.limits: ModelLimits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
-        self._job: Job | None = None
+        self._parallel = parallel
+        self._answered: set[Job] = set()  # at present
+        self._idle: list[Engine] = []
+        self._short: ModelLimits | None = None  # for texts that are read by whoever answers them, in turn
+        self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._stopping = False
         self._mean_seconds = 1.0  # of an answer, the latest counting most
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
+        self._others: list[threading.Thread] = []
         self._reader = threading.Thread(target=self._read_all, name="specengine-reader", daemon=True)
 
     def start(self) -> None:
@@ -102,7 +108,7 @@ class Worker:
     def abandon(self) -> None:
         """Fail all jobs whose answers have not ended."""
         with self._changed:
-            jobs = [*self._jobs, *([self._job] if self._job else [])]
+            jobs = [*self._jobs, *self._answered]
             for job in jobs:
                 job.cancelled = True
             self._jobs.clear()
@@ -111,14 +117,15 @@ class Worker:
             job.deliver(Failed(unavailable("stopping")))
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Cancel everything and end the thread, which is not waited for while it loads."""
+        """Cancel everything and end the threads, which are not waited for while they load."""
         with self._changed:
             self._stopping = True
-            for job in [*self._jobs, *([self._job] if self._job else [])]:
+            for job in [*self._jobs, *self._answered]:
                 job.cancelled = True
             self._changed.notify_all()
         if self.engine is not None:
-            self._thread.join(seconds)
+            for thread in (self._thread, *self._others):
+                thread.join(seconds)
 
     def submit(self, job: Job) -> None:
         """Put into the queue; QueueFullError where as many wait as may, InputError for a text that fits no context."""
@@ -127,7 +134,7 @@ class Worker:
         job.quick = job.asked.quick
         with self._changed:
             waiting = len(self._jobs)
-            if waiting >= self._most + (self._job is None):
+            if waiting >= self._most + self._parallel - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
             self._jobs.append(job)
             self._gauge()
@@ -143,29 +150,30 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether the answering thread runs."""
-        return self._thread.is_alive()
+        """Return whether all answering threads run."""
+        return all(thread.is_alive() for thread in (self._thread, *self._others))
 
     @property
     def busy(self) -> bool:
-        return self._job is not None
+        return bool(self._answered)
 
     @property
     def idle(self) -> bool:
         """Return whether no job is answered and none waits."""
         with self._changed:
-            return not self._jobs and self._job is None
+            return not self._jobs and not self._answered
 
     @property
     def retry_seconds(self) -> int:
         """Return the seconds until the queue is likely empty, by the recent time of answers."""
-        waiting = len(self._jobs) + (self._job is not None)
-        return min(max(math.ceil(self._mean_seconds * max(waiting, 1)), 1), MAX_RETRY_SECONDS)
+        turns = (len(self._jobs) + len(self._answered)) / self._parallel
+        return min(max(math.ceil(self._mean_seconds * max(turns, 1)), 1), MAX_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
             self.engine = self._load()
-            self.limits = _limits(self.engine)
+            self._idle = Pool(self.engine, self._parallel).engines if self._parallel > 1 else [self.engine]
+            self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
             self.failed()
@@ -174,26 +182,49 @@ class Worker:
             self.state = "ready"
         self._reader.start()
         log.info("ready: %r", self.engine)
+        for number in range(1, self._parallel):
+            self._others.append(threading.Thread(target=self._answer_all, name=f"specengine-{number}", daemon=True))
+            self._others[-1].start()
+        self._answer_all()
+
+    def _answer_all(self) -> None:
         while (job := self._next()) is not None:
             began = time.perf_counter()
+            engine = self._engine_for(job)
             try:
-                self._answer(self.engine, job, began - job.came)
+                self._answer(engine, job, began - job.came)
             except Exception as error:
                 self._failure(job, error)
             with self._changed:
-                self._job = None
+                self._idle.append(engine)
+                self._answered.discard(job)
                 self._mean_seconds += 0.3 * (time.perf_counter() - began - self._mean_seconds)
                 self._gauge()
 
+    def _engine_for(self, job: Job) -> Engine:
+        """Take the idle engine that holds most of the prompt, else the one that has been idle for longest.
+
+        An engine that holds another conversation is not taken for the few words that both begin with.
+        """
+        if self._parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
+            with self._reading, contextlib.suppress(Exception):  # raised again where it is answered
+                self._prepare(self.engine, job, self._short)
+        prompt = [] if job.prepared is None else job.prepared.prompt
+        with self._changed:
+            held = [engine.holds(prompt) for engine in self._idle]
+            own = [
+                2 * count >= len(engine.target.tokens) and count for count, engine in zip(held, self._idle, strict=True)
+            ]
+            return self._idle.pop(own.index(max(own)))
+
     def _next(self) -> Job | None:
-        job = self._first(lambda job: job.quick or job.prepared is not None)
-        if job is not None:
-            with self._changed:
-                self._job = job
-                if job in self._jobs:
-                    self._jobs.remove(job)
+        with self._changed:
+            job = self._first(lambda job: job.quick or job.prepared is not None)
+            if job is not None:
+                self._answered.add(job)
+                self._jobs.remove(job)
                 self._gauge()
-        return job
+            return job
 
     def _first(self, suits: Callable[[Job], bool]) -> Job | None:
         """Wait for a job in the queue that suits, and return the first; None where the worker stops."""
@@ -295,7 +326,7 @@ class Worker:
 
     def _gauge(self) -> None:
         self.metrics.waiting.set(len(self._jobs))
-        self.metrics.running.set(self._job is not None)
+        self.metrics.running.set(len(self._answered))
 
 
 def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> None:

@@ -275,3 +275,31 @@ def test_system_messages_stand_before_prompts_and_turns_alone(tmp_path: Path) ->
     found = read(file, {}, system="be kind").items
     assert found[0].prompt == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
     assert (found[1].prompt, found[2].prompt) == ([{"role": "user", "content": "b"}], [1])
+
+
+# ---- answers at once
+
+
+def test_answers_at_once_are_the_same_bytes(example: Example, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert files.batch(example.prompts, out, example.model, "--parallel", "4") == 1  # some lines are errors
+    assert out.read_bytes() == example.out.read_bytes()
+
+
+def test_answers_at_once_go_on_where_a_file_ends(example: Example, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    whole = example.out.read_bytes()
+    shutil.copy(beside(example.out), beside(out))
+    out.write_bytes(whole[: len(whole) // 2])
+    assert files.batch(example.prompts, out, example.model, "--parallel", "3") == 1
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("given", "named"), [(["0"], "1 or more"), (["2", "--replicas", "2"], "1 with replicas")])
+def test_wrong_numbers_of_answers_at_once_are_refused(
+    example: Example, tmp_path: Path, given: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert files.batch(example.prompts, out, example.model, "--parallel", *given) == 2
+    assert f"parallel: got {given[0]}, accepted {named}" in capsys.readouterr().err
+    assert not out.exists()

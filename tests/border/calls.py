@@ -393,6 +393,15 @@ def forward_of_decoder(m: Memory) -> Arguments:
     return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0]
 
 
+def lanes_of_decoder(m: Memory) -> Arguments:
+    """Return the rows of `forward_of_decoder` and one more, of another text."""
+    best = m.put(torch.zeros(ROWS + 1, 2, dtype=torch.int64)), real(m, ROWS + 1, 2)
+    out = real(m, ROWS + 1, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
+    words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
+    given = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words, whole(m, 1, 2, 3, 4), (slab(m), slab(m))
+    return [*given, [0, LAYERS], *out, 1]
+
+
 DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
 
 
@@ -449,8 +458,9 @@ def later_forward_of_eagle(m: Memory) -> Arguments:
     return arguments
 
 
-CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[int]]] = {
+CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
+    "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),

@@ -54,7 +54,11 @@ def function(name: str) -> tuple[Callable[..., Any], Callable[[Memory], Argument
     make, method, build, optional = (CPU | MEMORY)[name]
     if make.__name__ not in MADE:
         MADE[make.__name__] = make(_cpu if name in CPU else _ops)
-    return getattr(MADE[make.__name__], method), build, {(place,) for place in optional}
+    return (
+        getattr(MADE[make.__name__], method),
+        build,
+        {(place,) if isinstance(place, int) else place for place in optional},
+    )
 
 
 def outcome(run: Callable[..., Any], memory: Memory, arguments: Arguments) -> Any:

@@ -66,6 +66,7 @@ class Tiny:
             [(frequencies, 1.0)],
             [(0, 0)] * LAYERS,
             ("softmax", [0, 1, 1], [0.0, 1.0]),
+            [],
         )
         self.decoder = _cpu.Decoder(self.instruction_set, self.numerics, sizes, *form)
 

@@ -49,7 +49,7 @@ class Served:
 @contextlib.contextmanager
 def served(load: Callable[[], Engine] = tiny_engine, *, wait: bool = True, **settings: Any) -> Iterator[Served]:
     chosen = Settings(**{"name": NAME, "drain_seconds": 2} | settings)
-    worker = Worker(load, chosen.queue, Metrics())
+    worker = Worker(load, chosen.queue, Metrics(), chosen.parallel)
     opened = socket.create_server(("127.0.0.1", 0))
     server = Server(worker, chosen, log_config=None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -101,16 +102,21 @@ def test_any_name_is_the_one_model_unless_the_server_is_strict(hasty: Served) ->
 
 
 def test_asking_for_health_is_no_failed_request() -> None:
+    asked = threading.Event()
+
     def load() -> Any:
-        time.sleep(0.3)
+        asked.wait(60)
         return tiny_engine(draft="none")
 
     with served(load, wait=False) as server:
-        for path in ("/health", "/v1/health"):
-            assert server.client.get(path).status_code == 503
-        assert "request_failure_total{" not in server.client.get("/metrics").text
-        assert server.post(FEW).status_code == 503
-        assert 'request_failure_total{status="503"} 1.0' in server.client.get("/metrics").text
+        try:
+            for path in ("/health", "/v1/health"):
+                assert server.client.get(path).status_code == 503
+            assert "request_failure_total{" not in server.client.get("/metrics").text
+            assert server.post(FEW).status_code == 503
+            assert 'request_failure_total{status="503"} 1.0' in server.client.get("/metrics").text
+        finally:
+            asked.set()
 
 
 # ---- bodies

@@ -128,11 +128,13 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   const Guarded<int64_t> chosen(rows * ask.count);
   const Guarded<float> chosen_logits(rows * ask.count);
   cpu::Decoder::Call call{};
-  call.rows.count = rows, call.rows.positions = ask.positions.data();
-  call.rows.prefix = ask.prefix, call.rows.start = ask.start;
-  if (ask.seen) call.rows.seen = ask.seen->data(), call.rows.words = static_cast<int64_t>(ask.seen->size()) / rows;
+  cpu::Rows& given = call.lanes.emplace_back();
+  given.count = rows, given.positions = ask.positions.data();
+  given.prefix = ask.prefix, given.start = ask.start;
+  if (ask.seen) given.seen = ask.seen->data(), given.words = static_cast<int64_t>(ask.seen->size()) / rows;
   call.tokens = ask.tokens.data();
-  call.slab = slab.data(), call.capacity = capacity, call.half = shape_.half;
+  call.slabs.push_back({slab.data(), capacity});
+  call.half = shape_.half;
   call.features = counting(0, kLayers + 1), call.states = states.data();
   call.logits = logits.data(), call.first_logits = ask.first_logits;
   call.count = ask.count, call.chosen = chosen.data(), call.chosen_logits = chosen_logits.data();

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
+CONVOLUTIONS = ("short_conv.conv", "linear_attn.conv1d")  # of the mixers' parts: a few weights for each channel
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 

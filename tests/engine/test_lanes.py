@@ -1,0 +1,268 @@
+"""Answers side by side: each is, bit for bit, the one that is given alone, whatever stands beside it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specengine import Engine
+from specengine.costs import PassCosts, SharedCosts
+from specengine.drafters import another
+from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
+from specengine.engine import Pool
+from specengine.errors import InputError
+from specengine.models import lanes
+from specengine.models.lanes import Gathering, LaneTarget
+from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget
+from specengine.ops.tree import TokenTree
+from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
+from tests.toy import VOCABULARY, policy_for, random_tree, tiny
+
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
+KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics": "integer"}}
+
+
+def lm_of(family: str, kind: str, instructions: str | None = None) -> NativeLM:
+    model = tiny(family, num_hidden_layers=2)
+    model = model if kind == "float32" else model.bfloat16()
+    return native_lm(model, instructions, **KINDS[kind])
+
+
+def texts(lm: NativeLM, seed: int) -> tuple[list[NativeTarget], list[TokenTree]]:
+    """Return targets with prompts of several lengths in their caches, and a tree behind each."""
+    chance = random.Random(seed)
+    targets, trees = [], []
+    for lane in range(chance.randint(2, 7)):
+        target = NativeTarget(lm)
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 2, 9, 30, 70]))]
+        target.reserve(160, 40)
+        target.prefill(prompt)
+        targets.append(target)
+        trees.append(random_tree(100 * seed + lane, chance.choice([1, 1, 2, 5, 17]), VOCABULARY, root=prompt[-1]))
+    return targets, trees
+
+
+def together(lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], off: int = 0) -> list[Tensor]:
+    """Return each tree's logits from one forward; off: of the first lane's cache, a slot too far."""
+    given, tokens = [], []
+    for target, tree in zip(targets, trees, strict=True):
+        start = target.cache.length + off * (target is targets[0])
+        given.append((tree.depths + start, target.cache, (start, start, tree.ancestors)))
+        tokens.append(tree.tokens)
+    logits = torch.empty(sum(map(len, tokens)), lm.vocab_size)
+    lm.run_lanes(torch.cat(tokens), given, logits=logits)
+    return list(logits.split([len(part) for part in tokens]))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_rows_bits_do_not_depend_on_other_texts(family: str, kind: str, instructions: str) -> None:
+    if kind == "float32" and instructions in WITH_PAIRS:
+        pytest.skip("has no products in float32")
+    lm = lm_of(family, kind, instructions)
+    for seed in range(6):
+        targets, trees = texts(lm, seed)
+        alone = [target.verify(tree)[0].clone() for target, tree in zip(targets, trees, strict=True)]
+        kept = [target.cache.slab.clone() for target in targets]
+        for target in targets:
+            target.cache.slab[:, :, :, target.cache.length :] = float("nan")
+        found = together(lm, targets, trees)
+        for one, other, target, slab, tree in zip(found, alone, targets, kept, trees, strict=True):
+            assert torch.equal(one, other)
+            end = target.cache.length + len(tree)
+            assert torch.equal(target.cache.slab[:, :, :, :end], slab[:, :, :, :end])
+
+
+def test_a_cache_off_by_one_slot_is_seen() -> None:
+    lm = lm_of("llama", "float32")
+    targets, trees = texts(lm, 0)
+    for target in targets:
+        target.cache.slab[:, :, :, target.cache.length :] = 0.0
+    right, wrong = together(lm, targets, trees), together(lm, targets, trees, off=1)
+    assert not torch.equal(right[0], wrong[0])
+    assert all(torch.equal(one, other) for one, other in zip(right[1:], wrong[1:], strict=True))
+
+
+# ---- answers
+
+
+def engine_of(policy: str = "eagle", draft: Any = None, kind: str = "bfloat16") -> Engine:
+    drafter = Recycling() if draft is None else draft
+    return Engine(NativeTarget(lm_of("llama", kind)), drafter, policy_for(policy))
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 3, 12, 40, 90]))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 5, "temperature": 0.9}, {"logprobs": 2}])
+@pytest.mark.parametrize("draft", [None, "ngram", "plain"])
+def test_many_answers_are_those_given_one_by_one(draft: str | None, options: dict[str, Any]) -> None:
+    engine = engine_of(draft=NGram() if draft == "ngram" else None)
+    if draft == "plain":
+        engine = Engine(engine.target, None, None)
+    asked = prompts(11)
+    options = {"max_new_tokens": 20, "eos_token_id": [], **options}
+    alone = [engine.generate(prompt, **options) for prompt in asked]
+    many = engine.generate_many(asked, parallel=4, **options)
+    assert [result.token_ids for result in many] == [result.token_ids for result in alone]
+    assert [result.logprobs for result in many] == [result.logprobs for result in alone]
+    assert all(result.finish_reason == "length" for result in many)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**16))
+def test_any_schedule_gives_the_same_answers(seed: int) -> None:
+    """Requests begin at any cycle, end early, are abandoned, and differ in their options."""
+    chance = random.Random(seed)
+    engine = engine_of(policy=chance.choice(["eagle", "chain", "auto"]))
+    asked = prompts(8, seed)
+    ways = [{"do_sample": True, "seed": seed} if chance.random() < 0.5 else {"repetition_penalty": 1.2} for _ in asked]
+    options = [{"max_new_tokens": chance.choice([1, 7, 25]), "eos_token_id": [], **way} for way in ways]
+    alone = [engine.generate(prompt, **given).token_ids for prompt, given in zip(asked, options, strict=True)]
+    pool, found = Pool(engine, 3), dict[int, list[int]]()
+    left = [number for number in range(len(asked)) if chance.random() < 0.25]
+    waits = [chance.random() * 0.01 for _ in asked]
+
+    def work(own: Engine, numbers: list[int]) -> None:
+        for number in numbers:
+            time.sleep(waits[number])
+            tokens: list[int] = []
+            with own.stream(asked[number], **options[number]) as pieces:
+                for piece in pieces:
+                    tokens += piece.cycle.tokens
+                    if number in left and len(tokens) > 3:
+                        break
+            found[number] = tokens
+
+    parts = [list(range(number, len(asked), 3)) for number in range(3)]
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(pool.engines, parts, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for number, tokens in enumerate(alone):
+        got = found[number]
+        assert got == (tokens[: len(got)] if number in left else tokens), number
+
+
+def test_rows_of_several_texts_run_in_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "GRACE", 0.2)  # seconds: threads of a busy machine wait for their turns
+    monkeypatch.setattr(lanes, "LONGEST", 5.0)
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
+    pool = Pool(engine, 4)
+    pool.generate([[1, 2, 3]] * 4, max_new_tokens=40, eos_token_id=[])
+    assert pool.gathering.rows >= 4 * 40
+    assert pool.gathering.forwards < 100  # 160 and more, one by one
+
+
+def test_a_text_that_is_read_slowly_holds_nobody_up() -> None:
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
+    pool = Pool(engine, 2)
+    slow = pool.engines[0].stream([1, 2, 3], max_new_tokens=30, eos_token_id=[])
+    next(slow)
+    began = time.perf_counter()
+    answer = pool.engines[1].generate([4, 5], max_new_tokens=30, eos_token_id=[])
+    assert len(answer.token_ids) == 30
+    assert time.perf_counter() - began < 5
+    slow.close()
+
+
+def test_an_error_of_a_forward_reaches_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no forward")
+
+    monkeypatch.setattr(NativeLM, "run", broken)
+    monkeypatch.setattr(NativeLM, "run_lanes", broken)
+    with pytest.raises(RuntimeError, match="no forward"):
+        engine.generate_many([[1, 2], [3, 4], [5]], parallel=3, max_new_tokens=4)
+
+
+def test_targets_of_other_kinds_answer_one_by_one() -> None:
+    engine = Engine.from_pretrained(tiny("llama"), "ngram", "eagle", backend="huggingface")
+    asked = prompts(3)
+    alone = [engine.generate(prompt, max_new_tokens=6).token_ids for prompt in asked]
+    assert [result.token_ids for result in engine.generate_many(asked, max_new_tokens=6)] == alone
+    with pytest.raises(InputError, match="parallel: got 2, accepted 1 on huggingface"):
+        Pool(engine, 2)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(InputError, match=r"parallel: got .*, accepted 1 or more"):
+            engine.generate_many(asked, parallel=wrong)
+
+
+def test_a_hybrid_models_texts_answer_side_by_side() -> None:
+    lm = native_lm(tiny("lfm2"))
+    engine = Engine(NativeTarget(lm), Recycling(), policy_for("eagle"))
+    asked = prompts(5)
+    alone = [engine.generate(prompt, max_new_tokens=12, eos_token_id=[]).token_ids for prompt in asked]
+    many = engine.generate_many(asked, parallel=3, max_new_tokens=12, eos_token_id=[])
+    assert [result.token_ids for result in many] == alone
+
+
+def test_drafts_beside_share_no_state() -> None:
+    first = Recycling(successors=3)
+    second = another(first)
+    assert isinstance(second, Recycling)
+    assert second.successors == 3
+    assert second.table is not first.table
+
+
+def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
+    costs = PassCosts("toy", {1: 2.0, 2: 2.5, 4: 3.5, 8: 5.5}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
+    shared = costs.beside(3)
+    assert isinstance(shared, SharedCosts)
+    table, alone = shared.table(4, 4, 0), costs.table(8, 4, 0)
+    assert float(table.verify[1]) == pytest.approx(float(alone.verify[4]))  # four texts, a row each
+    for nodes in range(2, 5):
+        added = float(alone.verify[3 + nodes] - alone.verify[4])
+        assert float(table.verify[nodes]) == pytest.approx(float(alone.verify[4]) + 4 * added)
+    assert torch.allclose(table.draft[1:], 4 * alone.draft[1:])
+    assert shared.overhead == pytest.approx(0.4)
+
+
+def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "GRACE", 0.5)
+    monkeypatch.setattr(lanes, "LONGEST", 5.0)
+    gathering = Gathering(lm_of("llama", "float32"))
+    targets = [LaneTarget(gathering) for _ in range(2)]
+    for target in targets:
+        target.reserve(40, 8)
+        target.prefill([1, 2, 3])
+    tree = random_tree(1, 3, VOCABULARY, root=3)
+
+    def both(delay: float) -> int:
+        before = gathering.forwards
+
+        def late() -> None:
+            with targets[1].running():
+                time.sleep(delay)
+                targets[1].verify(tree)
+
+        with targets[0].running(), targets[1].running():  # answered before: expected again
+            pass
+        for target in targets:
+            with target.running():
+                target.verify(tree)
+        thread = threading.Thread(target=late)
+        thread.start()
+        time.sleep(delay / 4)
+        with targets[0].running():
+            targets[0].verify(tree)
+        thread.join(20)
+        return gathering.forwards - before
+
+    assert both(0.02) == 3  # two alone, and one for both
