@@ -151,7 +151,7 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name in layer_template(config)}
     for name, names in gguf.tensor_names(config, tensors).items():
         numbers = tensors[name].numpy().astype(np.float32)
-        if numbers.ndim == 3:  # a convolution of single channels
+        if numbers.ndim == 3 and numbers.shape[1] == 1:  # a convolution of single channels
             numbers = numbers[:, 0]
         if family_of(config).one_is_zero and numbers.ndim == 1:
             numbers = numbers + 1
