@@ -449,7 +449,8 @@ class Engine:
         """Return the measured costs of target and draft, beside the texts that are under way."""
         found, others = stored.find(self.target, drafter), getattr(self.target, "others", 0)
         if others and (found, others) != self._shared[:2]:
-            self._shared = found, others, found.beside(others)
+            resting = cast(LaneTarget, self.target).is_resting
+            self._shared = found, others, found.beside(others, resting)
         return self._shared[2] if others else found
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:

@@ -434,6 +434,35 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "qwen3_5_text": (
         "Qwen3_5Text",
         {
@@ -450,7 +479,12 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {**_GROUPED, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2}),
 }
-_HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
+_HEADS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}
 
 
 def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any) -> PreTrainedModel:

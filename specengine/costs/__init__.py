@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -70,7 +70,7 @@ class PassCosts:
             self._column(self.draft, self.draft_growth, width, longer),
         )
 
-    def beside(self, others: int) -> SharedCosts:
+    def beside(self, others: int, resting: Callable[[], bool] | None = None) -> SharedCosts:
         """Return the costs of one of several texts whose rows are run together, each of the others bringing one row.
 
         A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds.
@@ -80,7 +80,10 @@ class PassCosts:
         verify = {n: alone + texts * (interpolated(self.verify, others + n) - alone) for n in rows}
         draft = {n: texts * cost for n, cost in self.draft.items()}
         changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead}
-        return SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
+        shared = SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
+        if resting is not None:
+            object.__setattr__(shared, "resting", resting)
+        return shared
 
     def cycle(self, verified: int, widths: Sequence[int]) -> float:
         """Return the cost of a cycle that verifies `verified` nodes after draft passes of these widths."""
@@ -128,7 +131,12 @@ class PassCosts:
 
 
 class SharedCosts(PassCosts):
-    """Costs beside other texts, which the time of a single cycle does not correct."""
+    """Costs beside other texts, which the time of a single verification does not correct.
+
+    resting: returns whether all these texts decode plainly at present.
+    """
+
+    resting: Callable[[], bool] = staticmethod(lambda: False)
 
 
 def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:

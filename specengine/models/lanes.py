@@ -20,9 +20,11 @@ from torch import Tensor
 from specengine.models import Successors
 from specengine.models.kv_cache import KVCache
 from specengine.models.native import PREFILL_ROWS, NativeLM, NativeTarget
+from specengine.ops.tree import TokenTree
 
 GRACE = 0.002  # seconds that a forward waits for a text whose consumer has the turn
 LONGEST = 0.05  # seconds that a forward waits at most for texts that are being drafted for
+EPOCH, AGAIN = 0.15, 3.0  # seconds that a way is timed, and after which the other one is timed again
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 
@@ -47,6 +49,9 @@ class _Request:
 class Gathering:
     """Runs the rows that several threads ask for in one forward of `lm`.
 
+    Whether texts draft or decode plainly is decided for all of them: one that rests gains nothing while others' drafts
+    are waited for. Both ways are timed, by number of texts, and the faster one is taken.
+
     A forward begins once no text is expected any more: each one that is being drafted for asks soon, and so does one
     whose consumer has just taken a piece. It waits for these LONGEST and GRACE seconds at most.
     """
@@ -60,6 +65,12 @@ class Gathering:
         self._away: dict[Any, float] = {}  # when each of them left
         self._running = False
         self._served: list[_Request] = []  # that are run at present
+        self.rests = False  # whether texts beside others decode plainly
+        self._tokens = 0  # committed, of all texts
+        self._epoch = (time.perf_counter(), 0, 0)  # began, tokens then, and how many texts, as a power of two
+        self._rates: dict[
+            tuple[bool, int], tuple[float, float]
+        ] = {}  # tokens per second of a way, and when it was timed
 
     @contextmanager
     def turn_of(self, owner: Any) -> Iterator[None]:
@@ -82,6 +93,23 @@ class Gathering:
             self._expected.discard(owner)
             self._away.pop(owner, None)
             self._changed.notify_all()
+
+    def committed(self, tokens: int) -> None:
+        """Count tokens that a text has committed."""
+        self._tokens += tokens
+
+    def _choose_way(self, texts: int) -> None:
+        """Go on, or turn, to the way that is faster with so many texts, or has not been timed for long."""
+        now, size = time.perf_counter(), texts.bit_length()
+        began, tokens, of = self._epoch
+        if of == size and now - began < EPOCH:
+            return
+        if of == size:
+            self._rates[self.rests, size] = (self._tokens - tokens) / (now - began), now
+        rate, timed = self._rates.get((not self.rests, size), (0.0, 0.0))
+        if now - timed > AGAIN or rate > self._rates.get((self.rests, size), (0.0, now))[0]:
+            self.rests = not self.rests
+        self._epoch = now, self._tokens, size
 
     def count(self, owner: Any) -> int:
         """Return the number of texts under way, this one left out."""
@@ -139,6 +167,7 @@ class Gathering:
         finally:
             self._changed.acquire()
             self._running, self._served = False, []
+            self._choose_way(len({request.owner for request in batch} | self._expected | self._away.keys()))
             for request in batch:
                 request.done = True
                 self._expected.add(request.owner)
@@ -212,6 +241,14 @@ class LaneTarget(NativeTarget):
     def others(self) -> int:
         """The number of other texts that are being answered."""
         return self.gathering.count(self)
+
+    def is_resting(self) -> bool:
+        """Return whether the texts that are answered side by side decode plainly at present."""
+        return self.gathering.rests
+
+    def commit(self, tree: TokenTree, path: list[int]) -> None:
+        super().commit(tree, path)
+        self.gathering.committed(len(path))
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         self.gathering.leave(self)  # nobody waits for a prompt

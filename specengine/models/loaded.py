@@ -259,7 +259,10 @@ class ModelSource(Source):
         return self._watch.changed()
 
     def rope(self, key: str = "") -> tuple[Tensor, float]:
-        rotary: Any = self._model.get_decoder().rotary_emb  # whose buffer a cast of the model rounds
+        decoder: Any = self._model.get_decoder()
+        rotary = (
+            decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
+        )  # whose buffer a cast of the model rounds
         prefix = f"{key}_" if key else ""
         kind = rotary.rope_type[key] if key else rotary.rope_type
         begin = "original_" if kind == "longrope" else ""  # the others of longrope are those of the last length

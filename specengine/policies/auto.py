@@ -159,7 +159,8 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
-        return Plan(self.patience, self._pace.resting > 0, PLAIN_REASON, plain, self.costs == MEASURED)
+        resting = self._pace.resting > 0 or (isinstance(self._costs, SharedCosts) and self._costs.resting())
+        return Plan(self.patience, resting, PLAIN_REASON, plain, self.costs == MEASURED)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -203,19 +204,18 @@ class Auto(TreePolicy):
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            if isinstance(self._costs, SharedCosts):  # other texts' rows and waits are in that time
-                self._count(cycle)
-            else:
-                self._time(cycle, state, rested)
+            self._time(cycle, state, rested)
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
         seconds, verify = cycle.seconds, state.throughput.verify
-        self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
+        shared = isinstance(self._costs, SharedCosts)  # a verification's time has the other texts' rows and waits too
+        if not shared:
+            self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
         for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
-            if predicted > 0:
+            if predicted > 0 and (side or not shared):
                 ratio = min(max(measured / predicted, 0.5), 2.0)
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
@@ -247,7 +247,8 @@ class Auto(TreePolicy):
 
     def _reprice(self) -> None:
         if self._find is not None and (found := self._find()) is not self._costs:
-            self._costs, self._scale = found, [1.0, 1.0]
+            both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
+            self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify)

@@ -1,0 +1,23 @@
+"""Qwen3.5 with experts, its text: the layers of Qwen3.5, and a router and an expert for all tokens in each."""
+
+from dataclasses import replace
+from typing import Any
+
+from specengine.models.families import Experts, Layer, Name, Routing, shared_experts
+from specengine.models.families import qwen3_5_text as dense
+
+
+def layer(config: Any, number: int) -> Layer:
+    """Return the blocks of a layer."""
+    experts = Experts(
+        config.num_experts,
+        config.moe_intermediate_size,
+        Routing(config.num_experts_per_tok, "normalised softmax"),
+        shared=shared_experts("shared_expert"),
+        shared_inner=config.shared_expert_intermediate_size,
+        shared_gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    )
+    return replace(dense.layer(config, number), mlp=experts)
+
+
+FAMILY = replace(dense.FAMILY, layer=layer)
