@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specengine import contracts, drafters, loading, policies
 from specengine.captured import CapturedDriver
+from specengine.costs import PassCosts
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
@@ -421,7 +423,8 @@ class Engine:
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None:
-            policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(drafter))
+            own = functools.cache(lambda: stored.find(self.target, drafter))
+            policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
         if not reuse_cache:
             self.reset()
         stats.num_prompt_tokens = len(prompt)
@@ -445,13 +448,13 @@ class Engine:
         driver.prepare(sampler)
         return lane
 
-    def _costs(self, drafter: Drafter | None) -> Any:
-        """Return the measured costs of target and draft, beside the texts that are under way."""
-        found, others = stored.find(self.target, drafter), getattr(self.target, "others", 0)
-        if others and (found, others) != self._shared[:2]:
+    def _costs(self, own: PassCosts) -> PassCosts:
+        """Return costs of target and draft beside the texts that are under way; own: those measured alone."""
+        others = getattr(self.target, "others", 0)
+        if others and (own, others) != self._shared[:2]:
             resting = cast(LaneTarget, self.target).is_resting
-            self._shared = found, others, found.beside(others, resting)
-        return self._shared[2] if others else found
+            self._shared = own, others, own.beside(others, resting)
+        return self._shared[2] if others else own
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
@@ -550,7 +553,9 @@ class TextGeneration:
         self._logprobs: list[TokenLogprob] = []
         self._sent = 0
         self._started = False
+        self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
+        self._target = target
         self._cycles, self._stopper, self.policy, self._origins = engine.start(
             self.prompt,
             self.options,
@@ -598,7 +603,7 @@ class TextGeneration:
         cycle = next(self._cycles)
         self._tokens += cycle.tokens
         self._logprobs += cycle.logprobs or ()
-        text = self._texts.push(cycle.tokens)
+        text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         if self._stopper.last_reason is not None:
@@ -610,8 +615,11 @@ class TextGeneration:
 
     def run(self) -> Any:
         """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
-        for _ in self:
-            pass
+        streams = self.options.streamer is not None
+        self._silent = not streams and not self._started
+        with contextlib.nullcontext() if streams else self._target.running():  # nobody looks at pieces meanwhile
+            for _ in self:
+                pass
         assert self.result is not None
         wanted = self.options.return_dict_in_generate
         if wanted is None:

@@ -210,6 +210,8 @@ class Auto(TreePolicy):
         """Correct the measured costs by the time that a cycle took."""
         seconds, verify = cycle.seconds, state.throughput.verify
         shared = isinstance(self._costs, SharedCosts)  # a verification's time has the other texts' rows and waits too
+        if shared and rested:
+            return self._count(cycle)
         if not shared:
             self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()

@@ -289,7 +289,7 @@ class Worker:
         _score(engine, job, answer, deadline)
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
-        with contextlib.closing(generation):
+        with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
                 if piece is None:

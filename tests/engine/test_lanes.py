@@ -259,15 +259,14 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
                 time.sleep(delay)
                 targets[1].verify(tree)
 
-        with targets[0].running(), targets[1].running():  # answered before: expected again
-            pass
         for target in targets:
             with target.running():
                 target.verify(tree)
         thread = threading.Thread(target=late)
-        thread.start()
-        time.sleep(delay / 4)
         with targets[0].running():
+            thread.start()
+            while not gathering._turns:  # until it waits for its turn
+                time.sleep(0.001)
             targets[0].verify(tree)
         thread.join(20)
         return gathering.forwards - before
