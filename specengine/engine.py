@@ -265,9 +265,12 @@ class Engine:
                     lane.origins = origins
                     source = origins.around(source)
                 lane.source = source
+            held.callback(driver.forget)
             while lane.reason is None:
                 with self.target.running():
                     (cycle,) = run_eager(driver, [lane])
+                    if lane.reason is not None or whole:
+                        driver.catch_up()
                 yield cycle
                 if lane.reason is None and whole:
                     yield from cast(CapturedDriver, captured).cycles(lane)
