@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specengine.models import Successors
+from specengine.models import Successors, common_prefix
 from specengine.models.kv_cache import KVCache
 from specengine.models.native import PREFILL_ROWS, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
@@ -121,6 +122,21 @@ class Gathering:
                     self._away[owner] = time.perf_counter()
                     self._look_again()
                 self._hand_on(owner.turn)
+
+    @contextmanager
+    def without_turn(self, turn: _Turn) -> Iterator[None]:
+        """Hand on the turn, where it is this one's, and take it again afterwards."""
+        had_turn = turn.has
+        with self._guard:
+            if had_turn:
+                self._hand_on(turn)
+        try:
+            yield
+        finally:
+            if had_turn:
+                with self._guard:
+                    self._queue(turn)
+                self._wait_for(turn)
 
     def _queue(self, turn: _Turn) -> None:
         if self._taken:
@@ -324,6 +340,32 @@ class LaneTarget(NativeTarget):
         """Return whether the texts that are answered side by side decode plainly at present."""
         return self.gathering.rests
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which others go on, and none waits for this text."""
+        self.gathering.leave(self)
+        return self.gathering.without_turn(self.turn)
+
+    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+        """Return how many of the first `tokens` another cache holds that can be copied."""
+        if self.cache.memory is not None or other._version != self.lm.version:
+            return 0
+        return common_prefix(other.tokens, tokens)
+
+    def copy_from(self, other: LaneTarget, count: int) -> None:
+        """Become what another one is after its first `count` tokens. Both have the same weights."""
+        self.cache.reserve(count)
+        self.cache.slab[:, :, :, :count] = other.cache.slab[:, :, :, :count]
+        self.cache.length, self.tokens, self._version = count, other.tokens[:count], other._version
+
+    def forget(self) -> None:
+        """Give back the memory of the cache."""
+        self.cache, self.tokens = self.lm.new_cache(1), []
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that a token takes in the cache."""
+        return self.cache.slab.nbytes // self.cache.slab.shape[3]
+
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         super().commit(tree, path)
         self.gathering.committed(len(path))
@@ -349,6 +391,15 @@ class LaneTarget(NativeTarget):
             self.cache.length = length + len(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return 1 << 50
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class Worker:
     def _run(self) -> None:
         try:
             self.engine = self._load()
-            self._idle = Pool(self.engine, self._parallel).engines if self._parallel > 1 else [self.engine]
+            self._idle = [*Pool(self.engine, self._parallel).engines] if self._parallel > 1 else [self.engine]
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
