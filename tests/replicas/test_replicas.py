@@ -225,6 +225,14 @@ def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
     assert _value(added, "num_requests_running") == 1
 
 
+def test_a_share_of_several_replicas_is_their_mean() -> None:
+    added = Added()
+    text = "# TYPE specengine:kv_cache_usage_perc gauge\nspecengine:kv_cache_usage_perc {}\n"
+    front = "# TYPE specengine:num_requests_running gauge\nspecengine:num_requests_running 0\n"
+    added.take([("front", front), ("a", text.format(0.5)), ("b", text.format(0.1))])
+    assert _value(added, "kv_cache_usage_perc") == pytest.approx(0.3)
+
+
 def _value(added: Added, name: str) -> float:
     lines = added.text().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}"))

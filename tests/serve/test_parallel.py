@@ -12,10 +12,14 @@ import httpx
 import pytest
 
 from specengine import Engine
+from specengine import engine as engine_module
 from specengine.drafters.recycling import Recycling
+from specengine.engine import Pool
 from specengine.errors import InputError
+from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
+from specengine.serve.metrics import Added, Metrics
 from tests.models.native_engines import native_lm, needs_extension
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, until
 from tests.toy import byte_tokenizer, policy_for, tiny
@@ -26,6 +30,32 @@ pytestmark = needs_extension
 def native_engine() -> Engine:
     target = NativeTarget(native_lm(tiny(max_position_embeddings=512)))
     return Engine(target, Recycling(), policy_for("eagle"), byte_tokenizer())
+
+
+class Steps:
+    """Forward passes of engines at once, which wait until they are allowed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        run = Gathering._run
+
+        def held(gathering: Gathering, batch: Any) -> None:
+            assert self._allowed.acquire(timeout=30)
+            run(gathering, batch)
+
+        patch.setattr(Gathering, "_run", held)
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def slot_bytes() -> int:
+    return Pool(native_engine(), 1).engines[0].target.slot_bytes  # type: ignore[attr-defined]
 
 
 def asked(number: int) -> dict[str, Any]:
@@ -110,6 +140,62 @@ def test_stopping_ends_all_answers() -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 20
     assert not server.worker.alive
+
+
+def test_figures_of_answers_at_once(steps: Steps) -> None:
+    with served(native_engine, parallel=3) as server:
+        assert server.metric("iteration_tokens_total_count") == server.metric("kv_cache_usage_perc") == 0
+        steps.allow(4)
+        with server.client.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as stream:
+            next(stream.iter_lines())
+            assert server.metric("num_requests_running") == 1
+            assert 0 < server.metric("kv_cache_usage_perc") < 1
+            steps.allow(1000)
+        until(lambda: server.worker.idle)
+        assert server.metric("kv_cache_usage_perc") == 0  # what is kept for the next turn can be had
+        assert server.metric("kv_cache_bytes") > 0
+        generated = server.metric("generation_tokens_total")
+        assert 0 < server.metric("iteration_tokens_total_count") <= generated + 3
+        assert server.metric("iteration_tokens_total_sum") >= generated
+    with served(native_engine) as server:
+        assert "iteration_tokens" not in server.client.get("/metrics").text
+
+
+def test_use_of_caches_is_their_share_of_the_memory() -> None:
+    pool, metrics = Pool(native_engine(), 2, memory=1 << 20), Metrics()
+    metrics.watch(pool)
+    with pool.engines[0].stream("once upon a time", max_new_tokens=40) as pieces:
+        next(pieces)
+        target: Any = pool.engines[0].target
+        share = target.cache.length * target.slot_bytes / (1 << 20)
+        assert share > 0
+        assert f"kv_cache_usage_perc {share}" in metrics.text().decode()
+    assert "kv_cache_usage_perc 0.0" in metrics.text().decode()
+
+
+def test_rows_of_forward_passes_are_added_over_replicas() -> None:
+    pool = Pool(native_engine(), 2)
+    metrics = Metrics()
+    metrics.watch(pool)
+    pool.generate(["one", "two"], max_new_tokens=4)
+    added = Added()
+    added.take([("a", metrics.text().decode()), ("b", metrics.text().decode())])
+    lines = added.text().decode().splitlines()
+    assert f"specengine:iteration_tokens_total_count {2.0 * pool.gathering.forwards}" in lines
+    assert f"specengine:iteration_tokens_total_sum {2.0 * pool.gathering.rows}" in lines
+
+
+def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(engine_module, "free_memory", lambda: 2 * room)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
+        jobs = [many.submit(server.post, long, "/v1/completions") for _ in range(2)]
+        until(lambda: server.metric("num_requests_waiting") == 1)
+        assert server.metric("num_requests_running") == 1
+        steps.allow(1000)
+        assert all(job.result().status_code == 200 for job in jobs)
+        assert server.metric("num_requests_waiting") == 0
 
 
 def test_wrong_numbers_are_refused() -> None:
