@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -174,6 +175,24 @@ def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None
     assert len(done) == CHATS
     assert server.client.post("/v1/chat/completions", json=chat("after")).status_code == 200
     assert server.metric("generation_tokens_total") >= counted, "what a lost replica had counted stays"
+
+
+@pytest.mark.slow
+def test_each_replica_answers_several_at_once(model: Path, address: str) -> None:
+    engine = Engine.from_pretrained(str(model))
+    messages = [chat(f"c{number}")["messages"] for number in range(24)]
+    long: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+    expected = [engine.generate(asked, max_new_tokens=300, eos_token_id=[]).token_ids for asked in messages]
+    with replicated(model, address, parallel=2, queue=CHATS) as server, ThreadPoolExecutor(24) as many:
+
+        def ask(number: int) -> list[int]:
+            answer = server.client.post("/v1/chat/completions", json=chat(f"c{number}", **long))
+            return answer.json()["choices"][0]["token_ids"]
+
+        jobs = [many.submit(ask, number) for number in range(24)]
+        until(lambda: server.metric("num_requests_running") == 4)
+        assert [job.result() for job in jobs] == expected
+        assert server.metric("iteration_tokens_total_count") < 24 * 300, "forward passes had rows of several requests"
 
 
 # ---- without a cluster
