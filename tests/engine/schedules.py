@@ -1,10 +1,11 @@
 """Random schedules of answers at once, each compared with the answer that is given alone.
 
-    python -m tests.engine.schedules [--count 10000] [--first SEED] [--seconds SECONDS] [--out FILE]
+    python -m tests.engine.schedules [--count 10000] [--first SEED] [--default-model] [--seconds SECONDS] [--out FILE]
 
-A seed says which tiny model, numbers and policy there are, which requests come, how many are answered at once, at which
-forward each of them begins, whether it goes on in the caches of an earlier one, and after how many tokens its client
-leaves. The first schedule that differs ends the run with its seed.
+A seed says which tiny model (or the default one), numbers and policy there are, which requests come, how many are
+answered at once, at which forward each of them begins, whether it goes on in the caches of an earlier one, and after
+how many tokens its client leaves. Tokens and log-probabilities are compared, bit for bit. The first schedule that
+differs ends the run with its seed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +29,6 @@ import torch
 
 from specengine import Engine
 from specengine.benchmark.provenance import provenance
-from specengine.drafters import Drafter
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool, TextGeneration
@@ -42,9 +43,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8", "numerics": "integer"},
 }
 WAYS = ("plain", "eagle", "chain", "auto", "ngram")
+DEFAULT = "default"
+LONG = (1000, 2000)  # of prompts, with the default model
 LENGTHS = (3, 5, 12, 40, 63, 64, 65, 90, 130, 400)  # of prompts; some are run in several pieces
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "greedy": [{}, {"repetition_penalty": 1.2}, {"logprobs": 2}],
+    "greedy": [{}, {"repetition_penalty": 1.2}],
     "sampled": [{"do_sample": True, "temperature": 0.9}, {"do_sample": True, "top_p": 0.8, "temperature": 1.3}],
     "constrained": [{"grammar": "start: /[a-z]{2,9}( [a-z]{2,9}){1,4}/"}, {"json_schema": {"type": "integer"}}],
 }
@@ -62,14 +65,26 @@ class Setting(NamedTuple):
     block: int
 
 
+class Answer(NamedTuple):
+    """Tokens, and their log-probabilities where the request asks for them."""
+
+    tokens: list[int]
+    logprobs: list[Any]
+
+    def begins(self, other: Answer) -> bool:
+        """Return whether another answer goes on where this one ends."""
+        same = other.tokens[: len(self.tokens)] == self.tokens
+        return same and other.logprobs[: len(self.logprobs)] == self.logprobs
+
+
 @dataclass
 class Known:
-    """A request, and the tokens that it gives alone."""
+    """A request, and the answer that it gets alone."""
 
     kind: str
     prompt: list[int]
     options: dict[str, Any]
-    tokens: list[int]
+    answer: Answer
 
 
 class Coming(NamedTuple):
@@ -81,29 +96,35 @@ class Coming(NamedTuple):
     reuses: bool
 
 
-def run(seed: int) -> Counter[str]:
+def run(seed: int, family: str | None = None) -> Counter[str]:
     """Run the schedule of a seed, and count its requests by kind. AssertionError where an answer differs."""
     chance = random.Random(seed)
-    setting = Setting(chance.choice(FAMILIES), chance.choice(list(KINDS)), chance.choice(WAYS), seed // BLOCK)
+    drawn, kind = chance.choice(FAMILIES), chance.choice(list(KINDS))
+    setting = Setting(family or drawn, "file" if family else kind, chance.choice(WAYS), seed // BLOCK)
     pool = Pool(_engine(setting), chance.randint(2, 5))
     coming = []
     for _ in range(chance.randint(3, 9)):
         known = _known(setting, chance.randrange(CATALOGUE))
-        leaves = chance.randrange(0, 1 + len(known.tokens)) if chance.random() < 0.3 else None
+        leaves = chance.randrange(0, 1 + len(known.answer.tokens)) if chance.random() < 0.3 else None
         coming.append(Coming(known, chance.choice([0, 0, chance.randrange(60)]), leaves, chance.random() < 0.6))
     found = _answered(pool, coming)
     for number, one in enumerate(coming):
-        tokens, right = found[number], one.known.tokens
-        whole = right[: len(tokens)] if one.leaves is not None else right
-        assert tokens == whole, f"seed {seed}, {setting}, request {number} ({one.known.kind}): {tokens} for {right}"
+        answer, right = found[number], one.known.answer
+        same = answer == right if one.leaves is None else answer.begins(right)
+        assert same, f"seed {seed}, {setting}, request {number} ({one.known.kind}): {answer} for {right}"
     return Counter(one.known.kind if one.leaves is None else "left" for one in coming)
 
 
-def _answered(pool: Pool, coming: list[Coming]) -> dict[int, list[int]]:
+def run_all(seeds: Iterable[int]) -> Counter[str]:
+    """Run the schedules of several seeds."""
+    return sum(map(run, seeds), Counter[str]())
+
+
+def _answered(pool: Pool, coming: list[Coming]) -> dict[int, Answer]:
     places: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in sorted(range(len(coming)), key=lambda number: coming[number].at):
         places.put(number)
-    found: dict[int, list[int]] = {}
+    found: dict[int, Answer] = {}
     errors: list[BaseException] = []
 
     def work(engine: Engine) -> None:
@@ -140,14 +161,15 @@ def _await(pool: Pool, forwards: int) -> None:
         time.sleep(0.0003)
 
 
-def _answer(engine: Engine, one: Coming) -> list[int]:
-    tokens: list[int] = []
+def _answer(engine: Engine, one: Coming) -> Answer:
+    tokens, logprobs = list[int](), list[Any]()
     with TextGeneration(engine, one.known.prompt, one.known.options, reuse_cache=one.reuses) as pieces:
         for piece in pieces:
             tokens += piece.cycle.tokens
+            logprobs += piece.cycle.logprobs or ()
             if one.leaves is not None and len(tokens) >= one.leaves:
                 break
-    return tokens
+    return Answer(tokens, logprobs)
 
 
 @lru_cache(maxsize=32)
@@ -162,46 +184,61 @@ def _alone(setting: Setting) -> Engine:
 
 
 def _engine(setting: Setting) -> Engine:
-    target = NativeTarget(_lm(setting.family, setting.kind))
+    if setting.family == DEFAULT:
+        whole = _default()
+        lm, drafter, tokenizer = whole.target.lm, whole.drafter, whole.tokenizer
+    else:
+        lm, drafter, tokenizer = _lm(setting.family, setting.kind), Recycling(), byte_tokenizer()
+    target = NativeTarget(lm)
     if setting.way == "plain":
-        return Engine(target, None, None, byte_tokenizer())
-    drafter: Drafter = NGram() if setting.way == "ngram" else Recycling()
-    return Engine(target, drafter, policy_for("eagle" if setting.way == "ngram" else setting.way), byte_tokenizer())
+        return Engine(target, None, None, tokenizer)
+    drafter = NGram() if setting.way == "ngram" else drafter
+    return Engine(target, drafter, policy_for("eagle" if setting.way == "ngram" else setting.way), tokenizer)
+
+
+@lru_cache(maxsize=1)
+def _default() -> Any:
+    return Engine.from_pretrained(None)
 
 
 @lru_cache(maxsize=8192)
 def _known(setting: Setting, number: int) -> Known:
     """Return a request of the setting, and what plain decoding answers to it alone. Some prompts begin alike."""
-    stem = random.Random(repr(setting)).choices(range(32, 127), k=max(LENGTHS))
+    stem = random.Random(repr(setting)).choices(range(32, 127), k=max(LENGTHS + LONG))
     chance = random.Random(repr((setting, number)))
     kind = ("greedy", "sampled", "constrained", "greedy", "sampled")[number % 5]
-    length = chance.choice(LENGTHS)
+    length = chance.choice(LENGTHS + LONG if setting.family == DEFAULT else LENGTHS)
     shared = chance.choice([0, length // 2, length - 1])
     prompt = stem[:shared] + chance.choices(range(VOCABULARY), k=length - shared)
     options = {"max_new_tokens": chance.choice([1, 7, 25, 40]), "eos_token_id": []} | chance.choice(OPTIONS[kind])
     if kind == "sampled":
         options["seed"] = chance.randrange(1 << 32)
+    if chance.random() < 0.5:
+        options["logprobs"] = 2
     if kind == "constrained":
         options["eos_token_id"] = [VOCABULARY - 1]
-    return Known(
-        kind, prompt, options, _alone(setting._replace(way="plain", block=0)).generate(prompt, **options).token_ids
-    )
+        if setting.family == DEFAULT:
+            del options["eos_token_id"]
+    alone = _alone(setting._replace(way="plain", block=0)).generate(prompt, **options)
+    return Known(kind, prompt, options, Answer(alone.token_ids, alone.logprobs or []))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.schedules", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--default-model", action="store_const", const=DEFAULT, help="not tiny ones")
     parser.add_argument("--seconds", type=float, help="end after so long")
+    parser.add_argument("--every", type=int, default=500, help="schedules after which figures are written")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began, counts = time.monotonic(), Counter[str]()
     for seed in range(args.first, args.first + args.count):
-        counts += run(seed) + Counter(schedules=1)
+        counts += run(seed, args.default_model) + Counter(schedules=1)
         spent = time.monotonic() - began
         over = args.seconds is not None and spent > args.seconds
-        if over or counts["schedules"] % 500 == 0 or counts["schedules"] == args.count:
+        if over or counts["schedules"] % args.every == 0 or counts["schedules"] == args.count:
             row = {"record": "schedules", "first": args.first, "seconds": round(spent), **counts, "different": 0}
             print(json.dumps(row), flush=True)
             if args.out:

@@ -185,14 +185,15 @@ def test_each_replica_answers_several_at_once(model: Path, address: str) -> None
     expected = [engine.generate(asked, max_new_tokens=300, eos_token_id=[]).token_ids for asked in messages]
     with replicated(model, address, parallel=2, queue=CHATS) as server, ThreadPoolExecutor(24) as many:
 
-        def ask(number: int) -> list[int]:
-            answer = server.client.post("/v1/chat/completions", json=chat(f"c{number}", **long))
-            return answer.json()["choices"][0]["token_ids"]
+        def ask(number: int) -> tuple[list[int], int]:
+            answer = server.client.post("/v1/chat/completions", json=chat(f"c{number}", **long)).json()
+            return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"]["num_spec_steps"]
 
         jobs = [many.submit(ask, number) for number in range(24)]
         until(lambda: server.metric("num_requests_running") == 4)
-        assert [job.result() for job in jobs] == expected
-        assert server.metric("iteration_tokens_total_count") < 24 * 300, "forward passes had rows of several requests"
+        tokens, cycles = zip(*(job.result() for job in jobs), strict=True)
+        assert list(tokens) == expected
+        assert server.metric("iteration_tokens_total_count") < 0.8 * sum(cycles), "one pass serves several"
 
 
 # ---- without a cluster
