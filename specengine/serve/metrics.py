@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from specengine.engine import Pool
-from specengine.models.lanes import LaneTarget
 from specengine.protocol.completion import Completion
 
 SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it
@@ -83,7 +82,7 @@ class _AtOnce(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pool, gathering = self._pool, self._pool.gathering
-        targets = [cast(LaneTarget, engine.target) for engine in pool.engines]
+        targets: list[Any] = [engine.target for engine in pool.engines]
         busy = [engine.is_busy and engine not in pool.waiting for engine in pool.engines]
         slots = [target.cache.length * target.slot_bytes for target in targets]
         share = sum(itertools.compress(slots, busy)) / pool.memory
