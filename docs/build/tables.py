@@ -413,6 +413,23 @@ def load(*files: str) -> str:
     return table(header, rows, *files)
 
 
+def servers(file: str) -> str:
+    """Return the figures of bench.servers: each server by number of clients."""
+    names = ("first_token_ms", "between_tokens_ms", "longest_pause_ms")
+    rows = [
+        [
+            r["way"],
+            str(r["clients"]),
+            number(r, "tokens_per_second", 0),
+            *(f"{r[f'{name}_p50']:.0f}, {r[f'{name}_p95']:.0f}" for name in names),
+        ]
+        for r in records(file)
+        if r["record"] == "server"
+    ]
+    header = ("server", "clients", "tokens/s", "ms to the first token", "ms between tokens", "ms, longest pause")
+    return table(header, rows, file)
+
+
 def storm(file: str) -> str:
     """Return the outcomes of crowds of clients, from tests.serve.storm."""
     rows = [
@@ -474,6 +491,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, compared, replicas, split),
-        *(load, storm, memory),
+        *(load, servers, storm, memory),
     )
 }
