@@ -46,6 +46,7 @@ OTHERS = (  # of blocks that those have not
     "qwen3_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 )

@@ -117,6 +117,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next other scores": (
+        "qwen3_next",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "linear_num_value_heads": 6},
+    ),
     **{
         f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
         for size in range(1, 9)

@@ -85,6 +85,17 @@ class Factors(NamedTuple):
     in_module: bool = False
 
 
+def _apart(heads: int, sizes: list[int]) -> list[int]:
+    """Return rows that stand by head, so many of each part behind one another, in the order of the parts."""
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return [
+        head * sum(sizes) + start + row
+        for start, size in zip(starts, sizes, strict=True)
+        for head in range(heads)
+        for row in range(size)
+    ]
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
@@ -125,6 +136,10 @@ class Attention:
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
         return Place(rope if self.turns(config, layer) else None, window)
 
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        return {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         yield Part("self_attn.q_proj", self.q, queries)
@@ -155,6 +170,10 @@ class Mixer:
     def refused(self) -> str:
         """Return why csrc/cpu has no mixer of these sizes; empty where it has."""
         return ""
+
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        return {}
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield its modules."""
@@ -187,6 +206,8 @@ class GatedDelta(Mixer):
 
     key_heads, heads      of queries and keys, and of values; the first divide the others among themselves
     key_size, value_size  channels of each, multiples of 16
+    fused                 projections are stored as two, whose rows stand by key head: of the queries, keys, values and
+                          gates, and of the two scalars
     """
 
     taps: int
@@ -194,6 +215,7 @@ class GatedDelta(Mixer):
     heads: int
     key_size: int
     value_size: int
+    fused: bool = False
 
     @property
     def refused(self) -> str:
@@ -208,13 +230,25 @@ class GatedDelta(Mixer):
         values = self.heads * self.value_size
         channels = self.recurrence(shape)[0]
         yield Part("linear_attn", Name("linear_attn", "ssm"), self.heads)
-        yield Part("linear_attn.in_proj_qkv", Name("linear_attn.in_proj_qkv", "attn_qkv"), channels)
-        yield Part("linear_attn.in_proj_z", Name("linear_attn.in_proj_z", "attn_gate"), values)
-        yield Part("linear_attn.in_proj_b", Name("linear_attn.in_proj_b", "ssm_beta"), self.heads)
-        yield Part("linear_attn.in_proj_a", Name("linear_attn.in_proj_a", "ssm_alpha"), self.heads)
+        wide, narrow = ("qkvz", "ba") if self.fused else ("", "")
+        yield Part("linear_attn.in_proj_qkv", Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"), channels)
+        yield Part("linear_attn.in_proj_z", Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"), values)
+        beta, alpha = ("ssm_ba", "ssm_ba") if self.fused else ("ssm_beta", "ssm_alpha")
+        yield Part("linear_attn.in_proj_b", Name(f"linear_attn.in_proj_{narrow or 'b'}", beta), self.heads)
+        yield Part("linear_attn.in_proj_a", Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha), self.heads)
         yield Part("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels)
         yield Part(GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size)
         yield Part("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden)
+
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        if not self.fused:
+            return {}
+        each = self.heads // self.key_heads
+        wide = [self.key_size, self.key_size, each * self.value_size, each * self.value_size]
+        return {
+            "linear_attn.in_proj_qkvz": _apart(self.key_heads, wide),
+            "linear_attn.in_proj_ba": _apart(self.key_heads, [each, each]),
+        }
 
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
@@ -451,6 +485,16 @@ class Family:
             (layer.mixer or layer.attention).place(config, number)
             for number, layer in enumerate(self.layers_of(config))
         ]
+
+    def orders(self, config: Any) -> dict[str, list[int]]:
+        """Return the stored row for each row of the parts of a module, of those that store them by head."""
+        shape, kinds = self.shape(config), dict[Layer, dict[str, list[int]]]()
+        found: dict[str, list[int]] = {}
+        for number, layer in enumerate(self.layers_of(config)):
+            if layer not in kinds:
+                kinds[layer] = (layer.mixer or layer.attention).orders(shape)
+            found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[layer].items()}
+        return found
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""
