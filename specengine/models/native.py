@@ -201,9 +201,9 @@ class NativeLM:
         return int(self._weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
-        layers = family_of(self.config).attends(self.config)
-        sizes = layers, self.shape.kv_heads, self.shape.head_dim, capacity
-        if layers == self.layers:
+        family = family_of(self.config)
+        sizes = family.attends(self.config), self.shape.kv_heads, self.shape.head_dim, capacity
+        if not family.recurrence(self.config):
             return KVCache(*sizes, dtype=self.dtype)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
 

@@ -402,7 +402,7 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     return [*given, [0, LAYERS], *out, 1]
 
 
-DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
+DELTA = [96, 4, 1, 1, 32, 32, 0]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
 
 
 def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:

@@ -106,6 +106,7 @@ struct Network::Decoder : cpu::Decoder {
 Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
   const Blocks& blocks = shape_.blocks;
   const auto activation = blocks.clamped ? cpu::Activation::clamped
+                          : blocks.plain ? cpu::Activation::relu
                           : blocks.gelu  ? cpu::Activation::gelu_tanh
                                          : cpu::Activation::silu;
   const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing};

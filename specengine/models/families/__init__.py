@@ -14,7 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
-CONVOLUTIONS = ("short_conv.conv", "linear_attn.conv1d")  # of the mixers' parts: a few weights for each channel
+CONVOLUTIONS = (
+    "short_conv.conv",
+    "linear_attn.conv1d",
+    "mamba.conv1d",
+)  # of the mixers' parts: a few weights for each channel
+NO_LIMITS = (0.0, float("inf"))
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -197,7 +202,7 @@ class ShortConvolution(Mixer):
         yield Part("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden)
 
     def recurrence(self, shape: Shape) -> list[int]:
-        return [shape.hidden, self.taps, 0, 0, 0, 0]
+        return [shape.hidden, self.taps, 0, 0, 0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -252,19 +257,68 @@ class GatedDelta(Mixer):
 
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
-        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size]
+        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size, 0]
+
+
+@dataclass(frozen=True)
+class Mamba2(Mixer):
+    """The selective state spaces of Mamba-2.
+
+    groups  of heads that share keys and queries (B and C in the paper)
+    heads   of inputs (x) and states, each of `head_size` channels, a multiple of 16
+    size    of a key, a multiple of 4
+    norms   groups of heads whose channels are normed together
+    module  its name in a layer
+    limits  of a token's step; none, as transformers keeps to them in prompts alone
+    """
+
+    taps: int
+    groups: int
+    heads: int
+    size: int
+    head_size: int
+    norms: int
+    module: str = "mamba"
+    limits: tuple[float, ...] = NO_LIMITS
+
+    @property
+    def refused(self) -> str:
+        if self.limits != NO_LIMITS:
+            return f"time_step_limit {self.limits} in its config"
+        if self.size % 4 == self.head_size % 16 == self.heads % self.groups == self.heads % self.norms == 0:
+            return ""
+        return (
+            f"{self.groups} groups of {self.heads} heads of {self.head_size} channels and {self.size} numbers each in "
+            "its states, known are multiples of the first, of 16 and of 4"
+        )
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        values, channels = self.heads * self.head_size, self.recurrence(shape)[0]
+        inside = Name(f"{self.module}.in_proj", "ssm_in")
+        yield Part("mamba", Name(self.module, "ssm"), self.heads)
+        yield Part("mamba.in_proj_z", inside, values)
+        yield Part("mamba.in_proj_xbc", inside, channels)
+        yield Part("mamba.in_proj_dt", inside, self.heads)
+        yield Part("mamba.conv1d", Name(f"{self.module}.conv1d", "ssm_conv1d"), channels)
+        yield Part("mamba.norm", Name(f"{self.module}.norm", "ssm_norm"), values)
+        yield Part("mamba.out_proj", Name(f"{self.module}.out_proj", "ssm_out"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        channels = 2 * self.groups * self.size + self.heads * self.head_size
+        return [channels, self.taps, self.groups, self.heads, self.size, self.head_size, self.norms]
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x)) * up(x)) where `gate` is None."""
 
-    gate: Name = Name("mlp.gate_proj", "ffn_gate")
+    gate: Name | None = Name("mlp.gate_proj", "ffn_gate")
     up: Name = Name("mlp.up_proj", "ffn_up")
     down: Name = Name("mlp.down_proj", "ffn_down")
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("mlp.gate_proj", self.gate, shape.inner)
+        if self.gate is not None:
+            yield Part("mlp.gate_proj", self.gate, shape.inner)
         yield Part("mlp.up_proj", self.up, shape.inner)
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
@@ -303,7 +357,7 @@ NO_ROUTING = Routing(0)
 class Experts:
     """The sum of some of `count` gated networks, each of `inner` channels, that a router chooses for a token.
 
-    gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]
+    gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]; no gates as in GatedMLP
     choice          numbers that are added to scores where experts are chosen, or None
     shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
                     sigmoid is its weight
@@ -314,7 +368,7 @@ class Experts:
     inner: int
     routing: Routing
     router: Name = Name("mlp.gate", "ffn_gate_inp")
-    gate: Name = Name("mlp.experts.gate_up_proj", "ffn_gate_exps.weight")
+    gate: Name | None = Name("mlp.experts.gate_up_proj", "ffn_gate_exps.weight")
     up: Name = Name("mlp.experts.gate_up_proj", "ffn_up_exps.weight")
     down: Name = Name("mlp.experts.down_proj", "ffn_down_exps.weight")
     choice: Name | None = None
@@ -330,6 +384,8 @@ class Experts:
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
             for kind, name, size in stacks:
+                if name is None:
+                    continue
                 native = f"mlp.experts.{number}.{kind}_proj"
                 yield Part(f"{native}.weight", name, size)
                 if self.biases:
@@ -346,16 +402,22 @@ class Experts:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
+    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention. Of a
+    layer with one of the two blocks alone the other one and its norm are None.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
-    attention: Attention = Attention()
+    attention: Attention | None = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
-    mlp: GatedMLP | Experts = GatedMLP()
+    mlp: GatedMLP | Experts | None = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
+
+    @property
+    def first(self) -> Attention | Mixer | None:
+        """The block before the network."""
+        return self.mixer or self.attention
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -365,8 +427,9 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        yield from (self.mixer or self.attention).parts(shape)
-        yield from self.mlp.parts(shape)
+        for block in (self.first, self.mlp):
+            if block is not None:
+                yield from block.parts(shape)
 
 
 @dataclass(frozen=True)
@@ -457,7 +520,7 @@ class Family:
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
-        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention or Attention()
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
@@ -466,7 +529,7 @@ class Family:
 
     def attends(self, config: Any) -> int:
         """Return how many layers have attention."""
-        return sum(layer.mixer is None for layer in self.layers_of(config))
+        return sum(isinstance(layer.first, Attention) for layer in self.layers_of(config))
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
@@ -482,7 +545,7 @@ class Family:
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
         return [
-            (layer.mixer or layer.attention).place(config, number)
+            Place(None, None) if layer.first is None else layer.first.place(config, number)
             for number, layer in enumerate(self.layers_of(config))
         ]
 
@@ -492,7 +555,7 @@ class Family:
         found: dict[str, list[int]] = {}
         for number, layer in enumerate(self.layers_of(config)):
             if layer not in kinds:
-                kinds[layer] = (layer.mixer or layer.attention).orders(shape)
+                kinds[layer] = {} if layer.first is None else layer.first.orders(shape)
             found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[layer].items()}
         return found
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import GatedDelta, GatedMLP, Layer, Routing
+from specengine.models.families import Experts, GatedDelta, GatedMLP, Layer, Routing
 from specengine.models.families import qwen3_5_moe_text as plain
 
 
@@ -12,7 +12,7 @@ def layer(config: Any, number: int) -> Layer:
     own = plain.layer(config, number)
     if isinstance(own.mixer, GatedDelta):
         own = replace(own, mixer=replace(own.mixer, fused=True))
-    if not is_sparse(config, number):
+    if not (is_sparse(config, number) and isinstance(own.mlp, Experts)):
         return replace(own, mlp=GatedMLP())
     scores = "normalised softmax" if config.norm_topk_prob else "softmax"
     return replace(own, mlp=replace(own.mlp, routing=Routing(config.num_experts_per_tok, scores)))
