@@ -204,7 +204,9 @@ class Auto(TreePolicy):
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            self._time(cycle, state, rested)
+            if not (rested and isinstance(self._costs, SharedCosts)):
+                self._time(cycle, state, rested)
+            self._count(cycle)
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -220,7 +222,6 @@ class Auto(TreePolicy):
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
-        self._count(cycle)
 
     def _count(self, cycle: Cycle) -> None:
         self._context += len(cycle.tokens)

@@ -259,17 +259,65 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
                 time.sleep(delay)
                 targets[1].verify(tree)
 
-        with targets[0].running(), targets[1].running():  # answered before: expected again
-            pass
         for target in targets:
             with target.running():
                 target.verify(tree)
         thread = threading.Thread(target=late)
-        thread.start()
-        time.sleep(delay / 4)
         with targets[0].running():
+            thread.start()
+            while not gathering._turns:  # until it waits for its turn
+                time.sleep(0.001)
             targets[0].verify(tree)
         thread.join(20)
         return gathering.forwards - before
 
     assert both(0.02) == 3  # two alone, and one for both
+
+
+def test_a_beginning_that_another_text_has_is_copied() -> None:
+    engine = engine_of()
+    system = [(7 * i + 3) % VOCABULARY for i in range(90)]
+    asked = [[*system, *range(number, number + 5)] for number in range(4)]
+    alone = [engine_of().generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
+    pool = Pool(engine, 4)
+    results = pool.generate(asked, max_new_tokens=12)
+    assert [result.token_ids for result in results] == alone
+    cached = sorted(result.stats.num_cached_prompt_tokens for result in results)
+    assert cached[0] == 0
+    assert all(count >= len(system) - 1 for count in cached[1:])  # one of them takes it in, the others wait
+
+
+def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
+    model = tiny("llama", num_hidden_layers=2).bfloat16()
+    engine = Engine.from_pretrained(model, None, "plain", backend="native")
+    pool = Pool(engine, 2)
+    prompt = [(5 * i + 1) % VOCABULARY for i in range(80)]
+    pool.engines[0].generate(prompt, max_new_tokens=4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    result = pool.engines[1].generate(prompt, max_new_tokens=4)
+    assert result.stats.num_cached_prompt_tokens == 0
+    assert result.token_ids == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+
+
+def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
+    engine = engine_of()
+    target = LaneTarget(Gathering(engine.target.lm))
+    asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
+    alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
+    longest = 30 + 20 + engine.drivers.own.eager.budget
+    pool = Pool(engine, 6, memory=int(2.5 * longest) * target.slot_bytes)  # for two of six
+    most = []
+
+    def watched(place: Any, own: Engine, tokens: int) -> Any:
+        most.append(len(pool._reserved))
+        return place(own, tokens)
+
+    place = pool.place
+    pool.place = lambda own, tokens: watched(place, own, tokens)  # type: ignore[method-assign]
+    assert [result.token_ids for result in pool.generate(asked, max_new_tokens=20)] == alone
+    assert max(most) <= 2
+    assert not pool._reserved
+    assert not pool.waiting
+    with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
+        Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
