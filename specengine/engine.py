@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 
 from specengine import contracts, drafters, loading, policies
 from specengine.captured import CapturedDriver
-from specengine.costs import PassCosts
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import Graphs
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
@@ -100,11 +100,12 @@ class Engine:
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
-        self._busy = threading.Lock()
+        self._busy, self._making = threading.Lock(), threading.Lock()
         self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
+        self._beside: tuple[tuple[Any, ...], queue.SimpleQueue[Engine]] | None = None  # idle ones that answer `astream`
         found = (getattr(part, "lm", None) for part in (target, drafter))
         self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
 
@@ -179,6 +180,23 @@ class Engine:
             return [self.generate(prompt, **options) for prompt in asked]
         return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
 
+    def astream(self, prompt: Prompt, *, parallel: int = 8, **options: Any) -> AsyncTextGeneration:
+        """Generate as an asynchronous iterator of StreamPiece: `async for piece in engine.astream(prompt)`.
+
+        Up to `parallel` of them are answered at once on the native forward, as by `generate_many`; those beyond wait.
+        Elsewhere they are answered one by one. Answers are those of `generate`. Takes caches beside those of `stream`
+        on the native forward. To be called from a running event loop.
+        """
+        require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
+        with self._making:
+            key = parallel, self.target, self.drafter, self.policy
+            if self._beside is None or any(new is not old for new, old in zip(key, self._beside[0], strict=True)):
+                idle = queue.SimpleQueue[Engine]()
+                for engine in Pool(self, parallel).engines if type(self.target) is NativeTarget else [self]:
+                    idle.put(engine)
+                self._beside = key, idle
+        return AsyncTextGeneration(self._beside[1], prompt, options)
+
     @property
     def is_busy(self) -> bool:
         """Return whether an answer is under way."""
@@ -247,9 +265,12 @@ class Engine:
                     lane.origins = origins
                     source = origins.around(source)
                 lane.source = source
+            held.callback(driver.forget)
             while lane.reason is None:
                 with self.target.running():
                     (cycle,) = run_eager(driver, [lane])
+                    if lane.reason is not None or whole:
+                        driver.catch_up()
                 yield cycle
                 if lane.reason is None and whole:
                     yield from cast(CapturedDriver, captured).cycles(lane)
@@ -457,8 +478,8 @@ class Engine:
         driver.prepare(sampler)
         return lane
 
-    def _costs(self, own: PassCosts) -> PassCosts:
-        """Return costs of target and draft beside the texts that are under way; own: those measured alone."""
+    def _costs(self, own: Any) -> Any:
+        """Return PassCosts beside the texts that are under way; own: those of target and draft alone."""
         others = getattr(self.target, "others", 0)
         if others and (own, others) != self._shared[:2]:
             resting = cast(LaneTarget, self.target).is_resting
@@ -657,6 +678,72 @@ class TextGeneration:
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
         return text
+
+
+class AsyncTextGeneration:
+    """One generation as an asynchronous iterator of StreamPiece, answered by a thread; leaving it ends the answer.
+
+    `result` is there once the iterator has ended. Errors of `Engine.generate` are raised by the iterator.
+    """
+
+    def __init__(self, idle: queue.SimpleQueue[Engine], prompt: Prompt, options: dict[str, Any]) -> None:
+        """idle: engines that have nothing to do; the answer takes one, and waits where there is none."""
+        self.result: GenerationResult | None = None
+        self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = asyncio.Queue()
+        self._left = threading.Event()
+        given = idle, prompt, options, self._left, asyncio.get_running_loop(), self._pieces
+        threading.Thread(target=_send_pieces, args=given, name="specengine-astream", daemon=True).start()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamPiece:
+        piece = None if self._left.is_set() else await self._pieces.get()
+        if isinstance(piece, StreamPiece):
+            return piece
+        self._left.set()
+        if isinstance(piece, BaseException):
+            raise piece
+        self.result = piece or self.result
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the answer with the cycle under way."""
+        self._left.set()
+
+    def __del__(self) -> None:
+        self._left.set()
+
+
+def _send_pieces(
+    idle: queue.SimpleQueue[Engine],
+    prompt: Prompt,
+    options: dict[str, Any],
+    left: threading.Event,
+    loop: asyncio.AbstractEventLoop,
+    pieces: asyncio.Queue[Any],
+) -> None:
+    """Answer on an idle engine; send the pieces, then the result or the error."""
+    last: GenerationResult | BaseException | None = None
+    engine = idle.get()
+    try:
+        if not left.is_set():
+            with engine.stream(prompt, **options) as stream, engine.target.running():
+                while not left.is_set() and (piece := next(stream, None)) is not None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            last = stream.result
+    except BaseException as error:  # of a thread: raised by who reads the pieces
+        last = error
+    finally:
+        idle.put(engine)
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(pieces.put_nowait, last)
 
 
 class Session:

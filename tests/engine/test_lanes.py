@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -321,3 +322,40 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     assert not pool.waiting
     with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
         Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
+
+
+def test_asynchronous_streams_are_answered_at_once() -> None:
+    engine, asked = engine_of(), prompts(6)
+    alone = [engine_of().generate(prompt, max_new_tokens=16) for prompt in asked]
+
+    async def one(prompt: list[int]) -> tuple[list[int], Any]:
+        stream = engine.astream(prompt, parallel=3, max_new_tokens=16)
+        pieces = [piece async for piece in stream]
+        return [token for piece in pieces for token in piece.cycle.tokens], stream.result
+
+    async def all_of_them() -> list[tuple[list[int], Any]]:
+        return await asyncio.gather(*map(one, asked))
+
+    for (tokens, result), own in zip(asyncio.run(all_of_them()), alone, strict=True):
+        assert tokens == result.token_ids == own.token_ids
+    assert len(engine._beside[1].get().pool.engines) == 3
+
+
+@pytest.mark.parametrize("backend", ["native", "huggingface"])
+def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
+    engine = Engine.from_pretrained(tiny("llama", num_hidden_layers=2), "recycling", backend=backend)
+
+    async def several() -> None:
+        for _ in range(3):
+            async with engine.astream([1, 2, 3], parallel=1, max_new_tokens=200) as stream:
+                async for _ in stream:
+                    break
+        with pytest.raises(InputError, match="max_new_tokens"):
+            await anext(engine.astream([1, 2, 3], parallel=1, max_new_tokens=-1))
+        stream = engine.astream([1, 2, 3], parallel=1, max_new_tokens=4)
+        assert len([piece async for piece in stream])
+        assert len(stream.result.token_ids) == 4
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(several())
