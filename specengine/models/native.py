@@ -448,8 +448,9 @@ class NativeLM:
             return weight
         order = torch.tensor(rows, dtype=torch.int64, device="cpu")
         order = order if weight.order is None else weight.order.long()[order]
-        whole = functools.cache(lambda: weight.rows(0, weight.shape[0])[order])
-        return weight._replace(rows=lambda first, last: whole()[first:last], order=None)
+        whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
+        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])  # blocks are bytes
+        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""

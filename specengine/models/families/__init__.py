@@ -19,6 +19,7 @@ CONVOLUTIONS = (
     "linear_attn.conv1d",
     "mamba.conv1d",
 )  # of the mixers' parts: a few weights for each channel
+STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
 NO_LIMITS = (0.0, float("inf"))
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
@@ -180,6 +181,14 @@ class Mixer:
         """Return the stored row for each row of a module's parts, where these are not one behind the other."""
         return {}
 
+    def orders_in_files(self) -> dict[str, list[int]]:
+        """Return the row in GGUF files for each row of transformers, by the file's module, where they differ."""
+        return {}
+
+    def columns_in_files(self) -> dict[str, list[int]]:
+        """Return the same of columns."""
+        return {}
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield its modules."""
         raise NotImplementedError
@@ -254,6 +263,28 @@ class GatedDelta(Mixer):
             "linear_attn.in_proj_qkvz": _apart(self.key_heads, wide),
             "linear_attn.in_proj_ba": _apart(self.key_heads, [each, each]),
         }
+
+    def orders_in_files(self) -> dict[str, list[int]]:
+        if self.is_in_order_in_files:
+            return {}
+        values, singles, keys = self._tiled(self.value_size), self._tiled(1), 2 * self.key_heads * self.key_size
+        channels = [*range(keys), *(keys + row for row in values)]
+        wide = {"attn_qkv": channels, "ssm_conv1d": channels, "attn_gate": values}
+        return wide | dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles)
+
+    def columns_in_files(self) -> dict[str, list[int]]:
+        return {} if self.is_in_order_in_files else {"ssm_out": self._tiled(self.value_size)}
+
+    @property
+    def is_in_order_in_files(self) -> bool:
+        """Whether GGUF files have the heads of one key next to one another; else those of all keys take turns."""
+        return self.fused or self.heads == self.key_heads
+
+    def _tiled(self, size: int) -> list[int]:
+        """Return the place in GGUF files of each row of the heads, `size` rows each."""
+        each = self.heads // self.key_heads
+        heads = [head % each * self.key_heads + head // each for head in range(self.heads)]
+        return [head * size + row for head in heads for row in range(size)]
 
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
@@ -454,7 +485,9 @@ class GGUF:
 
     architecture  the value of general.architecture, which all other keys begin with
     keys          keys that this family has beside the common ones -> field of transformers' config
-    flags         field of transformers' config -> the tensor of a layer whose presence sets it
+    flags         field of transformers' config -> the tensor of some layer whose presence sets it
+    ignored       keys that change nothing where a model reads texts alone
+    others        further architectures of this form
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
@@ -464,6 +497,8 @@ class GGUF:
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
     experts: bool = False
@@ -524,8 +559,12 @@ class Family:
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
-        mixer = next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
+        mixer = self.mixer(config)
         return [] if mixer is None else mixer.recurrence(self.shape(config))
+
+    def mixer(self, config: Any) -> Mixer | None:
+        """Return the recurrent mixer of the first layer that has one."""
+        return next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
 
     def attends(self, config: Any) -> int:
         """Return how many layers have attention."""

@@ -1,5 +1,6 @@
 """Granite 4: Mamba-2 in most layers, attention in the others, mostly without positions; with experts or without."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +42,44 @@ def layer(config: Any, number: int) -> Layer:
     return replace(own, mixer=mixer)
 
 
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Layers without keys are recurrent; a file without experts says nothing of them."""
+    heads = value("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * fields["num_hidden_layers"]
+    inner = value("ssm.inner_size") or 0
+    return {
+        "layer_types": ["full_attention" if count else RECURRENT for count in heads],
+        "mamba_d_head": inner // (value("ssm.time_step_rank") or 1),
+        "mamba_expand": inner // fields["hidden_size"],
+        "num_local_experts": value("expert_count") or 0,
+        "num_experts_per_tok": value("expert_used_count") or 0,
+        "shared_intermediate_size": value("expert_shared_feed_forward_length") or fields["intermediate_size"],
+        "position_embedding_type": None if value("rope.scaling.finetuned") is False else "rope",
+    }
+
+
+assert sparse.FAMILY.gguf is not None
 FAMILY = replace(
     sparse.FAMILY,
     layer=layer,
     attending=ATTENTION,
     kinds=(RECURRENT,),
     sizes=lambda config: {"inner": config.shared_intermediate_size},
-    gguf=None,
+    gguf=replace(
+        sparse.FAMILY.gguf,
+        architecture="granitehybrid",
+        keys={
+            **sparse.FAMILY.gguf.keys,
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+        },
+        flags={
+            **sparse.FAMILY.gguf.flags,
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mamba_proj_bias": "ssm_in.bias",
+        },
+        finish=finish,
+    ),
 )

@@ -1,9 +1,11 @@
 """Nemotron-H: layers of one block: Mamba-2, attention without positions, or a network, with experts or without."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from specengine.models.families import (
+    GGUF,
     Attention,
     Experts,
     Family,
@@ -16,6 +18,18 @@ from specengine.models.families import (
 )
 
 CHOICE = "mixer.gate.e_score_correction_bias"
+EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
+}
 NORM = Name("norm", "attn_norm")
 ATTENTION = Layer(
     attention_norm=NORM,
@@ -87,6 +101,24 @@ def experts(config: Any) -> Experts:
     )
 
 
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Layers with keys have attention, others with channels a network, and the rest are recurrent."""
+    count, experts = fields["num_hidden_layers"], value("expert_count")
+    heads, inner = value("attention.head_count_kv"), value("feed_forward_length")
+    heads, inner = (each if isinstance(each, list) else [each] * count for each in (heads, inner))
+    network = "moe" if experts else "mlp"
+    kinds = [
+        "full_attention" if keys else network if channels else "linear_attention"
+        for keys, channels in zip(heads, inner, strict=False)
+    ]
+    unsaid = {"norm_topk_prob": True, "moe_latent_size": None}
+    return {
+        **{field: unsaid.get(field, 1) for field in EXPERTS.values() if fields[field] is None},
+        "layers_block_type": kinds[:count],
+        "mamba_head_dim": (value("ssm.inner_size") or 0) // (value("ssm.time_step_rank") or 1),
+    }
+
+
 FAMILY = Family(
     layer=layer,
     attending=ATTENTION,
@@ -98,4 +130,24 @@ FAMILY = Family(
     neutral={"moe_latent_size": None, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"},
     stored={"backbone.": "model."},
     exact=(CHOICE,),
+    gguf=GGUF(
+        "nemotron_h",
+        others=("nemotron_h_moe",),
+        keys={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+            **EXPERTS,
+        },
+        flags={
+            "attention_bias": "attn_q.bias",
+            "mlp_bias": "ffn_up.bias",
+            "use_conv_bias": "ssm_conv1d.bias",
+            "mamba_proj_bias": "ssm_in.bias",
+        },
+        ignored=("rope.dimension_count",),
+        pairs=("attn_q", "attn_k"),
+        finish=finish,
+    ),
 )

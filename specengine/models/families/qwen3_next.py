@@ -29,4 +29,4 @@ def alone(config: Any, number: int) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [] if is_sparse(config, number) else [0]}
 
 
-FAMILY = replace(plain.FAMILY, layer=layer, alone=alone)
+FAMILY = replace(plain.FAMILY, layer=layer, alone=alone, gguf=replace(plain.FILES, architecture="qwen3next"))
