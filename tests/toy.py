@@ -328,6 +328,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",

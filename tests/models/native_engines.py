@@ -25,6 +25,7 @@ from tests.toy import CPU, head_config, policy_for, random_state
 INSTRUCTION_SETS = native.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
+    "bamba",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",

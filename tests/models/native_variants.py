@@ -117,6 +117,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "bamba": ("bamba", {}),
+    "bamba biases": (
+        "bamba",
+        {
+            "attn_layer_indices": [0],
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_groups": 1,
+        },
+    ),
     "granitemoehybrid": ("granitemoehybrid", {}),
     "granitemoehybrid dense": (
         "granitemoehybrid",

@@ -34,6 +34,7 @@ from tests.toy import VOCABULARY, near_copy, nodes_of, policy_for, random_tree, 
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 HYBRIDS = (
+    "bamba",
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
