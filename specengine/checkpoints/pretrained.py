@@ -579,19 +579,22 @@ class GGUFSource(Source):
         return torch.from_numpy(self.file.read_rows(name, first, last))
 
     def tensor(self, name: str) -> Tensor:
-        parts = [self._tensor(stored, exact=self.is_exact(name)) for stored in self._stored[name]]
+        return self.made_of(self._stored[name], name).reshape(self._shapes[name])
+
+    def made_of(self, stored: tuple[str, ...], name: str) -> Tensor:
+        """Return what transformers calls `name` of the file's tensors, in `dtype`."""
+        parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
         if len(parts) == 1:
             found = parts[0]
-        elif not gguf.is_stack(self._stored[name][0]):
-            order = self._order(name, [self.file.tensors[stored] for stored in self._stored[name]])
+        elif not gguf.is_stack(stored[0]):
+            order = self._order(name, [self.file.tensors[one] for one in stored])
             found = torch.cat(parts)
             found = found if order is None else found[torch.from_numpy(order).long()]
         elif family_of(self.config).alternating:
             found = torch.stack(parts, dim=2).flatten(1, 2)
         else:
             found = torch.cat(parts, dim=1)
-        found = found.transpose(1, 2).contiguous() if self._is_turned(found) else found
-        return found.reshape(self._shapes[name])
+        return found.transpose(1, 2).contiguous() if self._is_turned(found) else found
 
     def _is_turned(self, tensor: Tensor) -> bool:
         return tensor.ndim > 2 and family_of(self.config).alternating

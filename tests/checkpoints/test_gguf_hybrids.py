@@ -19,6 +19,7 @@ from specengine.checkpoints import gguf
 from specengine.checkpoints.pretrained import open_gguf
 from specengine.errors import CheckpointError
 from specengine.models.configs import family_of
+from specengine.models.mtp import MtpLayer
 from specengine.models.weights import layer_template
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
@@ -246,6 +247,55 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         _, path = write(tmp_path, "qwen35", **{**changes, "nextn_predict_layers": count})
         with pytest.raises(CheckpointError, match=r"nextn_predict_layers|block_count"):
             Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+
+
+BLOCK = {  # of an MTP head, as llama.cpp's converter calls what Qwen's checkpoints have as mtp.*
+    "fc.weight": "nextn.eh_proj.weight",
+    "embedding_norm.weight": "nextn.enorm.weight",
+    "hidden_norm.weight": "nextn.hnorm.weight",
+    "norm.weight": "nextn.shared_head_norm.weight",
+    "block.input_layernorm.weight": "attn_norm.weight",
+    "block.post_attention_layernorm.weight": "post_attention_norm.weight",
+    **{f"block.self_attn.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+    **{f"block.self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"},
+    "block.self_attn.o_proj.weight": "attn_output.weight",
+    **{f"block.mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
+    **{f"block.mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+    "block.mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    "block.mlp.gate.weight": "ffn_gate_inp.weight",
+    "block.mlp.experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+@pytest.mark.parametrize("case", ["qwen35", "qwen3next"])
+def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
+    model = made(case)
+    torch.manual_seed(3)
+    head = {
+        name: torch.randn(one.shape) * 0.2 for name, one in MtpLayer(model.config, torch.float32).state_dict().items()
+    }
+    changes: Keys = {"block_count": 4, "nextn_predict_layers": 1}
+    for name, tensor in head.items():
+        numbers = tensor.numpy() + np.float32(name.endswith("norm.weight"))
+        if name == "block.mlp.experts.gate_up_proj":
+            for part, half in zip(("gate", "up"), np.split(numbers, 2, axis=1), strict=True):
+                changes[f"blk.3.ffn_{part}_exps.weight"] = half
+        else:
+            changes[f"blk.3.{BLOCK[name]}"] = numbers
+    _, path = write(tmp_path, case, **changes)
+    engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
+    found = engine.drafter.head.module.state_dict()
+    assert found.keys() == head.keys()
+    assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in head.items())
+    answer = engine.generate(PROMPT, max_new_tokens=12)
+    assert answer.token_ids == plainly(model, PROMPT, 12)
+    assert answer.stats.num_draft_tokens
+    assert "mtp" in Engine.from_pretrained(str(path), offline=True).drafter.name
+    changes.pop("blk.3.attn_output.weight")
+    _, path = write(tmp_path, case, **changes)
+    assert "mtp" not in Engine.from_pretrained(str(path), offline=True).drafter.name
+    with pytest.raises(CheckpointError, match=r"does not fit the model's config; missing: block.self_attn.o_proj"):
+        Engine.from_pretrained(str(path), "mtp", offline=True)
 
 
 @pytest.mark.parametrize("width", [[0, 24, 0, 0, 23], [0, 0, 0, 0, 0], [0, -24, 0, 0, 24], 2.0, "wide"])
