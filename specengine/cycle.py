@@ -214,7 +214,7 @@ class EagerDriver:
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
-        if not plan.rests:
+        if self._put_off and not plan.rests:
             self.catch_up()
         if not self._inspected and source is not None and self.policy is not None and not plan.rests:
             return self._inspect(token, seconds, source, self.policy)
@@ -228,17 +228,11 @@ class EagerDriver:
         self._inspected = len(draft.grown) > 1
         return draft
 
-    def accept(self, cycle: Cycle, resting: bool = False) -> None:
-        """Hand a cycle to the drafter, or put it off while the policy rests: several at once take less time."""
-        if self.drafter is None or self.policy is None:
-            return
-        if resting and len(cycle.tree) == 1:
-            self._put_off.append(cycle)
-            if len(self._put_off) >= MOST_PUT_OFF:
-                self.catch_up()
-        else:
+    def put_off(self, cycle: Cycle) -> None:
+        """Hand the drafter a plain cycle later, with others: several at once take less time."""
+        self._put_off.append(cycle)
+        if len(self._put_off) >= MOST_PUT_OFF:
             self.catch_up()
-            self.drafter.accept(cycle)
 
     @torch.inference_mode()
     def catch_up(self) -> None:
@@ -340,7 +334,7 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = driver.model_seconds - model_seconds
-        if driver.policy is not None and learns(driver.policy):
+        if driver.policy is not None and plan.learns and learns(driver.policy):
             driver.policy.learn(Outcome.of(cycle))
             seconds.policy += (learnt := time.perf_counter() - now)
             seconds.total += learnt
@@ -381,7 +375,11 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     path, tokens, features, successors, logprobs = verdict
     proposed = draft.drafted, features, draft.grown, draft.kept
     cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
-    driver.accept(cycle, plan.rests)
+    if driver.drafter is not None and driver.policy is not None:
+        if plan.rests:
+            driver.put_off(cycle)
+        else:
+            driver.drafter.accept(cycle)
     lane.root = tokens[-1]
     return cycle
 

@@ -160,9 +160,12 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
-        costs = self._costs  # of several texts at once, all rest or none
-        self._rests = costs.resting() if isinstance(costs, SharedCosts) else self._pace.resting > 0
-        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED)
+        shared = self._costs if isinstance(self._costs, SharedCosts) else None  # of several texts all rest, or none
+        self._rests = self._pace.resting > 0 if shared is None else shared.resting()
+        learns = shared is None or not self._rests
+        if not learns:
+            self._count(1)
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -205,9 +208,8 @@ class Auto(TreePolicy):
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            if not (rested and isinstance(self._costs, SharedCosts)):
-                self._time(cycle, self._state[tree.device], rested)
-            self._count(cycle)
+            self._time(cycle, self._state[tree.device], rested)
+            self._count(len(cycle.tokens))
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -224,8 +226,8 @@ class Auto(TreePolicy):
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
 
-    def _count(self, cycle: Cycle) -> None:
-        self._context += len(cycle.tokens)
+    def _count(self, tokens: int) -> None:
+        self._context += tokens
         self._timed += 1
         if self._timed % REPRICED == 0:
             self._reprice()
