@@ -437,7 +437,7 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 14;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 15;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
