@@ -48,7 +48,8 @@ cpu::Activation activation_of(const std::string& name) {
   if (name == "silu") return cpu::Activation::silu;
   if (name == "gelu_tanh") return cpu::Activation::gelu_tanh;
   if (name == "clamped") return cpu::Activation::clamped;
-  throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh or clamped");
+  if (name == "relu") return cpu::Activation::relu;
+  throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh, clamped or relu");
 }
 
 cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
@@ -224,19 +225,21 @@ struct Draft {
   std::mutex turn;
 };
 
-// sizes: channels and taps of convolutions, heads of keys and of values, and the sizes of both; empty where all layers attend.
+// sizes: channels and taps of convolutions, heads of keys and of values, the sizes of both, and groups of heads that are
+// normed together; empty where no layer has a state.
 cpu::Recurrence recurrence_of(const std::vector<int64_t>& sizes) {
   cpu::Recurrence of;
   if (sizes.empty()) return of;
-  require_sizes(sizes, 6);
+  require_sizes(sizes, 7);
   of.channels = sizes[0], of.taps = sizes[1], of.key_heads = sizes[2], of.heads = sizes[3];
-  of.key_size = sizes[4], of.value_size = sizes[5];
+  of.key_size = sizes[4], of.value_size = sizes[5], of.norms = sizes[6];
   require(of.channels >= 1, "channels", of.channels, "1 or more");
   require(of.taps >= 1 && of.taps <= kMostCount, "taps", of.taps, "1 to " + std::to_string(kMostCount));
   if (!of.heads) return of;
   require(of.key_heads >= 1 && of.heads % of.key_heads == 0, "value heads", of.heads, "a multiple of the key heads");
-  for (const int64_t size : {of.key_size, of.value_size})
-    require(size >= 1 && size % cpu::kRows == 0, "head size", size, "a multiple of 16");
+  require(of.key_size >= 1 && of.key_size % 4 == 0, "key size", of.key_size, "a multiple of 4");
+  require(of.value_size >= 1 && of.value_size % cpu::kRows == 0, "value size", of.value_size, "a multiple of 16");
+  require(of.norms == 0 || of.heads % of.norms == 0, "norms", of.norms, "0 or a divisor of the value heads");
   const int64_t channels = 2 * of.key_heads * of.key_size + of.heads * of.value_size;
   require(of.channels == channels, "channels", of.channels, std::to_string(channels));
   return of;
@@ -434,7 +437,7 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 14;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 15;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;

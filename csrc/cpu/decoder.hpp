@@ -10,6 +10,7 @@
 
 #include "cpu/gated_delta.hpp"
 #include "cpu/layer.hpp"
+#include "cpu/mamba2.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/short_convolution.hpp"
 
@@ -104,10 +105,12 @@ class Weights {
     return found;
   }
 
-  // inputs: of queries, keys and values; attends: whether there are such.
-  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true) const {
+  // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention. A layer has one of them,
+  // or a network, or both.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false) const {
     Layer one;
-    if (attends) {
+    const bool feeds = has(prefix + "mlp.router") || has(prefix + "mlp.up_proj");
+    if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
       one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
       one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
@@ -117,10 +120,7 @@ class Weights {
       if (has(gate)) one.head_gate = matrix(gate, heads.queries * (by_head ? 1 : heads.size), inputs);
     }
     one.experts = experts(prefix + "mlp.", hidden);
-    if (!one.experts.any()) {
-      const GatedNetwork network = gated(prefix + "mlp.", hidden);
-      one.gate = network.gate, one.up = network.up, one.down = network.down;
-    }
+    if (feeds && !one.experts.any()) one.network = network(prefix + "mlp.", hidden);
     one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
     one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
@@ -132,11 +132,11 @@ class Weights {
     return one;
   }
 
-  GatedNetwork gated(const std::string& prefix, int64_t hidden) const {
-    GatedNetwork found;
-    found.gate = matrix(prefix + "gate_proj", 0, hidden);
+  Network network(const std::string& prefix, int64_t hidden) const {
+    Network found;
+    if (has(prefix + "gate_proj")) found.gate = matrix(prefix + "gate_proj", 0, hidden);
     found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
-    found.down = matrix(prefix + "down_proj", hidden, found.gate.outputs);
+    found.down = matrix(prefix + "down_proj", hidden, found.up.outputs);
     return found;
   }
 
@@ -147,9 +147,9 @@ class Weights {
     found.router = matrix(prefix + "router", 0, hidden);
     found.choice = vector(prefix + "router.choice", found.router.outputs);
     for (int64_t e = 0; e < found.router.outputs; ++e)
-      found.each.push_back(gated(prefix + "experts." + std::to_string(e) + ".", hidden));
-    found.shared = has(prefix + "shared.gate_proj");
-    if (found.shared) found.each.push_back(gated(prefix + "shared.", hidden));
+      found.each.push_back(network(prefix + "experts." + std::to_string(e) + ".", hidden));
+    found.shared = has(prefix + "shared.up_proj");
+    if (found.shared) found.each.push_back(network(prefix + "shared.", hidden));
     if (found.shared && has(prefix + "shared.gate")) found.shared_gate = matrix(prefix + "shared.gate", 1, hidden);
     return found;
   }
@@ -163,10 +163,14 @@ class Weights {
           of, in("b_proj"), in("c_proj"), in("x_proj"), matrix(convolution + "out_proj", hidden, of.channels),
           needed(convolution + "conv.weight", of.taps * of.channels), vector(convolution + "conv.bias", of.channels));
     }
+    if (has(prefix + "mamba.in_proj_xbc")) return mamba(prefix + "mamba.", of, hidden, eps);
     if (!has(delta + "in_proj_qkv")) return nullptr;
     if (!of.heads) throw std::invalid_argument(delta + "in_proj_qkv: the recurrence has no heads");
+    if (of.key_size % kRows)
+      throw std::invalid_argument(delta + "in_proj_qkv: keys of " + std::to_string(of.key_size) +
+                                  " channels, accepted multiples of 16");
     GatedDelta::Parts parts;
-    const int64_t values = of.heads * of.value_size;
+    const int64_t values = of.values();
     parts.qkv = matrix(delta + "in_proj_qkv", of.channels, hidden);
     parts.z = matrix(delta + "in_proj_z", values, hidden);
     parts.b = matrix(delta + "in_proj_b", of.heads, hidden);
@@ -177,6 +181,22 @@ class Weights {
     parts.dt_bias = needed(delta + "dt_bias", of.heads);
     parts.norm = needed(delta + "norm.weight", of.value_size);
     return std::make_unique<GatedDelta>(of, parts, eps);
+  }
+
+  std::unique_ptr<Mixer> mamba(const std::string& prefix, const Recurrence& of, int64_t hidden, float eps) const {
+    if (!of.heads || !of.norms) throw std::invalid_argument(prefix + "in_proj_xbc: the recurrence has no heads or norms");
+    Mamba2::Parts parts;
+    parts.gates = matrix(prefix + "in_proj_z", of.values(), hidden);
+    parts.xbc = matrix(prefix + "in_proj_xbc", of.channels, hidden);
+    parts.dt = matrix(prefix + "in_proj_dt", of.heads, hidden);
+    parts.out = matrix(prefix + "out_proj", hidden, of.values());
+    parts.taps = needed(prefix + "conv1d.weight", of.taps * of.channels);
+    parts.bias = vector(prefix + "conv1d.bias", of.channels);
+    parts.a_log = needed(prefix + "A_log", of.heads);
+    parts.dt_bias = needed(prefix + "dt_bias", of.heads);
+    parts.skip = needed(prefix + "D", of.heads);
+    parts.norm = needed(prefix + "norm.weight", of.values());
+    return std::make_unique<Mamba2>(of, parts, eps);
   }
 
   size_t bytes() const { return arena_.taken(); }
@@ -248,12 +268,12 @@ class Decoder {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
-      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, !mixer));
+      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, mixer));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
       layers_.back().rope = places[static_cast<size_t>(i)].rope;
       layers_.back().window = places[static_cast<size_t>(i)].window;
       require_routing(layers_.back().experts, shape.form.routing);
-      widest_ = std::max(widest_, layers_.back().gate.panels);
+      widest_ = std::max(widest_, layers_.back().network.wide().panels);
     }
   }
 
@@ -311,7 +331,7 @@ class Decoder {
 
   // Return how many of the first so many layers have keys and values.
   int64_t attending(int64_t layers) const {
-    return layers - std::count_if(mixers_.begin(), mixers_.begin() + layers, [](const auto& mixer) { return mixer != nullptr; });
+    return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.attends(); });
   }
   const Kernels& kernels() const { return space_.kernels; }
 
@@ -353,18 +373,24 @@ class Decoder {
       embed(team, call.tokens);
       std::vector<Cache> caches(call.lanes.size());
       LayerRun run(team, space_, shape_.heads, call.lanes, shape_.form);
+      int64_t attending = 0, mixing = 0;  // layers so far
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
         const Layer& layer = layers_[static_cast<size_t>(i)];
-        norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
-        const int64_t place = attending(i);
-        if (const Mixer* mixer = mixers_[static_cast<size_t>(i)].get()) {
-          mixer->run(team, space_, lineage_, i - place, in, scratch_, mixed);
-          run.add_rows(layer, mixed, in, gated);
-          continue;
+        const Mixer* mixer = mixers_[static_cast<size_t>(i)].get();
+        if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
+        if (mixer) {
+          mixer->run(team, space_, lineage_, mixing++, in, scratch_, mixed);
+          run.add_rows(layer, mixed);
+          run.feed_rows(layer, in, gated);
+        } else if (layer.attends()) {
+          for (size_t lane = 0; lane < caches.size(); ++lane)
+            caches[lane] = cache_of(call.slabs[lane], attending, call.half);
+          ++attending;
+          run.run(layer, caches.data(), in, attended, in, gated);
+        } else {
+          run.feed_rows(layer, in, gated);
         }
-        for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call.slabs[lane], place, call.half);
-        run.run(layer, caches.data(), in, attended, in, gated);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
       take_features(team, call, shape_.layers, normed);

@@ -7,6 +7,7 @@ plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -200,9 +201,9 @@ class NativeLM:
         return int(self._weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
-        layers = family_of(self.config).attends(self.config)
-        sizes = layers, self.shape.kv_heads, self.shape.head_dim, capacity
-        if layers == self.layers:
+        family = family_of(self.config)
+        sizes = family.attends(self.config), self.shape.kv_heads, self.shape.head_dim, capacity
+        if not family.recurrence(self.config):
             return KVCache(*sizes, dtype=self.dtype)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
 
@@ -364,14 +365,16 @@ class NativeLM:
         shape, places, factors = self.shape, family.places(self.config), self._factors
         ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
         turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
-        parts = _parts_of(self.config, wanted)
+        parts, orders = _parts_of(self.config, wanted), family.orders(self.config)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
             add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
-            for part in self._as_it_is_read(self._whole_heads(weight), parts[weight.name]).parts(parts[weight.name])
+            for part in self._in_order(
+                self._as_it_is_read(weight, parts[weight.name]), orders.get(weight.name.rpartition(".")[0])
+            ).parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         keys = list(ropes)
@@ -439,15 +442,15 @@ class NativeLM:
         pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
         return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
 
-    def _whole_heads(self, weight: Weight) -> Weight:
-        """Return queries with all heads' gates behind them, which a file has behind each head's queries."""
-        attention = family_of(self.config).attention
-        if not (attention.gated and weight.name.rpartition(".")[0].endswith(attention.q.transformers)):
+    def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
+        """Return a weight with its rows in the order of its parts, which a file may have by head."""
+        if rows is None:
             return weight
-        count = weight.shape[0]
-        rows = torch.arange(count, dtype=torch.int64, device="cpu") if weight.order is None else weight.order.long()
-        rows = rows.view(self.shape.heads, 2, -1).transpose(0, 1).flatten()
-        return weight._replace(rows=lambda first, last: weight.rows(0, count)[rows[first:last]], order=None)
+        order = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        order = order if weight.order is None else weight.order.long()[order]
+        whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
+        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])  # blocks are bytes
+        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""

@@ -188,12 +188,14 @@ def _first_layer(source: Source) -> PreTrainedModel:
 def _of_one_layer(config: PretrainedConfig, vocabulary: int, number: int = 0) -> PretrainedConfig:
     fields = family_of(config).fields
     sizes: dict[str, Any] = {fields.layers: 1, fields.vocabulary: vocabulary}
-    sizes |= {name: kinds[number:] for name in _BY_LAYER if (kinds := getattr(config, name, None))}
+    stated = config.to_dict()  # without lists that a config makes of other fields
+    listed = [name for name in _BY_LAYER if config.attribute_map.get(name, name) in stated]
+    sizes |= {name: kinds[number:] for name in listed if (kinds := getattr(config, name, None))}
     if "layer_types" in sizes:
         sizes["layer_types"] = sizes["layer_types"][:1]
     sizes |= family_of(config).alone(config, number)
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return type(config).from_dict(config.to_dict() | sizes | ids)
+    return type(config).from_dict(stated | sizes | ids)
 
 
 class FirstLayer(Source):

@@ -402,7 +402,7 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     return [*given, [0, LAYERS], *out, 1]
 
 
-DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
+DELTA = [96, 4, 1, 1, 32, 32, 0]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
 
 
 def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:
@@ -423,8 +423,34 @@ def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) 
     return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
 
 
-def forward_of_hybrid(m: Memory) -> Arguments:
-    network = made_hybrid()
+MAMBA = [80, 4, 1, 2, 24, 16, 2]
+
+
+def mamba(cpu: Any, recurrence: list[int] = MAMBA, **changes: tuple[int, ...]) -> Any:
+    """Return a decoder whose second layer has Mamba-2, with other shapes of its tensors."""
+    prefix, channels, heads, values = "model.layers.1.mamba.", MAMBA[0], MAMBA[3], MAMBA[3] * MAMBA[5]
+    own: dict[str, tuple[int, ...]] = {
+        "in_proj_z.weight": (values, HIDDEN),
+        "in_proj_xbc.weight": (channels, HIDDEN),
+        "in_proj_dt.weight": (heads, HIDDEN),
+        "out_proj.weight": (HIDDEN, values),
+        "conv1d.weight": (MAMBA[1] * channels,),
+        "conv1d.bias": (channels,),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "D": (heads,),
+        "norm.weight": (values,),
+    }
+    shapes = {prefix + name: shape for name, shape in (own | changes).items()}
+    return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
+
+
+def forward_of_mamba(m: Memory) -> Arguments:
+    return forward_of_hybrid(m, made_mamba())
+
+
+def forward_of_hybrid(m: Memory, network: Any = None) -> Arguments:
+    network = network or made_hybrid()
     memory = network.memory()
     network.forward(
         whole(m, 0, 1), 0, 0, None, whole(m, 3, 4), slab(m), [], None, None, None, None, LAYERS, 1, memory, 0
@@ -437,6 +463,11 @@ def forward_of_hybrid(m: Memory) -> Arguments:
 @cache
 def made_hybrid() -> Any:
     return hybrid(importlib.import_module("specengine._cpu"))
+
+
+@cache
+def made_mamba() -> Any:
+    return mamba(importlib.import_module("specengine._cpu"))
 
 
 @cache
@@ -471,6 +502,7 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
+    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),

@@ -19,6 +19,7 @@ from tests.border.calls import (
     HEADS,
     HIDDEN,
     LAYERS,
+    MAMBA,
     MEMORY,
     NO_ROUTING,
     NUMBERS,
@@ -32,6 +33,7 @@ from tests.border.calls import (
     decoder,
     eagle,
     hybrid,
+    mamba,
     misaligned,
     replaced,
     spread,
@@ -79,7 +81,7 @@ def test_every_function_is_called() -> None:
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
-    kinds = {make: "Decoder" if make is hybrid else make.__name__.capitalize() for make, *_ in CPU.values()}
+    kinds = {make: "Decoder" if make in (hybrid, mamba) else make.__name__.capitalize() for make, *_ in CPU.values()}
     assert methods == {"Decoder.memory", *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values())}
 
 
@@ -384,7 +386,7 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
     for name, shape in wrong.items():
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, **{name: shape}))
-    needed = [norm, f"{layer}mlp.gate_proj.weight"]
+    needed = [norm, f"{layer}self_attn.k_proj.weight", f"{layer}mlp.down_proj.weight"]
     for name in (*needed, *[f"{layer}post_attention_layernorm.weight"] * (kind is eagle)):  # a decoder may lack it
         with pytest.raises(ValueError, match="no weights"):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, without=name))
@@ -428,7 +430,7 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"places": [(0, 0), (-2, 0)]}, "positions: got -2"),
         ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
         ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
-        ({"activation": "relu"}, "activation: got relu, accepted silu, gelu_tanh or clamped"),
+        ({"activation": "gelu"}, "activation: got gelu, accepted silu, gelu_tanh, clamped or relu"),
         ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 5"),
         ({"numbers": [1e-5, -1.0, 1.0, 1.0, 1.0]}, "attention scale: got -1"),
         ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
@@ -486,7 +488,7 @@ def test_experts_of_other_sizes_are_refused() -> None:
     for name, shape in wrong.items():
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             decoder(_cpu, weights(_cpu, **sparse(**{name: shape})), routing=routing)
-    with pytest.raises(ValueError, match=r"no weights model\.layers\.0\.mlp\.experts\.6\.gate_proj"):
+    with pytest.raises(ValueError, match=r"no weights model\.layers\.0\.mlp\.experts\.6\.up_proj"):
         decoder(_cpu, weights(_cpu, **sparse(**{"router.weight": (7, HIDDEN)})), routing=routing)
 
 
@@ -515,24 +517,52 @@ def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
 @pytest.mark.parametrize(
     ("recurrence", "refusal"),
     [
-        ([96, 4, 1, 1, 32], "sizes: got 5, accepted 6 numbers"),
-        ([97, 4, 1, 1, 32, 32], "channels: got 97, accepted 96"),
-        ([0, 4, 0, 0, 0, 0], "channels: got 0"),
-        ([96, 0, 1, 1, 32, 32], "taps: got 0"),
-        ([96, 5, 1, 1, 32, 32], "accepted .480."),
-        ([96, 1 << 20, 1, 1, 32, 32], "taps: got 1048576"),
-        ([96, 4, 0, 1, 32, 32], "value heads: got 1"),
-        ([96, 4, 2, 1, 16, 32], "value heads: got 1, accepted a multiple of the key heads"),
-        ([96, 4, 1, 1, 40, 16], "head size: got 40, accepted a multiple of 16"),
-        ([96, 4, 1, 1, 1 << 33, 32], "sizes: got 8589934592"),
-        ([96, 4, 0, 0, 0, 0], "the recurrence has no heads"),
-        ([128, 4, 1, 2, 32, 32], "accepted"),
+        ([96, 4, 1, 1, 32, 32], "sizes: got 6, accepted 7 numbers"),
+        ([97, 4, 1, 1, 32, 32, 0], "channels: got 97, accepted 96"),
+        ([0, 4, 0, 0, 0, 0, 0], "channels: got 0"),
+        ([96, 0, 1, 1, 32, 32, 0], "taps: got 0"),
+        ([96, 5, 1, 1, 32, 32, 0], "accepted .480."),
+        ([96, 1 << 20, 1, 1, 32, 32, 0], "taps: got 1048576"),
+        ([96, 4, 0, 1, 32, 32, 0], "value heads: got 1"),
+        ([96, 4, 2, 1, 16, 32, 0], "value heads: got 1, accepted a multiple of the key heads"),
+        ([96, 4, 1, 1, 42, 16, 0], "key size: got 42, accepted a multiple of 4"),
+        ([96, 4, 1, 1, 40, 16, 0], "keys of 40 channels, accepted multiples of 16"),
+        ([96, 4, 1, 1, 32, 40, 0], "value size: got 40, accepted a multiple of 16"),
+        ([96, 4, 1, 1, 32, 32, 2], "norms: got 2, accepted 0 or a divisor"),
+        ([96, 4, 1, 1, 1 << 33, 32, 0], "sizes: got 8589934592"),
+        ([96, 4, 0, 0, 0, 0, 0], "the recurrence has no heads"),
+        ([128, 4, 1, 2, 32, 32, 0], "accepted"),
     ],
 )
 def test_recurrences_of_other_sizes_are_refused(recurrence: list[int], refusal: str) -> None:
     assert hybrid(_cpu).memory().bytes > 0
     with pytest.raises(ValueError, match=refusal):
         hybrid(_cpu, recurrence)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "changes", "refusal"),
+    [
+        ([80, 4, 1, 2, 24, 16, 0], {}, "the recurrence has no heads or norms"),
+        ([80, 4, 0, 0, 0, 0, 0], {}, "the recurrence has no heads or norms"),
+        (MAMBA, {"in_proj_xbc.weight": (79, HIDDEN)}, r"mamba\.in_proj_xbc"),
+        (MAMBA, {"in_proj_z.weight": (33, HIDDEN)}, r"mamba\.in_proj_z"),
+        (MAMBA, {"in_proj_dt.weight": (1, HIDDEN)}, r"mamba\.in_proj_dt"),
+        (MAMBA, {"out_proj.weight": (HIDDEN, 31)}, r"mamba\.out_proj"),
+        (MAMBA, {"conv1d.weight": (80,)}, r"mamba\.conv1d"),
+        (MAMBA, {"conv1d.bias": (79,)}, r"mamba\.conv1d\.bias"),
+        (MAMBA, {"norm.weight": (16,)}, r"mamba\.norm"),
+        (MAMBA, {"A_log": (1,)}, r"mamba\.A_log"),
+        (MAMBA, {"dt_bias": (3,)}, r"mamba\.dt_bias"),
+        (MAMBA, {"D": (1,)}, r"mamba\.D"),
+    ],
+)
+def test_state_spaces_of_other_sizes_are_refused(
+    recurrence: list[int], changes: dict[str, tuple[int, ...]], refusal: str
+) -> None:
+    assert mamba(_cpu).memory().bytes > 0
+    with pytest.raises(ValueError, match=refusal):
+        mamba(_cpu, recurrence, **changes)
 
 
 def test_a_memory_is_one_of_its_decoder() -> None:

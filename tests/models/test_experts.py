@@ -28,7 +28,19 @@ from tests.models.native_variants import PROMPT, VARIANTS, native_logits, own_lo
 from tests.toy import VOCABULARY, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-SPARSE = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SPARSE = (
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoehybrid",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 KINDS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 
 
