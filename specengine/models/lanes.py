@@ -228,6 +228,7 @@ class LaneTarget(NativeTarget):
     def __init__(self, gathering: Gathering) -> None:
         self.gathering, self.spent = gathering, 0.0  # seconds in forwards that had rows of this text
         super().__init__(gathering.lm)
+        self.counts = False  # experts are read for all texts at once
         self.runs = functools.partial(gathering.run, self)
 
     def running(self) -> AbstractContextManager[None]:
