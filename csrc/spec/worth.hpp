@@ -14,6 +14,7 @@ namespace spec {
 
 constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
 constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
+constexpr int64_t kRelations = 6;  // see specengine/ops/worth.py
 constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 10, kLevels = 8;
 constexpr float kMinChance = 1e-4f, kMaxChance = 0.999f;    // chances
 constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
@@ -151,6 +152,55 @@ inline int64_t worth_most(const float* paths, int64_t size, const float* price, 
   if (worth.empty()) return 1;
   const double least = *std::max_element(worth.begin(), worth.end()) - kWorth;
   return 1 + (std::find_if(worth.begin(), worth.end(), [&](double value) { return value >= least; }) - worth.begin());
+}
+
+// The relation of a node below the root to those before it; later: whether a sibling is among them.
+inline int64_t relation_of(int64_t depth, bool later) { return 2 * std::clamp<int64_t>(depth, 1, kRelations / 2) - 2 + later; }
+
+// Prices of nodes that depend on which nodes are before: [kRelations][nodes] seconds, and what a second costs.
+struct RelatedPrices {
+  const float* seconds;
+  int64_t nodes;
+  double rate;
+};
+
+// The nodes that are worth verifying, ascending, at most `most`: price, [nodes + 1], is that of so many, beside which each
+// node has a price by its relation to those taken before.
+inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, const float* price,
+                                          const RelatedPrices& related, int64_t most) {
+  const auto chance = [&](int64_t node) { return std::exp(static_cast<double>(tree.path_log_probs[node])); };
+  std::vector<bool> later(static_cast<size_t>(size));  // by parent: whether a child is taken
+  std::vector<int64_t> taken{0}, waiting;
+  const auto wait = [&](int64_t parent) {
+    for (int64_t node = parent + 1; node < size; ++node)
+      if (tree.parents[node] == parent) waiting.push_back(node);
+  };
+  double sum = chance(0), best_worth = sum - price[1];
+  std::vector<double> worth{best_worth};
+  for (wait(0); !waiting.empty() && static_cast<int64_t>(taken.size()) < std::min(most, related.nodes);) {
+    const auto before = static_cast<int64_t>(taken.size());
+    const auto value = [&](int64_t node) {
+      const int64_t relation = relation_of(tree.depths[node], later[static_cast<size_t>(tree.parents[node])]);
+      return chance(node) - related.rate * static_cast<double>(related.seconds[relation * related.nodes + before]);
+    };
+    size_t best = 0;
+    double most_worth = value(waiting[0]);
+    for (size_t i = 1; i < waiting.size(); ++i) {
+      const double other = value(waiting[i]);
+      if (other > most_worth || (other == most_worth && waiting[i] < waiting[best])) best = i, most_worth = other;
+    }
+    const int64_t node = waiting[best];
+    waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(best));
+    later[static_cast<size_t>(tree.parents[node])] = true;
+    taken.push_back(node);
+    wait(node);
+    worth.push_back((sum += most_worth) - price[taken.size()]);
+    best_worth = std::max(best_worth, worth.back());
+  }
+  const auto enough = std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= best_worth - kWorth; });
+  taken.resize(static_cast<size_t>(enough - worth.begin()) + 1);
+  std::sort(taken.begin(), taken.end());
+  return taken;
 }
 
 // [verified] and [drafted] seconds and prices; recent: tokens, seconds.

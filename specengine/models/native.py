@@ -280,7 +280,7 @@ class NativeLM:
         given = rows.tokens[:live], rows.positions[:live], cache, seen
         return logits, self.run(*given, features=features, logits=logits if live else None)
 
-    def run(
+    def run(  # noqa: PLR0913
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -303,7 +303,7 @@ class NativeLM:
         logits              float32 [n, vocabulary], filled with those of the last n rows
         best                [rows, count], filled with the largest finite logits and their tokens
         layers              number of layers to run; all by default
-        added               int32 [rows], filled with the number of experts that each row uses and no row before it does,
+        added               int32 [rows], filled with the number of experts that each row uses and none before it does,
                             over all layers; they add up to `experts`
         routing             int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs
+from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs, interpolated
+from specengine.costs.experts import ExpertReads
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
@@ -65,8 +67,14 @@ class _State:
         recent = torch.cat([torch.ones_like(plain), plain]) * DOUBT
         self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
-        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, torch.full_like(drafting, beside))
+        others = torch.full_like(drafting, beside), drafting.new_zeros(0, 0)
+        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, *others)
         ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
+
+    def relate(self, experts: Tensor) -> None:
+        """Price nodes by their relation as well, as Throughput has it."""
+        self.throughput = self.throughput._replace(experts=experts)
         self.books = self.counts, self.notes, self.throughput
 
 
@@ -134,6 +142,9 @@ class Auto(TreePolicy):
         require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
+        self._reads: ExpertReads | None = None  # where the costs price experts
+        self._added: list[float] = []  # experts that the costs take each node to add
+        self._count_experts()
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
@@ -203,8 +214,16 @@ class Auto(TreePolicy):
         rested = self._pace.resting > 0 and cycle is not None
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
-        if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
+        if cycle is None:
+            return
+        if self._reads is not None and cycle.experts is not None:
+            self._read(cycle, self._reads, cycle.experts.tolist())
+        if self.costs == MEASURED and cycle.seconds.split:
             self._time(cycle, state, rested)
+
+    def _read(self, cycle: Cycle, reads: ExpertReads, added: list[int]) -> None:
+        reads.learn(cycle.tree.parents.tolist(), cycle.tree.depths.tolist(), added)
+        self._counted = self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -213,6 +232,8 @@ class Auto(TreePolicy):
         if not shared:
             self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
+        if self._reads is not None:  # the experts that were read are known by now
+            expected = expected[0] + self._scale[0] * self._counted, expected[1]
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
         for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
             if predicted > 0 and (side or not shared):
@@ -238,23 +259,55 @@ class Auto(TreePolicy):
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         state.counts.group.fill_(self._group)
+        if self._reads is not None:
+            state.relate(self._related(device))
         return state
 
     def _tables(self) -> CostTable:
         tables = self._costs.table(self.budget, self.width, self._context)
         self._plain = float(tables.verify[1])
+        if self._reads is not None:
+            tables = self._with_experts(tables, self._reads)
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
         if self._find is not None and (found := self._find()) is not self._costs:
             both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
             self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
+            self._count_experts()
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify)
             state.throughput.draft.copy_(tables.draft)
             state.throughput.overhead.fill_(self._costs.overhead)
+            if self._reads is not None or state.throughput.experts.numel():
+                state.relate(self._related(state.throughput.experts.device))
             ops.update_throughput(state.throughput, state.none)
+
+    # ---- experts
+
+    def _count_experts(self) -> None:
+        """Begin to count experts where the costs price them, or go on if they are those of the same target."""
+        costs, self._counted = self._costs, 0.0
+        if not costs.expert or not costs.experts:
+            self._reads = None
+        elif self._reads is None or (self._reads.each, self._reads.all) != (costs.experts[1], costs.all_experts):
+            self._reads = ExpertReads(int(costs.experts[1]), costs.all_experts)
+
+    def _with_experts(self, tables: CostTable, reads: ExpertReads) -> CostTable:
+        """Return costs in which a verification reads as many experts as trees do here, not as when it was measured."""
+        self._added = reads.mean(self.budget)
+        counted = torch.tensor([0.0, *itertools.accumulate(self._added)])
+        measured = torch.tensor([0.0, *(interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))])
+        verify = tables.verify + self._costs.expert * (counted.clamp(max=reads.all) - measured)
+        return tables._replace(verify=verify.clamp(min=0))
+
+    def _related(self, device: torch.device) -> Tensor:
+        """Return the seconds of a node's experts, beyond those of the mean node, as Throughput has them."""
+        if self._reads is None:
+            return torch.zeros(0, 0, device=device, dtype=torch.float32)
+        added = torch.tensor(self._reads.table(self.budget)) - torch.tensor(self._added)
+        return (self._scale[0] * self._costs.expert * added).to(device, torch.float32).contiguous()
 
 
 def _source(tree: TokenTree) -> Source:
