@@ -67,8 +67,7 @@ struct ThroughputParts {
   int32_t* noted;  // the verified nodes of the present tree
   int64_t verified;  // the same as an index
   float overhead;
-  const float* experts;  // [kRelations][nodes], or none
-  int64_t nodes;
+  const float* experts;  // of a row their seconds and their share, and ratios by relation; null of a target without any
 };
 
 ThroughputParts take_throughput(handle object) {
@@ -82,12 +81,12 @@ ThroughputParts take_throughput(handle object) {
                             take<float>(parts[3], "recent", {2}).at(),
                             verify.size(0),
                             draft.size(0)};
-  const auto experts = take<float>(parts[7], "experts", {kAny, kAny});
-  const int64_t relations = experts.size(0);
-  require(relations == 0 || relations == spec::kRelations, "experts", relations, std::to_string(spec::kRelations) + " rows or none");
+  const auto experts = take<float>(parts[7], "experts", {kAny});
+  const int64_t numbers = experts.size(0), wanted = 2 + spec::kRelations;
+  require(numbers == 0 || numbers == wanted, "experts", numbers, std::to_string(wanted) + " numbers or none");
   return {throughput, &take_one<float>(parts[4], "drafting"), &take_one<int32_t>(parts[5], "verified"),
           take_count(parts[5], "verified", verify.size(0) - 1),
-          take_one<float>(parts[6], "overhead"), experts.at(), relations ? experts.size(1) : 0};
+          take_one<float>(parts[6], "overhead"), numbers ? experts.at() : nullptr};
 }
 
 void update_parts(const ThroughputParts& parts, int64_t committed) {
@@ -432,12 +431,13 @@ py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, han
     *grown.size = static_cast<int32_t>(first + entries);
   }
   const int64_t there = *grown.size;
-  if (books.nodes) {
-    const float* seconds = books.throughput.verify;
-    const double rate = static_cast<double>(books.throughput.verify_price[1]) / static_cast<double>(seconds[1]);
+  if (books.experts) {
+    const spec::Throughput& known = books.throughput;
+    const double rate = static_cast<double>(known.verify_price[1]) / static_cast<double>(known.verify[1]);
+    const double price = static_cast<double>(books.experts[0]) * rate, share = static_cast<double>(books.experts[1]);
     for (int64_t node = 1; node < there; ++node) require_below(grown.arrays.parents + node, 1, node, "parents");
-    const auto found = spec::related_worth(grown.arrays, there, books.throughput.verify_price,
-                                           {books.experts, books.nodes, rate}, std::min(most, books.throughput.verified - 1));
+    const auto found = spec::related_worth(grown.arrays, there, known.verify_price, {price, share, books.experts + 2},
+                                           std::min(most, known.verified - 1));
     *books.noted = static_cast<int32_t>(found.size());
     return found_of(found, most);
   }

@@ -157,17 +157,21 @@ inline int64_t worth_most(const float* paths, int64_t size, const float* price, 
 // The relation of a node below the root to those before it; later: whether a sibling is among them.
 inline int64_t relation_of(int64_t depth, bool later) { return 2 * std::clamp<int64_t>(depth, 1, kRelations / 2) - 2 + later; }
 
-// Prices of nodes that depend on which nodes are before: [kRelations][nodes] seconds, and what a second costs.
-struct RelatedPrices {
-  const float* seconds;
-  int64_t nodes;
-  double rate;
+// The price of a row's experts, what share of all experts these are, and how much of them is new, by a node's relation over
+// the share that no node before it has read: [kRelations].
+struct ExpertPrices {
+  double price, share;
+  const float* ratios;
+
+  double added(int64_t relation, double read) const {
+    return std::min(1.0, static_cast<double>(ratios[relation]) * (1.0 - read));
+  }
+  int64_t least() const { return std::min_element(ratios, ratios + kRelations) - ratios; }
 };
 
-// The nodes that are worth verifying, ascending, at most `most`: price, [nodes + 1], is that of so many, beside which each
-// node has a price by its relation to those taken before.
+// The nodes that are worth verifying, ascending, at most `most`. price, [nodes + 1]: of so many whose relation is the least.
 inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, const float* price,
-                                          const RelatedPrices& related, int64_t most) {
+                                          const ExpertPrices& experts, int64_t most) {
   const auto chance = [&](int64_t node) { return std::exp(static_cast<double>(tree.path_log_probs[node])); };
   std::vector<bool> later(static_cast<size_t>(size));  // by parent: whether a child is taken
   std::vector<int64_t> taken{0}, waiting;
@@ -175,30 +179,32 @@ inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, 
     for (int64_t node = parent + 1; node < size; ++node)
       if (tree.parents[node] == parent) waiting.push_back(node);
   };
-  double sum = chance(0), best_worth = sum - price[1];
-  std::vector<double> worth{best_worth};
-  for (wait(0); !waiting.empty() && static_cast<int64_t>(taken.size()) < std::min(most, related.nodes);) {
-    const auto before = static_cast<int64_t>(taken.size());
-    const auto value = [&](int64_t node) {
-      const int64_t relation = relation_of(tree.depths[node], later[static_cast<size_t>(tree.parents[node])]);
-      return chance(node) - related.rate * static_cast<double>(related.seconds[relation * related.nodes + before]);
+  const int64_t cheapest = experts.least();
+  double sum = chance(0), read = experts.share, least = read;
+  std::vector<double> worth{sum - price[1]};
+  wait(0);
+  while (!waiting.empty() && static_cast<int64_t>(taken.size()) < most) {
+    const double usual = experts.added(cheapest, least);
+    const auto added = [&](int64_t node) {
+      return experts.added(relation_of(tree.depths[node], later[static_cast<size_t>(tree.parents[node])]), read);
     };
-    size_t best = 0;
-    double most_worth = value(waiting[0]);
-    for (size_t i = 1; i < waiting.size(); ++i) {
-      const double other = value(waiting[i]);
-      if (other > most_worth || (other == most_worth && waiting[i] < waiting[best])) best = i, most_worth = other;
-    }
-    const int64_t node = waiting[best];
-    waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(best));
+    const auto value = [&](int64_t node) { return chance(node) - experts.price * (added(node) - usual); };
+    auto best = waiting.begin();
+    double gain = value(*best);
+    for (auto other = best + 1; other != waiting.end(); ++other)
+      if (const double its = value(*other); its > gain || (its == gain && *other < *best)) best = other, gain = its;
+    const int64_t node = *best;
+    read += experts.share * added(node);
+    least += experts.share * usual;
+    waiting.erase(best);
     later[static_cast<size_t>(tree.parents[node])] = true;
     taken.push_back(node);
     wait(node);
-    worth.push_back((sum += most_worth) - price[taken.size()]);
-    best_worth = std::max(best_worth, worth.back());
+    worth.push_back((sum += gain) - price[taken.size()]);
   }
-  const auto enough = std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= best_worth - kWorth; });
-  taken.resize(static_cast<size_t>(enough - worth.begin()) + 1);
+  const double enough = *std::max_element(worth.begin(), worth.end()) - kWorth;
+  taken.resize(static_cast<size_t>(std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= enough; }) -
+                                   worth.begin()) + 1);
   std::sort(taken.begin(), taken.end());
   return taken;
 }

@@ -69,8 +69,9 @@ class Throughput(NamedTuple):
     recent         float32 [2]: tokens committed, and the seconds that they took, newer cycles weighing more
     drafting       float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
     overhead       float32 [1], seconds of a cycle outside verification and passes
-    experts        float32 [RELATIONS, nodes], by a node's relation and the number of nodes before it: seconds of the
-                   experts that it adds, beyond those in `verify`; [0, 0] of a target without experts
+    experts        float32 [2 + RELATIONS]: seconds of reading a row's experts, what share of all experts these are, and
+                   by a node's relation how much of them is new, over the share that no node before it has read.
+                   `verify` has those of nodes of the least relation. [0] of a target without experts
     """
 
     verify: Tensor
@@ -236,9 +237,9 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throu
     if len(notes.stated) <= len(tree[0]):
         raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
     require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
-    require("experts: float32 [relations, nodes]", throughput.experts)
-    if len(throughput.experts) not in (0, RELATIONS):
-        raise InputError(f"experts: got {describe(throughput.experts)}, accepted {RELATIONS} rows or none")
+    require("experts: float32 [numbers]", throughput.experts)
+    if len(throughput.experts) not in (0, 2 + RELATIONS):
+        raise InputError(f"experts: got {describe(throughput.experts)}, accepted {2 + RELATIONS} numbers or none")
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -515,18 +516,24 @@ def keep_likely(
 
 def _select_related(tree: Arrays, size: int, throughput: Throughput, most: int) -> Nodes:
     _, parents, depths, _, paths, _ = (array[:size].tolist() for array in tree)
-    seconds, price = throughput.verify.tolist(), throughput.prices.verify.tolist()
-    rate, extra = price[1] / seconds[1], throughput.experts.tolist()
+    price = throughput.prices.verify.tolist()
+    seconds, share, *ratios = throughput.experts.tolist()
+    seconds *= price[1] / throughput.verify[1].item()
     chances, later = [math.exp(path) for path in paths], [False] * size
     taken, waiting = [0], [node for node in range(1, size) if parents[node] == 0]
-    total, worth = chances[0], [chances[0] - price[1]]
-    while waiting and len(taken) < min(most, len(price) - 1, len(extra[0])):
+    total, worth, read, least = chances[0], [chances[0] - price[1]], share, share
+    while waiting and len(taken) < min(most, len(price) - 1):
+        new = [min(1.0, ratio * (1.0 - read)) for ratio in ratios]
+        usual = min(1.0, min(ratios) * (1.0 - least))
 
-        def value(node: int, before: int = len(taken)) -> float:
-            return chances[node] - rate * extra[relation_of(depths[node], later[parents[node]])][before]
+        def relation(node: int) -> int:
+            return relation_of(depths[node], later[parents[node]])
 
-        best = max(waiting, key=lambda node: (value(node), -node))
-        total += value(best)
+        values = {node: chances[node] - seconds * (new[relation(node)] - usual) for node in waiting}
+        best = min(waiting, key=lambda node: (-values[node], node))
+        total += values[best]
+        read += share * new[relation(best)]
+        least += share * usual
         later[parents[best]] = True
         taken.append(best)
         waiting = [node for node in waiting if node != best]

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,23 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs, interpolated
-from specengine.costs.experts import ExpertReads
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, TokenTree
-from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, RANKS, SOURCES, Source
+from specengine.ops.worth import (
+    DEPTHS,
+    KNOTS,
+    LEVELS,
+    MAX_CHANCE,
+    MIN_CHANCE,
+    ODDS,
+    RANKS,
+    RELATIONS,
+    SOURCES,
+    Source,
+    relation_of,
+)
 from specengine.policies import PerDevice, Plan, TreePolicy, require
 
 if TYPE_CHECKING:
@@ -67,7 +78,7 @@ class _State:
         recent = torch.cat([torch.ones_like(plain), plain]) * DOUBT
         self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
-        others = torch.full_like(drafting, beside), drafting.new_zeros(0, 0)
+        others = torch.full_like(drafting, beside), drafting.new_zeros(0)
         self.throughput = Throughput(*seconds, prices, recent, drafting, verified, *others)
         ops.update_throughput(self.throughput, self.none)
         self.books = self.counts, self.notes, self.throughput
@@ -217,13 +228,16 @@ class Auto(TreePolicy):
         if cycle is None:
             return
         if self._reads is not None and cycle.experts is not None:
-            self._read(cycle, self._reads, cycle.experts.tolist())
+            self._read(cycle, state, self._reads, cycle.experts.tolist(), rested)
         if self.costs == MEASURED and cycle.seconds.split:
             self._time(cycle, state, rested)
 
-    def _read(self, cycle: Cycle, reads: ExpertReads, added: list[int]) -> None:
+    def _read(self, cycle: Cycle, state: _State, reads: ExpertReads, added: list[int], rested: bool) -> None:
+        """Learn from the experts that a tree read, and count the seconds of those that the costs had not."""
         reads.learn(cycle.tree.parents.tolist(), cycle.tree.depths.tolist(), added)
-        self._counted = self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
+        self._more = self._scale[0] * self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
+        if not rested:
+            state.throughput.recent[1] += self._more
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -233,7 +247,7 @@ class Auto(TreePolicy):
             self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
         if self._reads is not None:  # the experts that were read are known by now
-            expected = expected[0] + self._scale[0] * self._counted, expected[1]
+            expected = expected[0] + self._more, expected[1]
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
         for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
             if predicted > 0 and (side or not shared):
@@ -288,26 +302,30 @@ class Auto(TreePolicy):
 
     def _count_experts(self) -> None:
         """Begin to count experts where the costs price them, or go on if they are those of the same target."""
-        costs, self._counted = self._costs, 0.0
+        costs, self._more = self._costs, 0.0
         if not costs.expert or not costs.experts:
             self._reads = None
-        elif self._reads is None or (self._reads.each, self._reads.all) != (costs.experts[1], costs.all_experts):
+        elif self._reads is None or (self._reads.each, self._reads.existing) != (costs.experts[1], costs.all_experts):
             self._reads = ExpertReads(int(costs.experts[1]), costs.all_experts)
 
     def _with_experts(self, tables: CostTable, reads: ExpertReads) -> CostTable:
-        """Return costs in which a verification reads as many experts as trees do here, not as when it was measured."""
-        self._added = reads.mean(self.budget)
-        counted = torch.tensor([0.0, *itertools.accumulate(self._added)])
+        """Return costs of verifications that read as many experts as trees do here, not as when they were measured.
+
+        Each node counts as one of the relation that adds the fewest: such a node is mostly there to be drafted.
+        """
+        self._added = reads.least(self.budget)
+        read = torch.tensor([0.0, *itertools.accumulate(self._added)])
         measured = torch.tensor([0.0, *(interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))])
-        verify = tables.verify + self._costs.expert * (counted.clamp(max=reads.all) - measured)
+        verify = tables.verify + self._costs.expert * (read - measured)
         return tables._replace(verify=verify.clamp(min=0))
 
     def _related(self, device: torch.device) -> Tensor:
-        """Return the seconds of a node's experts, beyond those of the mean node, as Throughput has them."""
-        if self._reads is None:
-            return torch.zeros(0, 0, device=device, dtype=torch.float32)
-        added = torch.tensor(self._reads.table(self.budget)) - torch.tensor(self._added)
-        return (self._scale[0] * self._costs.expert * added).to(device, torch.float32).contiguous()
+        """Return what experts cost and how many are new, as Throughput has it."""
+        if (reads := self._reads) is None:
+            return torch.zeros(0, device=device, dtype=torch.float32)
+        seconds = self._scale[0] * self._costs.expert * reads.each
+        numbers = seconds, reads.each / reads.existing, *reads.ratios()
+        return torch.tensor(numbers, device=device, dtype=torch.float32)
 
 
 def _source(tree: TokenTree) -> Source:
@@ -375,3 +393,83 @@ class Pace:
             self.resting, self._new = self._length, False
         elif self._gain < SMALL_GAIN and self._new:
             self.resting, self._new = TIMED, False
+
+
+WIDER_ROWS = 4.0  # that a wider count stands for in a narrower one
+COUNTED_ROWS = 1000.0  # that a count remembers
+
+
+class ExpertReads:
+    """Predict how many experts each node of a tree adds to those that the nodes before it use.
+
+    each, existing: experts that a row uses, and that there are, over all layers.
+
+    Where a share of all experts is read already, so large a share of a row's is not new if its experts are independent
+    of them: that is what it begins with, and n rows read all * (1 - (1 - each / all)^n). Texts are not like that: a
+    token uses some of its parent's experts, and alternatives at one place some of each other's. So it counts how many
+    experts were new, over how many would have been: for first and for later siblings, and for each relation to the
+    nodes before (ops.worth.relation_of). The narrower count is trusted as it grows.
+    """
+
+    def __init__(self, each: int, existing: int) -> None:
+        self.each, self.existing = each, existing
+        self._counts = [_Count() for _ in range(RELATIONS)]
+
+    def learn(self, parents: Sequence[int], depths: Sequence[int], added: Sequence[int]) -> None:
+        """Count a verified tree: of each node its parent, its depth, and the experts that it added; the root first."""
+        read = added[0]
+        for relation, new in zip(relations(parents, depths), added[1:], strict=True):
+            self._counts[relation].add(new, self.each * (1 - read / self.existing))
+            read += new
+
+    def ratios(self) -> list[float]:
+        """Return how many experts were new over how many would have been, by relation."""
+        kinds = [_Count.sum(self._counts[kind::2]).ratio(1.0) for kind in range(2)]
+        return [count.ratio(kinds[relation % 2]) for relation, count in enumerate(self._counts)]
+
+    def predict(self, parents: Sequence[int], depths: Sequence[int]) -> list[float]:
+        """Return how many experts each node of a tree adds, the root first."""
+        ratios = self.ratios()
+        return self._added(ratios[relation] for relation in relations(parents, depths))
+
+    def least(self, nodes: int) -> list[float]:
+        """Return the same for so many nodes of the relation that adds the fewest."""
+        return self._added([min(self.ratios())] * (nodes - 1))
+
+    def _added(self, ratios: Iterable[float]) -> list[float]:
+        found, read = [float(self.each)], float(self.each)
+        for ratio in ratios:
+            found.append(self.each * min(1.0, ratio * (1 - read / self.existing)))
+            read += found[-1]
+        return found
+
+
+class _Count:
+    """Sums over rows: new experts, how many of independent rows would have been, and the rows."""
+
+    def __init__(self, new: float = 0.0, independent: float = 0.0, rows: float = 0.0) -> None:
+        self.new, self.independent, self.rows = new, independent, rows
+
+    @classmethod
+    def sum(cls, counts: Iterable[_Count]) -> _Count:
+        parts = [(count.new, count.independent, count.rows) for count in counts]
+        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+
+    def add(self, new: float, independent: float) -> None:
+        kept = min(1.0, COUNTED_ROWS / (self.rows + 1))
+        self.new, self.independent = kept * self.new + new, kept * self.independent + independent
+        self.rows = kept * self.rows + 1
+
+    def ratio(self, wider: float) -> float:
+        """Return new over independent experts; `wider`, that of a wider count, stands for WIDER_ROWS rows."""
+        beside = WIDER_ROWS * (self.independent / self.rows if self.independent else 1.0)
+        return (self.new + beside * wider) / (self.independent + beside)
+
+
+def relations(parents: Sequence[int], depths: Sequence[int]) -> list[int]:
+    """Return the relation of each node below the root to the nodes before it."""
+    seen, found = set[int](), list[int]()
+    for parent, depth in zip(parents[1:], depths[1:], strict=True):
+        found.append(relation_of(depth, parent in seen))
+        seen.add(parent)
+    return found

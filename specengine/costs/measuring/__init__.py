@@ -138,9 +138,15 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
         draft_growth=growths[1] if cycles.drafter is not None else {},
         padded=padded,
         experts={n: statistics.median(samples.experts[n]) for n in verify} if samples.experts else {},
-        all_experts=cycles.target.lm.routes.all if samples.experts else 0,
+        all_experts=count_experts(cycles.target) if samples.experts else 0,
         expert=expert,
     )
+
+
+def count_experts(target: Target) -> int:
+    """Return how many experts a target's layers have that its forwards count, 0 where they count none."""
+    routes = getattr(getattr(target, "lm", None), "routes", None)
+    return 0 if routes is None else int(routes.all)
 
 
 def _expert(cycles: SyntheticCycles, until: float) -> float:

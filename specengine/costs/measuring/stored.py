@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from specengine.costs import PassCosts
-from specengine.costs.measuring import measure
+from specengine.costs.measuring import count_experts, measure
 from specengine.errors import InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
@@ -93,7 +93,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "specengine": _version(),
-        **({"experts": "counted"} if _has_experts(lm) else {}),
+        **({"experts": "counted"} if count_experts(target) else {}),
     }
 
 
@@ -126,11 +126,6 @@ def _head(drafter: Any) -> str | None:
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
     return None if head is None else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
-
-
-def _has_experts(lm: Any) -> bool:
-    routes = getattr(lm, "routes", None)
-    return routes is not None and routes.layers > 0
 
 
 def _size(module: torch.nn.Module) -> int:

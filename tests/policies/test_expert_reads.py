@@ -7,10 +7,10 @@ import statistics
 import pytest
 import torch
 
-from specengine.costs.experts import WINDOW, ExpertReads, relations
 from specengine.models.native import NativeTarget, from_model
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import RELATIONS
+from specengine.policies.auto import COUNTED_ROWS, ExpertReads, relations
 from tests.models.native_engines import needs_extension
 from tests.models.native_variants import PROMPT
 from tests.toy import VOCABULARY, random_tree, tiny
@@ -60,14 +60,14 @@ def errors(target: NativeTarget, reads: ExpertReads, asked: list[TokenTree]) -> 
 @needs_extension
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("tokens", [VOCABULARY, FEW])
-def test_predicted_experts_are_those_counted_within_a_tenth(target: NativeTarget, tokens: int) -> None:
-    """On trees that it has not seen; and what it begins with, that rows are independent, is worse."""
+def test_predicted_experts_are_those_counted_nearly(target: NativeTarget, tokens: int) -> None:
+    """Check within 10 % of the unseen trees on average, 15 % where rows are the same few; the prior is worse."""
     seen = trees(60, tokens)
     reads, fresh = (ExpertReads(target.lm.routes.each, target.lm.routes.all) for _ in range(2))
     for tree in seen[:40]:
         reads.learn(*shape(tree), counted(target, tree))
     learnt, begun = (errors(target, one, seen[40:]) for one in (reads, fresh))
-    assert statistics.fmean(learnt) < 0.1
+    assert statistics.fmean(learnt) < (0.15 if tokens == FEW else 0.1)
     assert statistics.fmean(begun) > statistics.fmean(learnt)
     if tokens == FEW:
         assert statistics.fmean(begun) > 0.25
@@ -75,9 +75,9 @@ def test_predicted_experts_are_those_counted_within_a_tenth(target: NativeTarget
 
 def test_independent_rows_before_anything_is_counted() -> None:
     reads = ExpertReads(8, 64)
-    assert sum(reads.mean(32)) == pytest.approx(64 * (1 - (1 - 8 / 64) ** 32))
-    assert all(row == pytest.approx(reads.mean(32)) for row in reads.table(32))
-    assert ExpertReads(4, 4).mean(5) == [4, 0, 0, 0, 0]
+    assert sum(reads.least(32)) == pytest.approx(64 * (1 - (1 - 8 / 64) ** 32))
+    assert reads.ratios() == [1.0] * RELATIONS
+    assert ExpertReads(4, 4).least(5) == [4, 0, 0, 0, 0]
 
 
 def test_relations_are_told_apart() -> None:
@@ -87,16 +87,15 @@ def test_relations_are_told_apart() -> None:
     reads = ExpertReads(8, 64)
     for _ in range(300):
         reads.learn(parents, depths, [8, 0, 8, 0, 8])
-    table = reads.table(5)
-    assert table[0][1] < 1 < 7 < table[1][2] <= 8
-    assert table[2][3] < 1 < 7 < table[3][4] <= 8
-    assert reads.predict(parents, depths) == pytest.approx([8, 0, 8, 0, 8], abs=0.5)
-    assert len(table) == RELATIONS
+    ratios = reads.ratios()
+    assert max(ratios[0::2]) < 0.1 < 0.9 < min(ratios[1::2])  # of depths that were never met too
+    assert reads.predict(parents, depths) == pytest.approx([8, 0, 8, 0, 8], abs=0.2)
+    assert sum(reads.least(5)) == pytest.approx(8, abs=0.3)
 
 
 def test_old_trees_are_forgotten() -> None:
     reads = ExpertReads(8, 64)
-    for added, wanted in (([8, 0], 0.0), ([8, 8], 8.0)):
-        for _ in range(5 * int(WINDOW)):
+    for added, wanted in (([8, 0], 0.0), ([8, 7], 1.0)):
+        for _ in range(5 * int(COUNTED_ROWS)):
             reads.learn([0, 0], [0, 1], added)
-        assert reads.table(2)[0][1] == pytest.approx(wanted, abs=0.4)
+        assert reads.ratios()[0] == pytest.approx(wanted, abs=0.02)
