@@ -130,7 +130,11 @@ class PassCosts:
             raise InputError(f"costs.{name}: unknown, known are {', '.join(fields)}")
         for name in ("name", "verify", "draft"):
             require(f"costs.{name}", "nothing", _READERS[name][0], name in content)
-        return cls(**{name: _read(name, value) for name, value in content.items()})
+        costs = cls(**{name: _read(name, value) for name, value in content.items()})
+        each = f"those of 1 node, and all_experts {costs.all_experts} no fewer"
+        fits = not costs.experts or 1 <= costs.experts.get(1, 0) <= costs.all_experts
+        require("costs.experts", repr(dict(costs.experts))[:80], each, fits)
+        return costs
 
     def _column(self, base: Points, growth: Points, count: int, longer: int) -> Tensor:
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)

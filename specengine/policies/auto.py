@@ -153,7 +153,8 @@ class Auto(TreePolicy):
         require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
-        self._reads: ExpertReads | None = None  # where the costs price experts
+        self._learnt: ExpertReads | None = None
+        self._reads: ExpertReads | None = None  # the same, where the costs price experts
         self._added: list[float] = []  # experts that the costs take each node to add
         self._count_experts()
         self._context, self._group = 0, 0
@@ -229,8 +230,11 @@ class Auto(TreePolicy):
             return
         if self._reads is not None and cycle.experts is not None:
             self._read(cycle, state, self._reads, cycle.experts.tolist(), rested)
-        if self.costs == MEASURED and cycle.seconds.split:
+        timed = self.costs == MEASURED and cycle.seconds.split
+        if timed and not (rested and isinstance(self._costs, SharedCosts)):
             self._time(cycle, state, rested)
+        if timed or self._reads is not None:
+            self._count(cycle)
 
     def _read(self, cycle: Cycle, state: _State, reads: ExpertReads, added: list[int], rested: bool) -> None:
         """Learn from the experts that a tree read, and count the seconds of those that the costs had not."""
@@ -255,7 +259,6 @@ class Auto(TreePolicy):
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
-        self._count(cycle)
 
     def _count(self, cycle: Cycle) -> None:
         self._context += len(cycle.tokens)
@@ -303,10 +306,10 @@ class Auto(TreePolicy):
     def _count_experts(self) -> None:
         """Begin to count experts where the costs price them, or go on if they are those of the same target."""
         costs, self._more = self._costs, 0.0
-        if not costs.expert or not costs.experts:
-            self._reads = None
-        elif self._reads is None or (self._reads.each, self._reads.existing) != (costs.experts[1], costs.all_experts):
-            self._reads = ExpertReads(int(costs.experts[1]), costs.all_experts)
+        priced, known = costs.expert > 0 and bool(costs.experts), self._learnt
+        if priced and (known is None or (known.each, known.existing) != (costs.experts[1], costs.all_experts)):
+            self._learnt = ExpertReads(int(costs.experts[1]), costs.all_experts)
+        self._reads = self._learnt if priced else None
 
     def _with_experts(self, tables: CostTable, reads: ExpertReads) -> CostTable:
         """Return costs of verifications that read as many experts as trees do here, not as when they were measured.

@@ -131,6 +131,8 @@ def test_json_round_trip(points: dict[int, float], growth: Any, context: int, ov
         ({"overhead": True}, "costs.overhead"),
         ({"context": 1.5}, "costs.context"),
         ({"prefill": 1.0}, "costs.prefill: unknown"),
+        ({"experts": {"2": 8.0}, "all_experts": 64}, "costs.experts"),
+        ({"experts": {"1": 8.0}, "all_experts": 4}, "costs.experts"),
     ],
 )
 def test_malformed_json_is_refused_by_field(change: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ from specengine import ops, policies
 from specengine.costs import PassCosts
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from specengine.policies.auto import REPRICED, Auto, ExpertReads, relations
+from specengine.policies.auto import Auto, ExpertReads, relations
 from specengine.records import Cycle, Outcome, Seconds
 from tests.ops.test_worth import fresh, throughput_of
 from tests.policies.lawful import Lawful, Rows, World, drafted
@@ -164,8 +164,6 @@ def run(law: Rows, from_parent: float, *, counted: bool, cycles: int = 120, seed
             assert draft.kept is not None
             kept = Nodes.of(draft.kept[torch.tensor(path)])
             policy.learn(Outcome(draft.grown, kept, torch.tensor(chosen_tokens), record))
-            if cycle % REPRICED == 0:
-                policy._reprice()
             if 3 * cycle >= cycles:
                 tokens += world.expected(tree)
                 spent += seconds(len(tree), sum(added)) + PASS * int(draft.grown.passes)
