@@ -119,7 +119,7 @@ def replay(way: str, head: Head, costs: PassCosts, cycles: int) -> dict[str, Any
     Cycles of the first quarter are left out: a policy that counts learns in them.
     """
     name, options = parse(way)
-    policy = policies.make(name, **options | ({"costs": costs} if name == "auto" else {}))  # type: ignore[arg-type]
+    policy = policies.make(name, **options | ({"costs": costs} if name == "auto" else {}))
     policy.begin(0)
     rows, time = list[tuple[int, int, int]](), 0.0
     for head.position in range(cycles):
