@@ -19,16 +19,28 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-SMALL = numpy.float16(1e-3)  # the scale of every block: logits stay finite
+SMALL = numpy.float16(1e-3)  # the scale of blocks: logits stay finite
+OF_EMBEDDINGS = numpy.float16(0.1)  # rows of states differ by their tokens more than by what they saw
 
 
-def blocks(outputs: int, inputs: int, kind: GGMLQuantizationType, random: numpy.random.Generator) -> numpy.ndarray:
-    """Return a matrix of random blocks, uint8 [outputs, bytes], with small scales and minima."""
+def blocks(
+    outputs: int,
+    inputs: int,
+    kind: GGMLQuantizationType,
+    random: numpy.random.Generator,
+    scale: numpy.float16 = SMALL,
+) -> numpy.ndarray:
+    """Return a matrix of random blocks, uint8 [outputs, bytes], of this scale; a scale that stands alone has signs.
+
+    Without signs the mean of 4-bit numbers, which is not 0, would make all rows of states alike.
+    """
     each, size = GGML_QUANT_SIZES[kind]
     found = random.integers(0, 256, (outputs, inputs // each, size), dtype=numpy.uint8)
     scales = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (size - 2,)}[kind.name]
     for at in scales:
-        found[..., at : at + 2] = numpy.frombuffer(SMALL.tobytes(), numpy.uint8)
+        found[..., at : at + 2] = numpy.frombuffer(scale.tobytes(), numpy.uint8)
+    if len(scales) == 1:
+        found[..., scales[0] + 1] |= random.integers(0, 2, found.shape[:2], dtype=numpy.uint8) << 7
     return found.reshape(outputs, -1)
 
 
@@ -91,7 +103,7 @@ def write(  # noqa: PLR0913
         up, down = (experts.number, experts.inner, hidden), (experts.number, hidden, experts.inner)
         matrices |= {"ffn_gate_exps": up, "ffn_up_exps": up, "ffn_down_exps": down}
         vectors |= {"attn_q_norm": size, "attn_k_norm": size}
-    writer.add_tensor("token_embd.weight", blocks(words, hidden, quantized, random), raw_dtype=quantized)
+    writer.add_tensor("token_embd.weight", blocks(words, hidden, quantized, random, OF_EMBEDDINGS), raw_dtype=quantized)
     writer.add_tensor("output_norm.weight", numpy.ones(hidden, numpy.float32))
     for layer in range(layers):
         for name, shape in matrices.items():
