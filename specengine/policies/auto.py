@@ -51,6 +51,7 @@ SURE = 0.5  # stated probability of a free path by which a cycle may do without 
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
 
+SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
 PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
 DOUBT = 8.0  # tries that a prior counts for
 REST = (
@@ -86,6 +87,12 @@ class _State:
     def relate(self, experts: Tensor) -> None:
         """Price nodes by their relation as well, as Throughput has it."""
         self.throughput = self.throughput._replace(experts=experts)
+        self.books = self.counts, self.notes, self.throughput
+
+    def share(self, other: _State) -> None:
+        """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
+        self.counts = self.counts._replace(**{name: getattr(other.counts, name) for name in SHARED})
+        self.throughput = self.throughput._replace(recent=other.throughput.recent)
         self.books = self.counts, self.notes, self.throughput
 
 
@@ -159,10 +166,12 @@ class Auto(TreePolicy):
         self._count_experts()
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
+        self._rests = False  # in this cycle
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
+        self._lent: PerDevice[_State] | None = None  # of another one that it learns together with
 
     @property
     def capacity(self) -> int:
@@ -182,8 +191,12 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
-        resting = self._pace.resting > 0 or (isinstance(self._costs, SharedCosts) and self._costs.resting())
-        return Plan(self.patience, resting, PLAIN_REASON, plain, self.costs == MEASURED)
+        shared = self._costs if isinstance(self._costs, SharedCosts) else None  # of several texts all rest, or none
+        self._rests = self._pace.resting > 0 if shared is None else shared.resting()
+        learns = shared is None or not self._rests
+        if not learns:
+            self._count(1)
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -192,6 +205,14 @@ class Auto(TreePolicy):
         self._reprice()
         for state in self._state.values():
             state.counts.group.fill_(self._group)
+
+    def learn_with(self, other: Auto) -> None:
+        """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
+
+        So a node is drafted in the text where it promises most, over all texts.
+        """
+        self._lent = other._state
+        self._state.clear()
 
     # ---- a cycle
 
@@ -222,19 +243,18 @@ class Auto(TreePolicy):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
-        state = self._state[tree.device]
-        rested = self._pace.resting > 0 and cycle is not None
+        rested = self._rests and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
         if cycle is None:
             return
+        state, timed = self._state[tree.device], self.costs == MEASURED and cycle.seconds.split
         if self._reads is not None and cycle.experts is not None:
             self._read(cycle, state, self._reads, cycle.experts.tolist(), rested)
-        timed = self.costs == MEASURED and cycle.seconds.split
-        if timed and not (rested and isinstance(self._costs, SharedCosts)):
+        if timed:
             self._time(cycle, state, rested)
         if timed or self._reads is not None:
-            self._count(cycle)
+            self._count(len(cycle.tokens))
 
     def _read(self, cycle: Cycle, state: _State, reads: ExpertReads, added: list[int], rested: bool) -> None:
         """Learn from the experts that a tree read, and count the seconds of those that the costs had not."""
@@ -260,8 +280,8 @@ class Auto(TreePolicy):
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
 
-    def _count(self, cycle: Cycle) -> None:
-        self._context += len(cycle.tokens)
+    def _count(self, tokens: int) -> None:
+        self._context += tokens
         self._timed += 1
         if self._timed % REPRICED == 0:
             self._reprice()
@@ -278,6 +298,8 @@ class Auto(TreePolicy):
         state.counts.group.fill_(self._group)
         if self._reads is not None:
             state.relate(self._related(device))
+        if self._lent is not None:
+            state.share(self._lent[device])
         return state
 
     def _tables(self) -> CostTable:
