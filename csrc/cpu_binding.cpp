@@ -283,12 +283,22 @@ LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t s
 // What a forward gives: for all rows, one lane's behind another's.
 struct Wanted {
   const std::vector<int64_t>& features;
-  handle states, logits, chosen, chosen_logits;
+  handle states, logits, chosen, chosen_logits, added, routing;
 };
 
-void forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
-             int64_t threads, Kept* memory, int64_t committed) {
-  const auto& [features, states, logits, chosen, chosen_logits] = wanted;
+// Takes what is wanted of a forward's experts: of each row what it adds, and its routing in each layer that has experts.
+cpu::ExpertReads take_reads(const Model& model, const Wanted& wanted, int64_t rows, int64_t layers) {
+  const int64_t routed = model.decoder.routed(layers), each = routed ? model.decoder.shape().form.routing.chosen : 0;
+  cpu::ExpertReads reads;
+  reads.added = take_or_none<int32_t>(wanted.added, "added", {rows}).at();
+  reads.routing = take_or_none<int32_t>(wanted.routing, "routing", {routed, rows, each}).at();
+  return reads;
+}
+
+// Returns how many distinct experts were read, over all layers.
+int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
+                int64_t threads, Kept* memory, int64_t committed) {
+  const auto& [features, states, logits, chosen, chosen_logits, added, routing] = wanted;
   const cpu::Shape& shape = model.decoder.shape();
   cpu::Decoder::Call call{};
   int64_t rows = 0;
@@ -314,21 +324,27 @@ void forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, cons
   call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
   call.layers = layers, call.memory = memory ? &memory->memory : nullptr, call.committed = committed;
+  cpu::ExpertReads reads = take_reads(model, wanted, rows, layers);
+  call.reads = &reads;
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(model.turn);
-  if (!memory) return model.decoder.forward(call, team);
-  memory->locked([&] { model.decoder.forward(call, team); });
+  if (memory)
+    memory->locked([&] { model.decoder.forward(call, team); });
+  else
+    model.decoder.forward(call, team);
+  return reads.distinct;
 }
 
-void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
-         const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-         int64_t layers, int64_t threads, Kept* memory, int64_t committed) {
+int64_t run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
+            const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+            int64_t layers, int64_t threads, Kept* memory, int64_t committed, handle added, handle routing) {
   const cpu::Shape& shape = model.decoder.shape();
   require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
   require_memory(model, memory, committed);
   const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, layers);
-  forward(model, {lane}, tokens, {features, states, logits, chosen, chosen_logits}, layers, threads, memory, committed);
+  const Wanted wanted{features, states, logits, chosen, chosen_logits, added, routing};
+  return forward(model, {lane}, tokens, wanted, layers, threads, memory, committed);
 }
 
 // Return how many lanes there are; sizes: of what there is one of each lane.
@@ -341,17 +357,18 @@ size_t require_lanes(const py::tuple& positions, const std::vector<size_t>& size
 }
 
 // Of each lane positions, prefix, start, words and slab, as in run; tokens and results are of all lanes' rows.
-void run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
-               const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
-               const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-               int64_t threads) {
+int64_t run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
+                  const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
+                  const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+                  int64_t threads) {
   const cpu::Shape& shape = model.decoder.shape();
   require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none beside other lanes");
   const size_t count = require_lanes(positions, {prefixes.size(), starts.size(), words.size(), slabs.size()});
   std::vector<LaneOf> lanes;
   for (size_t i = 0; i < count; ++i)
     lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
-  forward(model, lanes, tokens, {features, states, logits, chosen, chosen_logits}, shape.layers, threads, nullptr, 0);
+  const Wanted wanted{features, states, logits, chosen, chosen_logits, py::none(), py::none()};
+  return forward(model, lanes, tokens, wanted, shape.layers, threads, nullptr, 0);
 }
 
 // One lane of a head's forward, and what its hidden states are.

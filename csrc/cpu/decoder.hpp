@@ -298,6 +298,7 @@ class Decoder {
     int64_t layers;        // that are run
     Memory* memory = nullptr;  // of layers without attention
     int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
+    ExpertReads* reads = nullptr;  // is filled, where there is one
   };
 
   // On so many threads, or on fewer where those are faster.
@@ -328,6 +329,11 @@ class Decoder {
   }
 
   const Shape& shape() const { return shape_; }
+
+  // Return how many of the first so many layers have experts.
+  int64_t routed(int64_t layers) const {
+    return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.experts.any(); });
+  }
 
   // Return how many of the first so many layers have keys and values.
   int64_t attending(int64_t layers) const {
@@ -365,6 +371,8 @@ class Decoder {
     if (call.count) leaders.clear(threads, space_.tiles);
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     Input mixed{};
+    space_.experts.reads = call.reads;
+    if (call.reads) call.reads->begin(space_.rows);
     if (call.memory) {
       lineage_.begin(*call.memory, call.lanes[0], call.committed);
       mixed = space_.input(scratch_.mixed, mixers_width());

@@ -55,6 +55,18 @@ inline double power_of_e(double x) {
   return std::ldexp(sum, static_cast<int>(n));
 }
 
+// What is told of a forward's experts, the shared one left out.
+struct ExpertReads {
+  int64_t distinct = 0;         // experts that some row used, over all layers
+  int32_t* added = nullptr;     // [rows], or null: experts that no row before used, over all layers
+  int32_t* routing = nullptr;   // [layers with experts][rows][chosen], ascending, or null
+
+  void begin(int64_t rows) {
+    distinct = 0;
+    if (added) std::fill_n(added, rows, 0);
+  }
+};
+
 // What forwards share: which rows use which expert, and what these give.
 struct ExpertSpace {
   // An expert that some rows use.
@@ -84,6 +96,7 @@ struct ExpertSpace {
   Buffer<uint32_t> gated;
   Buffer<float> given;             // [members][hidden, in whole panels]
   std::vector<Scratch> threads;
+  ExpertReads* reads = nullptr;    // of the forward under way; those of some layer go behind those before
 };
 
 // Run the experts of one layer. `rate` has filled the logits.
@@ -113,6 +126,7 @@ class ExpertsRun {
   void run(const Input& in, float* to, int64_t hidden, bool adds, float factor) {
     choose();
     group();
+    if (space_.reads) tell(*space_.reads);
     gate(in);
     give(hidden);
     add_up(to, hidden, adds, factor);
@@ -241,6 +255,16 @@ class ExpertsRun {
         space_.places[from] = static_cast<int32_t>(place);
       }
     gates_ = gates, downs_ = downs, members_ = all;
+  }
+
+  // A slot's first member is the first row that uses the expert, as rows are placed in their order.
+  void tell(ExpertReads& reads) const {
+    for (const Slot& slot : space_.slots) {
+      if (slot.expert == experts_.count()) continue;  // the shared one
+      ++reads.distinct;
+      if (reads.added) ++reads.added[space_.members[static_cast<size_t>(slot.start)]];
+    }
+    if (reads.routing) reads.routing = std::copy(space_.chosen.begin(), space_.chosen.end(), reads.routing);
   }
 
   using Slot = ExpertSpace::Slot;

@@ -170,6 +170,8 @@ class NativeLM:
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
+        self.experts = 0  # distinct ones that the last forward read, over all layers; shared ones are left out
+        self.routes = family_of(self.config).routes(self.config)
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
@@ -279,7 +281,7 @@ class NativeLM:
         given = rows.tokens[:live], rows.positions[:live], cache, seen
         return logits, self.run(*given, features=features, logits=logits if live else None)
 
-    def run(
+    def run(  # noqa: PLR0913
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -290,6 +292,8 @@ class NativeLM:
         logits: Tensor | None = None,
         best: Successors | None = None,
         layers: int | None = None,
+        added: Tensor | None = None,
+        routing: Tensor | None = None,
     ) -> Tensor | None:
         """Run rows in one C++ call.
 
@@ -300,6 +304,9 @@ class NativeLM:
         logits              float32 [n, vocabulary], filled with those of the last n rows
         best                [rows, count], filled with the largest finite logits and their tokens
         layers              number of layers to run; all by default
+        added               int32 [rows], filled with the number of experts that each row uses and none before it does,
+                            over all layers; they add up to `experts`
+        routing             int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
 
         Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
         """
@@ -311,7 +318,7 @@ class NativeLM:
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
-            self.decoder.forward(
+            self.experts = self.decoder.forward(
                 positions.contiguous(),
                 prefix,
                 start,
@@ -327,6 +334,8 @@ class NativeLM:
                 team.get() or torch.get_num_threads(),
                 cache.memory,
                 0 if cache.memory is None else cache.length,
+                added,
+                routing,
             )
         self.seconds += time.perf_counter() - began
         return states
@@ -517,7 +526,7 @@ class NativeLM:
     @property
     def _chooses(self) -> bool:
         """Whether rounding may change which experts a token goes to; that is tried in float32 as well."""
-        return family_of(self.config).routing(self.config).chosen > 0 and self.numerics != "float32"
+        return self.routes.layers > 0 and self.numerics != "float32"
 
     def _distance(self, own: Tensor, other: Tensor) -> float:
         """Return the distance of hidden states as a share of their length; where tokens choose, that of most tokens."""
@@ -827,6 +836,7 @@ class NativeTarget(CachedTarget):
     def __init__(self, lm: NativeLM) -> None:
         super().__init__(lm)
         self.runs: Callable[..., Tensor | None] = lm.run
+        self.counts = lm.routes.layers > 0  # whether the experts of trees are counted
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -875,4 +885,7 @@ class NativeTarget(CachedTarget):
         tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
         given = tokens, depths + start, cache, (start, start, words)
-        return self.runs(*given, features=self._features, logits=logits, best=best)
+        if not self.counts:
+            return self.runs(*given, features=self._features, logits=logits, best=best)
+        self.experts = torch.empty(live, dtype=torch.int32, device="cpu")
+        return self.runs(*given, features=self._features, logits=logits, best=best, added=self.experts)

@@ -228,7 +228,8 @@ def chances(m: Memory) -> Arguments:
 def throughput(m: Memory) -> tuple[Any, ...]:
     verify, draft, *priced = (m.put(torch.rand(size) + 0.5) for size in (9, 4, 9, 4))
     real_ones = one(m, 0.3, torch.float32), one(m, 3), one(m, 0.1, torch.float32)
-    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones
+    experts = m.put(torch.rand(8) / 4)
+    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones, experts
 
 
 @call(optional=((3, 1), (3, 3)))

@@ -384,6 +384,14 @@ class Routing(NamedTuple):
 NO_ROUTING = Routing(0)
 
 
+class Routes(NamedTuple):
+    """Hold how many layers have experts, and over all of them how many a row uses, and how many there are."""
+
+    layers: int
+    each: int
+    all: int
+
+
 @dataclass(frozen=True)
 class Experts:
     """The sum of some of `count` gated networks, each of `inner` channels, that a router chooses for a token.
@@ -580,6 +588,11 @@ class Family:
         return next(
             (layer.mlp.routing for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)), NO_ROUTING
         )
+
+    def routes(self, config: Any) -> Routes:
+        """Return how many experts there are, over all layers."""
+        found = [layer.mlp for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)]
+        return Routes(len(found), sum(mlp.routing.chosen for mlp in found), sum(mlp.count for mlp in found))
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
