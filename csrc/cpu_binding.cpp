@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -51,8 +52,8 @@ cpu::Activation activation_of(const std::string& name) {
   throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh or clamped");
 }
 
-cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
-  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger);
+cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics, cpu::QueryFactors queries = {}) {
+  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger, std::move(queries));
 }
 
 const cpu::Kernels& kernels_of(const std::string& name, const std::string& numerics) {
@@ -84,15 +85,44 @@ cpu::Heads heads_of(const int64_t* sizes) {
   return heads;
 }
 
+void require_finite(float value, bool holds, const char* name, const char* accepted) {
+  if (!std::isfinite(value) || !holds) border::refuse(name, std::to_string(value), accepted);
+}
+
+// What few networks have, by name:
+//   query factors   of how many positions each is, and the factors
+using Traits = std::map<std::string, std::vector<double>>;
+
+void require_known(const Traits& traits) {
+  for (const auto& [name, numbers] : traits) {
+    if (name != "query factors") throw std::invalid_argument("traits: got " + name + ", accepted query factors");
+    for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
+  }
+}
+
+// Return a count that stands among a trait's numbers.
+int64_t count_of(const std::vector<double>& numbers, size_t at, const char* name, int64_t least) {
+  const double number = at < numbers.size() ? numbers[at] : -1.0;
+  require(number >= static_cast<double>(least) && number < static_cast<double>(kMostSize), name,
+          static_cast<int64_t>(number), std::to_string(least) + " to 2^31 - 1");
+  return static_cast<int64_t>(number);
+}
+
+cpu::QueryFactors queries_of(const Traits& traits) {
+  const auto found = traits.find("query factors");
+  if (found == traits.end()) return {};
+  const std::vector<double>& numbers = found->second;
+  cpu::QueryFactors queries{count_of(numbers, 0, "positions of a factor on queries", 1), {}};
+  require(numbers.size() >= 2, "query factors", static_cast<int64_t>(numbers.size()) - 1, "1 or more");
+  for (size_t i = 1; i < numbers.size(); ++i) queries.factors.push_back(static_cast<float>(numbers[i]));
+  return queries;
+}
+
 // Each turns two channels of a head.
 void require_frequencies(const std::vector<float>& frequencies, int64_t least, const cpu::Heads& heads) {
   const auto count = static_cast<int64_t>(frequencies.size());
   require(count >= least && count <= heads.size / 2, "frequencies", count,
           least == heads.size / 2 ? "half the head size" : "1 to half the head size");
-}
-
-void require_finite(float value, bool holds, const char* name, const char* accepted) {
-  if (!std::isfinite(value) || !holds) border::refuse(name, std::to_string(value), accepted);
 }
 
 // numbers: epsilon of the norms, scale of attention's scores or 0 for the common one, and factors on embeddings and on what
@@ -379,7 +409,7 @@ void run_head(Draft& draft, const Model& target, handle positions, int64_t prefi
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 13;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 14;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -435,14 +465,15 @@ PYBIND11_MODULE(_cpu, module) {
                        const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
                        const std::vector<std::pair<std::vector<float>, float>>& ropes,
                        const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing,
-                       const std::vector<int64_t>& recurrence) {
+                       const std::vector<int64_t>& recurrence, const Traits& traits) {
+        require_known(traits);
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
         shape.recurrence = recurrence_of(recurrence);
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           require_frequencies(frequencies, 1, shape.heads);
-          tables.push_back(rope(frequencies, factor, numerics));
+          tables.push_back(rope(frequencies, factor, numerics, queries_of(traits)));
         }
         const std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
         const cpu::Weights& known = given(weights);

@@ -326,6 +326,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_inner": 48}),
 }
+MINISTRAL: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
@@ -345,6 +356,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
     ),
+    "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 16}),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -389,6 +401,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 5,
         },
     ),
+    "ministral3": ("Ministral3", {**_GROUPED, "rope_parameters": MINISTRAL}),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "lfm2": (
         "Lfm2",

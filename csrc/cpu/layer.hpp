@@ -63,12 +63,25 @@ struct Form {
   }
 };
 
+// Factors on turned queries: the first one below position `every`, the next one below twice that, and so on; the last one
+// holds for all positions behind. None: queries stay as they are.
+struct QueryFactors {
+  int64_t every = 0;
+  std::vector<float> factors;
+
+  float at(int64_t position) const {
+    return factors[static_cast<size_t>(std::min(position / every, static_cast<int64_t>(factors.size()) - 1))];
+  }
+};
+
 // Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them. exact: with angles.hpp's
 // cosines and sines, which no library chooses.
 class Rope {
  public:
-  Rope(std::vector<float> frequencies, float factor, bool exact = false)
-      : frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
+  Rope(std::vector<float> frequencies, float factor, bool exact = false, QueryFactors queries = {})
+      : queries(std::move(queries)), frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
+
+  QueryFactors queries;
 
   int64_t half() const { return static_cast<int64_t>(frequencies_.size()); }
 
@@ -136,10 +149,11 @@ struct ThreadScratch {
   Buffer<float> sums, floats;
 };
 
-// The cosines and sines of a forward's rows: [tiles][half][16].
+// The cosines and sines of a forward's rows, [tiles][half][16], and the factors on queries, [tiles][16] where there are any.
 struct Turns {
   int64_t half = 0;
-  Buffer<float> cosines, sines;
+  bool scales = false;
+  Buffer<float> cosines, sines, factors;
 };
 
 // Queries of a key-value head side by side, row by row: up to 16 of one tile. Its slots are counted from `base` on.
@@ -241,9 +255,13 @@ class Workspace {
     turns.half = half;
     float* cosines = turns.cosines.reserve(static_cast<size_t>(tiles * half * kRows));
     float* sines = turns.sines.reserve(static_cast<size_t>(tiles * half * kRows));
+    turns.scales = rope.queries.every > 0;
+    float* factors = turns.factors.reserve(static_cast<size_t>(turns.scales ? tiles * kRows : 0));
     for (const Rows& given : lanes)
       for (int64_t r = given.first; r < given.first + given.count; ++r) {
-        const float* from = rope.at(given.positions[r - given.first]);
+        const int64_t position = given.positions[r - given.first];
+        if (turns.scales) factors[r] = rope.queries.at(position);
+        const float* from = rope.at(position);
         const int64_t to = r / kRows * half * kRows + r % kRows;
         for (int64_t i = 0; i < half; ++i) {
           cosines[to + i * kRows] = from[i];
@@ -519,16 +537,20 @@ class LayerRun {
     if (!value) {
       const float* weight = layer.whole_norms ? nullptr : query ? layer.q_norm : layer.k_norm;
       if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
-      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
+      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states, query);
     }
     if (query) return;
     for (size_t lane = 0; lane < lanes_.size(); ++lane)
       write(lanes_[lane], caches[lane], value, (head - heads_.queries) % heads_.keys, tile, states);
   }
 
-  void rotate(const Turns& turns, int64_t tile, float* states) {
-    const int64_t at = tile * turns.half * kRows;
+  void rotate(const Turns& turns, int64_t tile, float* states, bool query) {
+    const int64_t at = tile * turns.half * kRows, live = std::min<int64_t>(space_.rows - tile * kRows, kRows);
     space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
+    if (!query || !turns.scales) return;
+    const float* factors = turns.factors.data() + tile * kRows;
+    for (int64_t c = 0; c < heads_.size; ++c)
+      for (int64_t lane = 0; lane < live; ++lane) states[c * kRows + lane] *= factors[lane];
   }
 
   // The rows of one lane in a tile, if there are any.

@@ -387,8 +387,14 @@ class NativeLM:
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
             self._routing(),
             family.recurrence(self.config),
+            self._traits(),
         )
         self._state = state
+
+    def _traits(self) -> dict[str, list[float]]:
+        """Return what few families have, as csrc/cpu_binding.cpp lists it."""
+        queries = family_of(self.config).attention.query_factors(self.config)
+        return {} if queries is None else {"query factors": [queries.every, *queries.factors]}
 
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)
@@ -494,7 +500,8 @@ class NativeLM:
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else 1
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
-        far = min(self.max_context - 1, _FARTHEST)
+        queries = family_of(self.config).attention.query_factors(self.config)
+        far = min(self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every))
         positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(max=far)
         ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
         ours = cast(

@@ -358,7 +358,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes, places, routing or recurrence."""
+    """changes: sizes, activation, numbers, ropes, places, routing, recurrence or traits."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -368,6 +368,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "places": [(0, 0)] * LAYERS,
         "routing": NO_ROUTING,
         "recurrence": [],
+        "traits": {},
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 

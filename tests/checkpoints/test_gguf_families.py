@@ -25,6 +25,7 @@ from tests.toy import tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 Keys = dict[str, Any]
+PLAIN_QUERIES = {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 256}
 SWA, FULL = "sliding_attention", "full_attention"
 # Of each: the family, changes of its tiny model, and what the file's metadata says beside the sizes.
 FILES: dict[str, tuple[str, Keys, Keys]] = {
@@ -68,6 +69,23 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         "phi3",
         {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE, "sliding_window": None},
         {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5},
+    ),
+    "glm4": ("glm4", {}, {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}),
+    "ministral3": (
+        "ministral3",
+        {},
+        {
+            "attention.temperature_scale": 0.5,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
+    "ministral3 as it was": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, **PLAIN_QUERIES}},
+        {"rope.freq_base": 1e5},
     ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}, {"rope.freq_base": 2e6}),
     "olmo2": ("olmo2", {}, {}),

@@ -15,7 +15,7 @@ from specengine.models.native import NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.checkpoints import gguf_files
 from tests.heads import LLAMA3, YARN
-from tests.toy import random_tree, tiny
+from tests.toy import MINISTRAL, random_tree, tiny
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_SCALED = {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
@@ -42,6 +42,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama sizes that fill no block": ("llama", {"hidden_size": 44, "intermediate_size": 50, "head_dim": 6}),
     "llama one layer": ("llama", {"num_hidden_layers": 1}),
     "mistral": ("mistral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3 soon": (
+        "ministral3",
+        {
+            "rope_parameters": {**MINISTRAL, "original_max_position_embeddings": 7, "mscale_all_dim": 0.0},
+            "sliding_window": 12,
+        },
+    ),
     "mistral yarn": ("mistral", {"rope_parameters": YARN}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -79,6 +87,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe normed": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "granitemoe": ("granitemoe", {}),
     "granitemoe biases": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "glm4 biases": ("glm4", {"attention_bias": True, "tie_word_embeddings": True}),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe plain": ("glm4_moe", {"use_qk_norm": False, "norm_topk_prob": False, "attention_bias": True}),
     "glm4_moe of one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),

@@ -120,7 +120,7 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     model_type, family, own = stored.get((architecture, experts)) or stored[architecture, False]
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if longrope or key in own.keys or metadata.value(key) is None:
+        if longrope or key in own.keys or key in own.read or metadata.value(key) is None:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")

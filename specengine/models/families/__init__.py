@@ -85,6 +85,17 @@ class Factors(NamedTuple):
     in_module: bool = False
 
 
+class QueryFactors(NamedTuple):
+    """Factors on turned queries, which grow with the position.
+
+    every    how many positions each factor is of
+    factors  those of the first so many positions, of the next, and so on; the last one is of all behind
+    """
+
+    every: int
+    factors: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
@@ -99,6 +110,7 @@ class Attention:
     sinks           scores of each head beside those of places, of no value; or None
     gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
     head_gates      a gate for each head instead, which multiplies all that it gives
+    query_factors   those of a config, or None
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -115,6 +127,7 @@ class Attention:
     sinks: Name | None = None
     gated: bool = False
     head_gates: Name | None = None
+    query_factors: Callable[[Any], QueryFactors | None] = lambda config: None
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -360,6 +373,7 @@ class GGUF:
     flags         field of transformers' config -> the tensor of a layer whose presence sets it
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
+    read          further keys, which `finish` reads
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
     experts       whether these are the files of this architecture that have experts, where others have none
     """
@@ -368,6 +382,7 @@ class GGUF:
     keys: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     pairs: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
     experts: bool = False
 
