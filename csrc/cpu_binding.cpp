@@ -91,11 +91,16 @@ void require_finite(float value, bool holds, const char* name, const char* accep
 
 // What few networks have, by name:
 //   query factors   of how many positions each is, and the factors
+//   layer norms     no numbers: norms of what attention, networks and the head read are centred
+//   parallel        no numbers: networks read what attention reads
 using Traits = std::map<std::string, std::vector<double>>;
 
 void require_known(const Traits& traits) {
   for (const auto& [name, numbers] : traits) {
-    if (name != "query factors") throw std::invalid_argument("traits: got " + name + ", accepted query factors");
+    const bool counted = name == "query factors";
+    if (!counted && name != "layer norms" && name != "parallel")
+      throw std::invalid_argument("traits: got " + name + ", accepted query factors, layer norms, parallel");
+    if (!counted) require(numbers.empty(), "numbers of a trait", static_cast<int64_t>(numbers.size()), "none");
     for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
   }
 }
@@ -470,6 +475,8 @@ PYBIND11_MODULE(_cpu, module) {
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
         shape.recurrence = recurrence_of(recurrence);
+        shape.centred = traits.count("layer norms") != 0;
+        shape.parallel = traits.count("parallel") != 0;
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           require_frequencies(frequencies, 1, shape.heads);

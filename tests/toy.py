@@ -339,6 +339,13 @@ MINISTRAL: dict[str, Any] = {
 }
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
+    "cohere2": (
+        "Cohere2",
+        {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    ),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 24}),
     "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",

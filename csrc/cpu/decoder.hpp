@@ -104,6 +104,11 @@ class Weights {
     return found;
   }
 
+  // Return the norm of a width, a layer norm where it is centred; without weights if there is none.
+  Norm norm(const std::string& name, int64_t width, bool centred = false) const {
+    return {vector(name + ".weight", width), vector(name + ".bias", width), centred};
+  }
+
   // inputs: of queries, keys and values; attends: whether there are such.
   Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true) const {
     Layer one;
@@ -118,11 +123,11 @@ class Weights {
     }
     one.experts = experts(prefix + "mlp.", hidden);
     if (!one.experts.any()) {
-      const GatedNetwork network = gated(prefix + "mlp.", hidden);
+      const GatedNetwork network = gated(prefix + "mlp.", hidden, has(prefix + "mlp.up_proj"));
       one.gate = network.gate, one.up = network.up, one.down = network.down;
     }
-    one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
-    one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
+    one.input_norm = norm(prefix + "input_layernorm", hidden);
+    one.post_norm = norm(prefix + "post_attention_layernorm", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
     one.network_norm = vector(prefix + "mlp_output_norm.weight", hidden);
     one.sinks = vector(prefix + "self_attn.sinks", heads.queries);
@@ -132,10 +137,11 @@ class Weights {
     return one;
   }
 
-  GatedNetwork gated(const std::string& prefix, int64_t hidden) const {
+  // with_up: or a network whose gate is its activation alone.
+  GatedNetwork gated(const std::string& prefix, int64_t hidden, bool with_up = true) const {
     GatedNetwork found;
     found.gate = matrix(prefix + "gate_proj", 0, hidden);
-    found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
+    if (with_up) found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
     found.down = matrix(prefix + "down_proj", hidden, found.gate.outputs);
     return found;
   }
@@ -227,6 +233,8 @@ struct Shape {
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
   Recurrence recurrence = {};  // of the layers without attention; their number is found
+  bool centred = false;    // norms of what attention, networks and the head read are layer norms
+  bool parallel = false;   // networks read what attention reads
 };
 
 // Where the layers of a network differ.
@@ -243,13 +251,16 @@ class Decoder {
       : shape_(shape), ropes_(std::move(ropes)), space_(kernels, windows_of(places)),
         embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
         head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
-        norm_(weights.needed("model.norm.weight", shape.hidden)) {
+        norm_(weights.norm("model.norm", shape.hidden, shape.centred)) {
+    weights.needed("model.norm.weight", shape.hidden);
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
       layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, !mixer));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
+      layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
+      layers_.back().parallel = shape.parallel;
       layers_.back().rope = places[static_cast<size_t>(i)].rope;
       layers_.back().window = places[static_cast<size_t>(i)].window;
       require_routing(layers_.back().experts, shape.form.routing);
@@ -445,7 +456,7 @@ class Decoder {
   mutable Workspace space_;
   Paces paces_;
   const Matrix embedding_, head_;
-  const float* norm_;
+  const Norm norm_;
   std::vector<Layer> layers_;
   int64_t widest_ = 1;  // panels of gates
   std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention

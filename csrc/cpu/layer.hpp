@@ -33,13 +33,23 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
+// A norm of hidden states, [hidden] each: an RMS norm or, where it is centred, a layer norm. Without weights there is none.
+struct Norm {
+  Norm(const float* weight = nullptr, const float* bias = nullptr, bool centred = false)
+      : weight(weight), bias(bias), centred(centred) {}
+
+  const float *weight, *bias;  // the bias may be null
+  bool centred;                // the mean of a row's channels is subtracted before
+};
+
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
-  Matrix q, k, v, o, gate, up, down;
+  Matrix q, k, v, o, gate, up, down;  // without panels of `up` the network is down(activation(gate(x)))
   Experts experts;  // where there are any: instead of gate, up and down
   Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
-  const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
-  const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
+  Norm input_norm, post_norm;  // of what attention and the network read
+  const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: RMS norms of what they add
+  bool parallel = false;       // the network reads what attention reads
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
   const float* sinks = nullptr;  // [query heads]: scores beside those of slots
   bool whole_norms = false;
@@ -372,15 +382,44 @@ inline void copy_tiles(const Team& team, const Workspace& space, const float* st
   });
 }
 
-// RMSNorm of states, [tiles][channels][16], into an input, and where wanted as float. Without weights they are copied.
-inline void norm_tiles(const Team& team, const Workspace& space, const float* states, const float* weight,
-                       int64_t channels, float eps, const Input& out, float* plain = nullptr) {
-  if (!weight) return copy_tiles(team, space, states, channels, out);
+// Subtracts from each row the mean of its channels, [channels][16]. Each sum is one of all channels in their order.
+inline void centre(const float* states, int64_t channels, float* to) {
+  float means[kRows] = {};
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) means[lane] += states[c * kRows + lane];
+  for (float& mean : means) mean /= static_cast<float>(channels);
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) to[c * kRows + lane] = states[c * kRows + lane] - means[lane];
+}
+
+// A layer norm of a tile: an RMS norm of what is centred. room: [channels][16].
+inline void norm_centred(const Kernels& kernels, const float* states, const Norm& norm, int64_t channels, float eps,
+                         float* room, const Input& out, int64_t tile, float* plain) {
+  centre(states, channels, room);
+  if (!norm.bias) return kernels.norm(room, norm.weight, channels, eps, &out, tile, 0, plain);
+  kernels.norm(room, norm.weight, channels, eps, nullptr, 0, 0, room);
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) room[c * kRows + lane] += norm.bias[c];
+  kernels.copy(room, channels, out, tile, 0);
+  if (plain) std::copy_n(room, channels * kRows, plain);
+}
+
+// The norm of states, [tiles][channels][16], into an input, and where wanted as float. Without weights they are copied.
+inline void norm_tiles(const Team& team, Workspace& space, const float* states, const Norm& norm, int64_t channels,
+                       float eps, const Input& out, float* plain = nullptr) {
+  if (!norm.weight) return copy_tiles(team, space, states, channels, out);
   team.each(space.tiles, 1, [&](Pieces& pieces) {
     while (pieces.next())
       for (int64_t t = pieces.first; t < pieces.last; ++t) {
         const int64_t at = t * channels * kRows;
-        space.kernels.norm(states + at, weight, channels, eps, &out, t, 0, plain ? plain + at : nullptr);
+        float* wanted = plain ? plain + at : nullptr;
+        if (!norm.centred) {
+          space.kernels.norm(states + at, norm.weight, channels, eps, &out, t, 0, wanted);
+          continue;
+        }
+        Buffer<float>& room = space.threads[static_cast<size_t>(pieces.index())].floats;
+        norm_centred(space.kernels, states + at, norm, channels, eps, room.reserve(static_cast<size_t>(channels * kRows)),
+                     out, t, wanted);
       }
   });
 }
@@ -453,10 +492,11 @@ class LayerRun {
     if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
-  // Adds what stands in the place of attention, and then the gated network.
+  // Adds what stands in the place of attention, and then the network. normed: room for what that reads; where they are
+  // parallel it holds that already.
   void add_rows(const Layer& layer, const Input& attended, const Input& normed, const Input& gated) {
     add(layer.o, attended, layer.attention_norm);
-    norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
+    if (!layer.parallel) norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
     if (layer.experts.any()) return mix(layer, normed);
     feed_forward(layer, normed, gated);
     add(layer.down, gated, layer.network_norm);
@@ -669,14 +709,16 @@ class LayerRun {
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
       uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks, space_.tiles)));
+      const int count = layer.up.panels ? 2 : 1;
       space_.kernels.prepare(layer.gate, in, space_.rows, scratch);
-      if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
+      if (count == 2 && layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
       const Matrix* matrices[2] = {&layer.gate, &layer.up};
       float* to[2] = {sums, sums + size};
+      if (count == 1) std::fill_n(to[1], size, 1.0f);
       while (pieces.next())
         for (int64_t panel = pieces.first; panel < pieces.last; ++panel) {
           const int64_t panels[2] = {panel, panel};
-          space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
+          space_.kernels.products(matrices, panels, count, in, space_.tiles, space_.rows, to, scratch);
           for (int64_t t = 0; t < space_.tiles; ++t) {
             const int64_t at = t * kOutputs * kRows;
             space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs, form_.activation);

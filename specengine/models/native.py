@@ -393,8 +393,11 @@ class NativeLM:
 
     def _traits(self) -> dict[str, list[float]]:
         """Return what few families have, as csrc/cpu_binding.cpp lists it."""
-        queries = family_of(self.config).attention.query_factors(self.config)
-        return {} if queries is None else {"query factors": [queries.every, *queries.factors]}
+        family = family_of(self.config)
+        queries = family.attention.query_factors(self.config)
+        found: dict[str, list[float]] = {} if queries is None else {"query factors": [queries.every, *queries.factors]}
+        named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
+        return found | {name: [] for name, holds in named.items() if holds}
 
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)

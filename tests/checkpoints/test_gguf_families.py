@@ -70,6 +70,12 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE, "sliding_window": None},
         {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5},
     ),
+    "cohere": ("cohere", {}, {"logit_scale": 0.3}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window_pattern": 4, "num_hidden_layers": 5, "sliding_window": 9},
+        {"attention.sliding_window": 9, "logit_scale": 0.3},
+    ),
     "glm4": ("glm4", {}, {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}),
     "ministral3": (
         "ministral3",
@@ -211,7 +217,9 @@ def write(
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": getattr(config, family_of(config).fields.eps),
+        f"attention.layer_norm_{'' if family_of(config).layer_norms else 'rms_'}epsilon": getattr(
+            config, family_of(config).fields.eps
+        ),
         "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta", 1e4)),
         **metadata,
         **(changes or {}),

@@ -25,6 +25,8 @@ from tests.toy import CPU, head_config, policy_for, random_state
 INSTRUCTION_SETS = native.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
+    "cohere",
+    "cohere2",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
@@ -50,6 +52,8 @@ OTHERS = (  # of blocks that those have not
     "qwen3_5_text",
     "seed_oss",
     "smollm3",
+    "stablelm",
+    "starcoder2",
 )
 DRAFTS = ("ngram", "small_model", "eagle-3", "eagle-1")
 PROMPT = [*range(40, 56), *range(40, 50)]

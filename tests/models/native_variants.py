@@ -79,6 +79,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "cohere2 windows": ("cohere2", {"sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 64}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 plainer": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None}),
     "mixtral": ("mixtral", {}),
     "mixtral windows": ("mixtral", {"sliding_window": 8}),
     "mixtral of one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
@@ -145,6 +152,8 @@ def model_of(variant: str) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.3)
             weight.copy_(weight.bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -35,6 +35,8 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
     "olmo3": ("olmo3", {"hidden_size": 128}),
     "exaone4": ("exaone4", {}),
+    "cohere2": ("cohere2", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 20}),
 }
 
 
@@ -70,6 +72,8 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
         "ernie4_5",
         "ministral3",
         "glm4",
+        "cohere2",
+        "stablelm",
         "olmo3",
         "mixtral",
         "qwen3_moe",
@@ -115,7 +119,7 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "glm4", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "glm4", "stablelm", "mixtral", "qwen3_moe"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(name: str, instructions: str) -> None:
     lm = lm_of(name, instructions)
     for nodes in (2, 17, 64):
@@ -157,6 +161,8 @@ def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(rows: int
     [
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in its config"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in its config"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm in its config"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm in its config"),
         ("gemma", {"hidden_act": "gelu_new"}, "activation gelu_new, known are silu, gelu_pytorch_tanh"),
     ],
 )

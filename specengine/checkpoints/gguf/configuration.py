@@ -124,7 +124,8 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
-    sizes, eps = _sizes(metadata, family), metadata.positive("attention.layer_norm_rms_epsilon")
+    norms = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
+    sizes, eps = _sizes(metadata, family), metadata.positive(norms)
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
     fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in own.flags.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}

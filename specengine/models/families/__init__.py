@@ -248,6 +248,18 @@ class GatedMLP:
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
 
+@dataclass(frozen=True)
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    up: Name
+    down: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("mlp.gate_proj", self.up, shape.inner)
+        yield Part("mlp.down_proj", self.down, shape.hidden)
+
+
 def shared_experts(above: str) -> GatedMLP:
     """Return a gated network for all tokens, of the module `above` of a network of experts."""
     return GatedMLP(
@@ -325,14 +337,14 @@ class Experts:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
+    Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
     attention: Attention = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
-    mlp: GatedMLP | Experts = GatedMLP()
+    mlp: GatedMLP | PlainMLP | Experts = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
 
@@ -389,7 +401,7 @@ class GGUF:
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder: embeddings, layers, an RMS norm, and a head that may be tied to the embeddings.
+    """A decoder: embeddings, layers, a norm, and a head that may be tied to the embeddings.
 
     layer        of all layers, or a function of a config and a layer's number
     attending    a layer with the attention of a family whose layers differ
@@ -397,6 +409,8 @@ class Family:
     sizes        from a config: those that no single field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
+    layer_norms  norms are layer norms, with biases if the checkpoint has them; else RMS norms
+    parallel     of a config, whether x += attention(norm(x)) + mlp(norm(x)), of one norm
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
     stored       what folders have in names of tensors, and what transformers makes of it
@@ -418,6 +432,8 @@ class Family:
     layers: Name = Name("model.layers", "blk")
     norm: Name = Name("model.norm", "output_norm")
     head: Name = Name("lm_head", "output")
+    layer_norms: bool = False
+    parallel: Callable[[Any], bool] = lambda config: False
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
     stored: Mapping[str, str] = field(default_factory=dict)
