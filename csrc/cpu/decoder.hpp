@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/gated_delta.hpp"
+#include "cpu/latent.hpp"
 #include "cpu/layer.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/short_convolution.hpp"
@@ -109,10 +110,33 @@ class Weights {
     return {vector(name + ".weight", width), vector(name + ".bias", width), centred};
   }
 
-  // inputs: of queries, keys and values; attends: whether there are such.
-  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true) const {
+  // Return the latent attention of a layer, without what is behind it.
+  Latent latent(const std::string& prefix, const Heads& heads, const LatentSizes& sizes, int64_t hidden) const {
+    Latent found;
+    if (sizes.query_rank) {
+      found.q_a = matrix(prefix + "q_a_proj", sizes.query_rank, hidden);
+      found.q_norm = needed(prefix + "q_a_norm.weight", sizes.query_rank);
+    }
+    found.q_b = matrix(prefix + "q_proj", heads.queries * sizes.query(), sizes.query_rank ? sizes.query_rank : hidden);
+    found.kv_a = matrix(prefix + "kv_a_proj", sizes.rank + sizes.turned, hidden);
+    found.norm = needed(prefix + "kv_a_norm.weight", sizes.rank);
+    for (int64_t head = 0; head < heads.queries; ++head) {
+      found.keys.push_back(matrix(prefix + "k_b." + std::to_string(head), sizes.rank, sizes.plain));
+      found.values.push_back(matrix(prefix + "v_b." + std::to_string(head), sizes.value, sizes.rank));
+      if (found.keys.back().kind != found.keys[0].kind || found.values.back().kind != found.values[0].kind)
+        throw std::invalid_argument(prefix + "k_b: heads are stored as different kinds");
+    }
+    return found;
+  }
+
+  // inputs: of queries, keys and values; attends: whether there are such; of: sizes of latents, if that is how.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true,
+              const LatentSizes& of = {}) const {
     Layer one;
-    if (attends) {
+    if (of.rank) {
+      one.latent = latent(prefix + "self_attn.", heads, of, hidden);
+      one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * of.value);
+    } else if (attends) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
       one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
       one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
@@ -233,8 +257,9 @@ struct Shape {
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
   Recurrence recurrence = {};  // of the layers without attention; their number is found
-  bool centred = false;    // norms of what attention, networks and the head read are layer norms
-  bool parallel = false;   // networks read what attention reads
+  bool centred = false;        // norms of what attention, networks and the head read are layer norms
+  bool parallel = false;       // networks read what attention reads
+  LatentSizes latent = {};     // of all layers, or of none; heads are one of keys then, of a latent and what is turned
 };
 
 // Where the layers of a network differ.
@@ -257,7 +282,7 @@ class Decoder {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
-      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, !mixer));
+      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, !mixer, shape.latent));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
       layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
       layers_.back().parallel = shape.parallel;
@@ -270,7 +295,7 @@ class Decoder {
 
   // Keys and values of one lane.
   struct Slab {
-    void* data;  // [layers with attention][2][key-value heads][capacity][head size]
+    void* data;  // [layers with attention][2][key-value heads][capacity][head size]; of latents [layers][capacity][size]
     int64_t capacity;
   };
 
@@ -324,6 +349,10 @@ class Decoder {
   int64_t attending(int64_t layers) const {
     return layers - std::count_if(mixers_.begin(), mixers_.begin() + layers, [](const auto& mixer) { return mixer != nullptr; });
   }
+  // Return how many layers of keys and values that is: two layers' latents stand in the place of one layer's.
+  int64_t kept(int64_t layers) const {
+    return shape_.latent.rank ? (attending(layers) + 1) / 2 : attending(layers);
+  }
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
@@ -348,7 +377,9 @@ class Decoder {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.lanes, hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
-    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
+    const bool latent = shape_.latent.rank;
+    const Input attended =
+        space_.input(space_.second, shape_.heads.queries * (latent ? shape_.latent.value : shape_.heads.size));
     const Input gated = space_.input(space_.third, widest_ * kOutputs);
     Leaders leaders{call.count};
     leaders.most = most_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
@@ -364,6 +395,8 @@ class Decoder {
       embed(team, call.tokens);
       std::vector<Cache> caches(call.lanes.size());
       LayerRun run(team, space_, shape_.heads, call.lanes, shape_.form);
+      std::unique_ptr<LatentRun> latents;
+      if (latent) latents = std::make_unique<LatentRun>(team, space_, run, shape_.heads, shape_.latent, latent_);
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
         const Layer& layer = layers_[static_cast<size_t>(i)];
@@ -375,7 +408,11 @@ class Decoder {
           continue;
         }
         for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call.slabs[lane], place, call.half);
-        run.run(layer, caches.data(), in, attended, in, gated);
+        if (latents)
+          latents->attend_rows(layer, caches.data(), in, attended);
+        else
+          run.attend_rows(layer, caches.data(), in, attended);
+        run.add_rows(layer, attended, in, gated);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
       take_features(team, call, shape_.layers, normed);
@@ -389,8 +426,9 @@ class Decoder {
 
   // Keys and values of the `place`-th layer that has them.
   Cache cache_of(const Slab& slab, int64_t place, bool half) const {
-    const int64_t bytes = 2 * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
-    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half};
+    const bool shared = shape_.latent.rank;
+    const int64_t bytes = (shared ? 1 : 2) * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
+    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half, shared};
   }
 
   int64_t mixers_width() const {
@@ -462,6 +500,7 @@ class Decoder {
   std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention
   Lineage lineage_;
   MixerScratch scratch_;
+  LatentScratch latent_;
   Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };

@@ -22,7 +22,8 @@ struct Routing {
   bool sigmoid = false;          // scores are sigmoids of the router's logits, else their softmax
   bool normalised = false;       // weights are divided by their sum, and that is `least` or more
   float least = 0.0f, factor = 1.0f;  // weights are multiplied by the factor
-  int64_t groups = 1, kept = 1;  // experts of the `kept` groups alone are chosen whose two best are the best
+  int64_t groups = 1, kept = 1;  // experts of the `kept` groups alone are chosen whose `rated` best are the best
+  int64_t rated = 2;             // 1 or 2
 };
 
 struct GatedNetwork {
@@ -176,7 +177,7 @@ class ExpertsRun {
           else if (one > second)
             second = one;
         }
-        const float sum = size > 1 ? first + second : first;
+        const float sum = size > 1 && routing_.rated > 1 ? first + second : first;
         if (worst < 0 || sum <= least) worst = g, least = sum;
       }
       groups |= uint64_t{1} << worst;

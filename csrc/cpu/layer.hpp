@@ -33,6 +33,22 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
+// Sizes of latent attention (latent.hpp). rank: channels of a latent; plain, turned: of a head's query, of which the key
+// has the second; value: of a head's value; query_rank: of what queries are made of, 0 where that is the rows.
+struct LatentSizes {
+  int64_t rank = 0, plain = 0, turned = 0, value = 0, query_rank = 0;
+  float eps = 0.0f;  // of its norms
+
+  int64_t query() const { return plain + turned; }
+};
+
+// Hold the parts of latent attention. Without panels of q_a, q_b reads the rows.
+struct Latent {
+  Matrix q_a, q_b, kv_a;
+  std::vector<Matrix> keys, values;  // of each head: [rank][plain], [value][rank]
+  const float *q_norm = nullptr, *norm = nullptr;  // [query rank], [rank]: of latents
+};
+
 // A norm of hidden states, [hidden] each: an RMS norm or, where it is centred, a layer norm. Without weights there is none.
 struct Norm {
   Norm(const float* weight = nullptr, const float* bias = nullptr, bool centred = false)
@@ -45,6 +61,7 @@ struct Norm {
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;  // without panels of `up` the network is down(activation(gate(x)))
+  Latent latent;    // where there is one: instead of q, k and v
   Experts experts;  // where there are any: instead of gate, up and down
   Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
   Norm input_norm, post_norm;  // of what attention and the network read
@@ -141,14 +158,15 @@ struct Rows {
   int64_t slot_of(int64_t row) const { return start + row - first; }
 };
 
-// Keys and values of one layer: [2][key-value heads][capacity][head size].
+// Keys and values of one layer: [2][key-value heads][capacity][head size]; one of these where they are the same numbers.
 struct Cache {
   void* data = nullptr;
   int64_t capacity = 0;
-  bool half = false;  // bfloat16, else float
+  bool half = false;    // bfloat16, else float
+  bool shared = false;  // keys are values
 
   void* plane(int64_t which, int64_t head, const Heads& heads) const {
-    const int64_t slots = (which * heads.keys + head) * capacity;
+    const int64_t slots = ((shared ? 0 : which) * heads.keys + head) * capacity;
     return static_cast<char*>(data) + slots * heads.size * (half ? 2 : 4);
   }
 };
@@ -502,6 +520,53 @@ class LayerRun {
     add(layer.down, gated, layer.network_norm);
   }
 
+  void rotate(const Turns& turns, int64_t tile, float* states) {
+    const int64_t at = tile * turns.half * kRows;
+    space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
+  }
+
+  // Writes a head of a tile's rows into the caches of their lanes.
+  void write_all(const Cache* caches, bool value, int64_t head, int64_t tile, const float* states) {
+    for (size_t lane = 0; lane < lanes_.size(); ++lane) write(lanes_[lane], caches[lane], value, head, tile, states);
+  }
+
+  // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
+  // first; within windows, which are about as long, those that begin first.
+  void attend(const Layer& layer, const Cache* caches, const Input& attended) {
+    const Sight& sight = space_.sight(layer.window);
+    team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
+      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
+      const int64_t size = heads_.size;
+      AttendTask task;
+      task.per_row = heads_.groups();
+      task.scale = form_.scale_of(heads_);
+      task.half = caches[0].half;
+      task.size = size;
+      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
+      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
+      task.out = &attended;
+      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
+      size_t lane = 0;
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          if (i < heads_.keys * sight.parts[lane].first) lane = 0;  // another thread's share, from before one's own
+          while (i >= heads_.keys * (sight.parts[lane].first + sight.parts[lane].count)) ++lane;
+          const Part& part = sight.parts[lane];
+          const int64_t own = i - heads_.keys * part.first, head = own / part.count, at = own % part.count;
+          const Group& group = sight.groups[static_cast<size_t>(part.first + (layer.window ? at : part.count - 1 - at))];
+          const int64_t base = (group.base - part.base) / kChunk, key = static_cast<int64_t>(lane) * heads_.keys + head;
+          if (key != of || base < begun || base > turned) begun = turned = base;
+          of = key;
+          int64_t there = turned - base;
+          task.turned = &there;
+          task.chunks = chunks + base * kChunk * size;
+          task.step = sight.steps.data() + group.step;
+          attend_group(task, caches[lane], head, group, layer.sinks);
+          turned = std::max(turned, base + there);
+        }
+    });
+  }
+
  private:
   int64_t gate_panels() const { return (heads_.queries * heads_.size + kOutputs - 1) / kOutputs; }
 
@@ -577,17 +642,14 @@ class LayerRun {
     if (!value) {
       const float* weight = layer.whole_norms ? nullptr : query ? layer.q_norm : layer.k_norm;
       if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
-      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states, query);
+      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
     }
-    if (query) return;
-    for (size_t lane = 0; lane < lanes_.size(); ++lane)
-      write(lanes_[lane], caches[lane], value, (head - heads_.queries) % heads_.keys, tile, states);
+    if (!query) return write_all(caches, value, (head - heads_.queries) % heads_.keys, tile, states);
+    if (layer.rope != Layer::kNone && space_.turns(layer.rope).scales) scale(space_.turns(layer.rope), tile, states);
   }
 
-  void rotate(const Turns& turns, int64_t tile, float* states, bool query) {
-    const int64_t at = tile * turns.half * kRows, live = std::min<int64_t>(space_.rows - tile * kRows, kRows);
-    space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
-    if (!query || !turns.scales) return;
+  void scale(const Turns& turns, int64_t tile, float* states) {
+    const int64_t live = std::min<int64_t>(space_.rows - tile * kRows, kRows);
     const float* factors = turns.factors.data() + tile * kRows;
     for (int64_t c = 0; c < heads_.size; ++c)
       for (int64_t lane = 0; lane < live; ++lane) states[c * kRows + lane] *= factors[lane];
@@ -600,43 +662,6 @@ class LayerRun {
     if (count <= 0) return;
     char* to = static_cast<char*>(cache.plane(value, head, heads_)) + rows.slot_of(row) * bytes;
     space_.kernels.write(states + (row - begin), heads_.size, count, to, heads_.size, cache.half);
-  }
-
-  // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
-  // first; within windows, which are about as long, those that begin first.
-  void attend(const Layer& layer, const Cache* caches, const Input& attended) {
-    const Sight& sight = space_.sight(layer.window);
-    team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
-      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
-      const int64_t size = heads_.size;
-      AttendTask task;
-      task.per_row = heads_.groups();
-      task.scale = form_.scale_of(heads_);
-      task.half = caches[0].half;
-      task.size = size;
-      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
-      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
-      task.out = &attended;
-      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
-      size_t lane = 0;
-      while (pieces.next())
-        for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          if (i < heads_.keys * sight.parts[lane].first) lane = 0;  // another thread's share, from before one's own
-          while (i >= heads_.keys * (sight.parts[lane].first + sight.parts[lane].count)) ++lane;
-          const Part& part = sight.parts[lane];
-          const int64_t own = i - heads_.keys * part.first, head = own / part.count, at = own % part.count;
-          const Group& group = sight.groups[static_cast<size_t>(part.first + (layer.window ? at : part.count - 1 - at))];
-          const int64_t base = (group.base - part.base) / kChunk, key = static_cast<int64_t>(lane) * heads_.keys + head;
-          if (key != of || base < begun || base > turned) begun = turned = base;
-          of = key;
-          int64_t there = turned - base;
-          task.turned = &there;
-          task.chunks = chunks + base * kChunk * size;
-          task.step = sight.steps.data() + group.step;
-          attend_group(task, caches[lane], head, group, layer.sinks);
-          turned = std::max(turned, base + there);
-        }
-    });
   }
 
   void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Group& group, const float* sinks) {

@@ -26,7 +26,7 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Latent, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -200,8 +200,9 @@ class NativeLM:
         return int(self._weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
-        layers = family_of(self.config).attends(self.config)
-        sizes = layers, self.shape.kv_heads, self.shape.head_dim, capacity
+        family = family_of(self.config)
+        layers = family.attends(self.config)
+        sizes = *family.attention_of(self.config).cache(self.shape, layers), capacity
         if layers == self.layers:
             return KVCache(*sizes, dtype=self.dtype)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
@@ -395,13 +396,15 @@ class NativeLM:
         """Return what few families have, as csrc/cpu_binding.cpp lists it."""
         family = family_of(self.config)
         queries = family.attention.query_factors(self.config)
-        found: dict[str, list[float]] = {} if queries is None else {"query factors": [queries.every, *queries.factors]}
+        attention = family.attention_of(self.config)
+        found: dict[str, list[float]] = {"latent": attention.sizes} if isinstance(attention, Latent) else {}
+        found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
         named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
         return found | {name: [] for name, holds in named.items() if holds}
 
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)
-        counts = [routing.chosen, routing.groups, routing.kept]
+        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
         return routing.scores, counts, [routing.least, routing.factor]
 
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
@@ -422,10 +425,11 @@ class NativeLM:
     def _rope(self, key: str) -> tuple[list[float], float]:
         """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
         frequencies, scale = self.source.rope(key)
-        count, whole = len(frequencies), self.shape.head_dim // 2
-        if count != whole and not (family_of(self.config).attention.partial and 0 < count < whole):
+        family = family_of(self.config)
+        count, whole = len(frequencies), family.attention_of(self.config).turnable(self.shape) // 2
+        if count != whole and not (family.attention.partial and 0 < count < whole):
             raise UnsupportedModelError(
-                f"native: the config gives {count} rotary frequencies for a head_dim of {self.shape.head_dim}"
+                f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
             )
         return frequencies.tolist(), scale
 
@@ -441,12 +445,17 @@ class NativeLM:
         norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
-        if not (family_of(self.config).attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
+        if ".k_b." in module:  # of queries it makes such over latents
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
+        attention = family_of(self.config).attention_of(self.config)
+        head = attention.turned_rows(module.rpartition(".")[2], self.shape) if ".self_attn." in module else None
+        if head is None or not attention.neighbours:
             return weight
+        size, first = head
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
-        heads = rows.view(-1, self.shape.head_dim)
-        pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
-        return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
+        heads, behind = rows.view(-1, size), first + turned
+        pairs = heads[:, first:behind].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return weight._replace(order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten())
 
     def _whole_heads(self, weight: Weight) -> Weight:
         """Return queries with all heads' gates behind them, which a file has behind each head's queries."""

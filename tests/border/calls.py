@@ -316,7 +316,7 @@ def couple(m: Memory) -> Arguments:
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
 NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
-NO_ROUTING = ("softmax", [0, 1, 1], [0.0, 1.0])
+NO_ROUTING = ("softmax", [0, 1, 1, 2], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
 

@@ -94,6 +94,7 @@ def test_right_arguments_are_taken(name: str) -> None:
 
 
 # Logits of float16 are taken, and so is all of an attention where its queries are.
+LATENT, WIDE = [32, 8, 8, 8, 0, 1e-6], [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40]  # sizes that go together
 HALVES = {"top_children", "best_candidates", "top_entropy", "mix_rows", "classify_row", "couple", "grow_likely"}
 HALVES |= {"strict_cached_attention"}
 
@@ -436,11 +437,23 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
         ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
         ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
-        ({"routing": ("argmax", [1, 1, 1], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
-        ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 3 counts"),
-        ({"routing": ("softmax", [1, 1, 1], [0.0])}, "routing: got 1, accepted 2 numbers"),
-        ({"routing": ("softmax", [1, 1, 1], [-1.0, 1.0])}, "least weight: got -1"),
-        ({"routing": ("softmax", [1, 1, 1], [0.0, math.nan])}, "factor of experts: got nan"),
+        ({"routing": ("argmax", [1, 1, 1, 2], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
+        ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 4 counts"),
+        ({"routing": ("softmax", [1, 1, 1, 3], [0.0, 1.0])}, "best experts of a group: got 3, accepted 1 or 2"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [0.0])}, "routing: got 1, accepted 2 numbers"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [-1.0, 1.0])}, "least weight: got -1"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [0.0, math.nan])}, "factor of experts: got nan"),
+        ({"traits": {"a tail": []}}, "traits: got a tail, accepted query factors"),
+        ({"traits": {"parallel": [1.0]}}, "numbers of a trait: got 1"),
+        ({"traits": {"latent": LATENT[:5]}}, "latent: got 5, accepted 5 sizes and an epsilon"),
+        ({"traits": {"latent": LATENT}}, "head size: got 8, accepted one key-value head"),
+        ({"traits": {"latent": [32, 8, 2.5, 8, 0, 1e-6]}}, "sizes of latent attention: got 2"),
+        ({"traits": {"latent": [32, 8, 7, 8, 0, 1e-6]}}, "sizes of latent attention: got 7, accepted even"),
+        ({"traits": {"latent": [32, 0, 8, 8, 0, 1e-6]}}, "sizes of latent attention: got 0"),
+        ({"traits": {"latent": [40, 8, 8, 8, 0, 1e-6]}}, "channels of a latent: got 40, accepted a multiple of 32"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE, "recurrence": [HIDDEN, 3, 0, 0, 0, 0]}, "latent: got 32"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted at"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE}, "q_proj"),
     ],
 )
 def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
@@ -473,11 +486,11 @@ def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...
 )
 def test_experts_that_are_not_there_are_not_chosen(counts: list[int], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
-        decoder(_cpu, weights(_cpu, **sparse()), routing=("softmax", counts, [0.0, 1.0]))
+        decoder(_cpu, weights(_cpu, **sparse()), routing=("softmax", [*counts, 2], [0.0, 1.0]))
 
 
 def test_experts_of_other_sizes_are_refused() -> None:
-    routing = ("softmax", [2, 1, 1], [0.0, 1.0])
+    routing = ("softmax", [2, 1, 1, 2], [0.0, 1.0])
     wrong = {
         "router.weight": (6, HIDDEN + 1),
         "router.choice": (5,),
@@ -497,7 +510,7 @@ def test_experts_read_and_write_in_bounds() -> None:
     for count, counts in ((6, [2, 1, 1]), (6, [2, 3, 1]), (1, [1, 1, 1]), (6, [6, 1, 1])):
         memory = Memory()
         made = weights(_cpu, **sparse(count))
-        decoder(_cpu, made, routing=("normalised sigmoid", counts, [0.0, 1.0])).forward(*build(memory))
+        decoder(_cpu, made, routing=("normalised sigmoid", [*counts, 2], [0.0, 1.0])).forward(*build(memory))
         assert memory.intact()
 
 

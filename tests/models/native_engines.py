@@ -27,6 +27,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
     "cohere",
     "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
@@ -34,6 +36,7 @@ OTHERS = (  # of blocks that those have not
     "gemma3_text",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "granitemoe",

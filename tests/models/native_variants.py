@@ -82,6 +82,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {}),
     "cohere2": ("cohere2", {}),
     "cohere2 windows": ("cohere2", {"sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "mlp_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 plainer": (
+        "deepseek_v3",
+        {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "rope_parameters": LINEAR},
+    ),
+    "deepseek_v3 sizes": (
+        "deepseek_v3",
+        {"kv_lora_rank": 96, "qk_nope_head_dim": 40, "qk_rope_head_dim": 32, "v_head_dim": 34, "q_lora_rank": 50},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 64}),
     "starcoder2": ("starcoder2", {}),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
 CONVOLUTIONS = ("short_conv.conv", "linear_attn.conv1d")  # of the mixers' parts: a few weights for each channel
+LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -138,6 +140,23 @@ class Attention:
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
         return Place(rope if self.turns(config, layer) else None, window)
 
+    @property
+    def refused(self) -> str:
+        """Return why csrc/cpu has no attention of these sizes; empty where it has."""
+        return ""
+
+    def turnable(self, shape: Shape) -> int:
+        """Return how many channels of a head positions may turn."""
+        return shape.head_dim
+
+    def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
+        """Return the rows of a head in this part, and the first of those that are turned; None where none is."""
+        return (shape.head_dim, 0) if native in ("q_proj", "k_proj") else None
+
+    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
+        """Return the layers, heads and head size of a cache of keys and values of so many layers."""
+        return layers, shape.kv_heads, shape.head_dim
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         yield Part("self_attn.q_proj", self.q, queries)
@@ -154,6 +173,94 @@ class Attention:
             yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
         if self.sinks is not None:
             yield Part("self_attn.sinks", self.sinks, shape.heads)
+
+
+@dataclass(frozen=True)
+class Latent(Attention):
+    """Attention whose keys and values are made of one latent for each row, but for a turned part that all heads share.
+
+    A family's `sizes` are those of csrc/cpu: one key-value head of `rank` and `turned` channels, as the cache keeps it.
+
+    rank           channels of a latent, a multiple of 32
+    plain, turned  channels of a head's query that positions leave as they are, and those that they turn
+    value          channels of a head's value
+    query_rank     channels of what queries are made of, or None: of the row itself
+    """
+
+    rank: int = 0
+    plain: int = 0
+    turned: int = 0
+    value: int = 0
+    query_rank: int | None = None
+    partial: bool = True
+
+    eps: ClassVar[float] = 1e-6  # of its norms, whatever the other norms' is
+
+    @property
+    def sizes(self) -> list[float]:
+        """The sizes in the order of csrc/cpu."""
+        return [self.rank, self.plain, self.turned, self.value, self.query_rank or 0, self.eps]
+
+    @property
+    def refused(self) -> str:
+        if self.rank % 32 == 0 == self.plain % 2 == self.turned % 2 == self.value % 2 == (self.query_rank or 0) % 2:
+            return ""
+        return (
+            f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
+            "multiples of 32 for heads of even sizes"
+        )
+
+    def turnable(self, shape: Shape) -> int:
+        return self.turned
+
+    def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
+        first = {"q_proj": self.plain, "kv_a_proj": self.rank}.get(native)
+        return None if first is None else (first + self.turned, first)
+
+    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
+        return -(-layers // 2), 1, shape.head_dim  # two layers' latents stand where one has keys and values
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        queries = shape.heads * (self.plain + self.turned)
+        if self.query_rank is None:
+            yield Part("self_attn.q_proj", self.q, queries)
+        else:
+            yield Part("self_attn.q_a_proj", Name("self_attn.q_a_proj", "attn_q_a"), self.query_rank)
+            yield Part("self_attn.q_a_norm", Name("self_attn.q_a_layernorm", "attn_q_a_norm"), self.query_rank)
+            yield Part("self_attn.q_proj", Name("self_attn.q_b_proj", "attn_q_b"), queries)
+        yield Part(
+            "self_attn.kv_a_proj", Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"), self.rank + self.turned
+        )
+        yield Part("self_attn.kv_a_norm", Name("self_attn.kv_a_layernorm", "attn_kv_a_norm"), self.rank)
+        for head in range(shape.heads):
+            yield Part(f"self_attn.k_b.{head}", Name(LATENT, "attn_k_b"), self.plain)
+            yield Part(f"self_attn.v_b.{head}", Name(LATENT, "attn_v_b"), self.value)
+        yield Part("self_attn.o_proj", self.o, shape.hidden)
+
+
+def latent_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes of the one key-value head of models with latent attention."""
+    return {"kv_heads": 1, "head_dim": config.kv_lora_rank + config.qk_rope_head_dim}
+
+
+def latent_of(config: Any, *, neighbours: bool) -> Latent:
+    """Return the latent attention that a config of DeepSeek's names states."""
+    return Latent(
+        neighbours=neighbours,
+        rank=config.kv_lora_rank,
+        plain=config.qk_nope_head_dim,
+        turned=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        query_rank=config.q_lora_rank,
+    )
+
+
+def latent_factors(config: Any) -> Factors:
+    """Return the factor on scores, which grows with that of YaRN."""
+    rope = config.rope_parameters
+    every, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    grown = 0.1 * every * math.log(factor) + 1.0 if rope.get("rope_type") != "default" and factor > 1 else 1.0
+    return Factors(scores=(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown**2)
 
 
 @dataclass(frozen=True)
@@ -276,7 +383,7 @@ class Routing(NamedTuple):
     scores      softmax or sigmoid, of the router's logits; behind `normalised ` those chosen are divided by their sum
     least       of that sum
     factor      that weights are multiplied by
-    groups      of experts of which `kept` are left to choose from, by the sum of their two best scores
+    groups      of experts of which `kept` are left to choose from, by the sum of their `rated` best scores, 1 or 2
     """
 
     chosen: int
@@ -285,6 +392,7 @@ class Routing(NamedTuple):
     factor: float = 1.0
     groups: int = 1
     kept: int = 1
+    rated: int = 2
 
 
 NO_ROUTING = Routing(0)
@@ -455,6 +563,10 @@ class Family:
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
         return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+
+    def attention_of(self, config: Any) -> Attention:
+        """Return the attention of a config's layers that have one, with its sizes."""
+        return next((layer.attention for layer in self.layers_of(config) if layer.mixer is None), self.attention)
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
