@@ -542,6 +542,7 @@ class GGUFSource(Source):
             stored = [self.file.tensors[stored] for stored in self._stored[name]]
             kind = stored[0].kind
             packed = kind in self.blocks and kind in blocks and len(shape) > 1
+            packed = packed and (len(stored) == 1 or len(shape) > 2)  # matrices of latents are made of both tensors
             if packed and all(other.kind == kind for other in stored):
                 order = gguf.row_order(self.config, stored[0].name)
                 shape = gguf.turned(self.config, shape)
@@ -571,6 +572,8 @@ class GGUFSource(Source):
             found = parts[0]
         elif family_of(self.config).alternating:
             found = torch.stack(parts, dim=2).flatten(1, 2)
+        elif len(self._shapes[name]) == 2:  # of latents: of each head the matrix of keys, turned, and that of values
+            found = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
         else:
             found = torch.cat(parts, dim=1)
         found = found.transpose(1, 2).contiguous() if self._is_turned(found) else found

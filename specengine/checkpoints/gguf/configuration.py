@@ -55,7 +55,7 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing, or not text")
-    if architecture not in (known := {name for name, _ in _stored()}):
+    if architecture not in (known := _stored()):
         raise UnsupportedModelError(
             f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(sorted(known))}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
@@ -65,16 +65,19 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
 
 def is_known(metadata: Mapping[str, Any]) -> bool:
     """Return whether a family has this architecture."""
-    return metadata.get("general.architecture") in {name for name, _ in _stored()}
+    return metadata.get("general.architecture") in _stored()
 
 
-def _stored() -> dict[tuple[str, bool], tuple[str, families.Family, families.GGUF]]:
-    """Return the families that GGUF files store, each with its model type in transformers.
+def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
+    """Return the families that GGUF files store by architecture, each with its model type in transformers.
 
-    By architecture, and whether it is the one of two with experts.
+    Those that ask whether a file is one of theirs come first.
     """
-    known = families.known().items()
-    return {(own.architecture, own.experts): (name, family, own) for name, family in known if (own := family.gguf)}
+    found: dict[str, list[tuple[str, families.Family, families.GGUF]]] = {}
+    for name, family in families.known().items():
+        if (own := family.gguf) is not None:
+            found.setdefault(own.architecture, []).append((name, family, own))
+    return {name: sorted(stored, key=lambda one: one[2].holds is None) for name, stored in found.items()}
 
 
 class _Fields:
@@ -115,9 +118,8 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
     metadata = _Fields(file)
-    stored, experts = _stored(), bool(metadata.value("expert_count"))
-    architecture = metadata.architecture
-    model_type, family, own = stored.get((architecture, experts)) or stored[architecture, False]
+    stored = _stored()[metadata.architecture]
+    model_type, family, own = next(one for one in stored if one[2].holds is None or one[2].holds(metadata.value))
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
         if longrope or key in own.keys or key in own.read or metadata.value(key) is None:
@@ -130,10 +132,10 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in own.flags.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family)}
-    fields |= own.finish(fields, metadata.value)
     fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
     made = CONFIG_MAPPING[model_type]
     try:
+        fields |= own.finish(fields, metadata.value)
         return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
         raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
@@ -159,7 +161,7 @@ def _sizes(fields: _Fields, family: families.Family) -> dict[str, int]:
         "layers": layers,
         "heads": heads,
         "kv_heads": _key_value_heads(fields, heads, layers if family.kinds else 0),
-        "head_dim": _head_dim(fields, hidden, heads, partial=family.attention.partial),
+        "head_dim": _head_dim(fields, hidden, heads, family.attention),
         "context": fields.count("context_length"),
     }
 
@@ -181,8 +183,10 @@ def _key_value_heads(fields: _Fields, heads: int, layers: int) -> int:
     return count
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int, *, partial: bool) -> int:
-    size = fields.count("attention.key_length", hidden // heads)
+def _head_dim(fields: _Fields, hidden: int, heads: int, attention: families.Attention) -> int:
+    if isinstance(attention, families.Latent):  # its other sizes are keys of the family
+        return fields.count("rope.dimension_count")
+    partial, size = attention.partial, fields.count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         count = fields.count(key, size)
         if count != size and not (partial and key == "rope.dimension_count" and count < size):
@@ -286,9 +290,12 @@ def require_complete(
     missing in the file, of another shape, or not used by the model.
     """
     names = tensor_names(config, shapes)
+    for key, several in names.items():  # of latents, whose matrices older files have as one, as transformers has
+        whole = several[0].replace("attn_k_b", "attn_kv_b")
+        names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
     wanted: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
-        wanted |= _split(names[key], turned(config, shape))
+        wanted |= _split(config, names[key], turned(config, shape))
     stored = {name: tensor.shape for name, tensor in file.tensors.items()}
     ropes = [config.rope_parameters, *config.rope_parameters.values()]
     kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
@@ -318,10 +325,19 @@ def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tup
     return (shape[0], shape[2], shape[1]) if other else shape
 
 
-def _split(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a file that one of transformers is made of, [experts, rows, inputs] each."""
+def _split(
+    config: transformers.PretrainedConfig, names: tuple[str, ...], shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a file that one of transformers is made of.
+
+    Those of stacks are [experts, rows, inputs] each, those of latents [heads, rank, plain] and [heads, values, rank].
+    """
     if len(names) == 1:
         return {names[0]: shape}
+    family = families.known()[config.model_type]
+    if isinstance(attention := family.attention_of(config), families.Latent) and len(shape) == 2:
+        heads, rank = family.shape(config).heads, attention.rank
+        return dict(zip(names, ((heads, rank, attention.plain), (heads, attention.value, rank)), strict=True))
     return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
 
 

@@ -495,7 +495,8 @@ class GGUF:
                   transformers' rows 0, n / 2, 1, n / 2 + 1
     read          further keys, which `finish` reads
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
-    experts       whether these are the files of this architecture that have experts, where others have none
+    holds         from the function of a metadata key's value, whether a file of this architecture is one of these;
+                  None: all that no other family holds
     """
 
     architecture: str
@@ -504,7 +505,7 @@ class GGUF:
     pairs: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
-    experts: bool = False
+    holds: Callable[[Callable[[str], Any]], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V2-Lite: latent attention, and experts that are chosen by the best of their groups, or of all."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,4 +24,12 @@ def layer(config: Any, number: int) -> Layer:
     return Layer(attention=attention, mlp=experts)
 
 
-FAMILY = replace(third.FAMILY, layer=layer, exact=())
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Return what DeepSeek-V3 does, and how groups of experts are left out."""
+    found = third.finish(fields, value)
+    if found["norm_topk_prob"]:
+        raise ValueError("expert_weights_norm is true, but experts are chosen by softmax")
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+FAMILY = replace(third.FAMILY, layer=layer, gguf=replace(third.STORED, finish=finish), exact=())

@@ -17,5 +17,6 @@ def layer(config: Any, number: int) -> Layer:
 FAMILY = replace(
     deepseek.FAMILY,
     layer=layer,
+    gguf=None,  # files are DeepSeek-V3's
     alone=lambda config, number: {"mlp_layer_types": config.mlp_layer_types[number : number + 1]},
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specengine.models.families import Attention, Family, Fields, Layer, Name
+from specengine.models.families import GGUF, Attention, Family, Fields, Layer, Name
 
 ATTENTION = Attention(partial=True)
 
@@ -18,6 +18,11 @@ FAMILY = Family(
     layer=layer,
     attending=Layer(attention=ATTENTION),
     fields=Fields(eps="layer_norm_eps"),
+    gguf=GGUF(
+        "stablelm",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+    ),
     layer_norms=True,
     parallel=lambda config: bool(config.use_parallel_residual),
     neutral={"qk_layernorm": False},

@@ -1,6 +1,6 @@
 """StarCoder 2: layer norms with biases, a network without a gate, and one window for all layers."""
 
-from specengine.models.families import Attention, Family, Fields, Layer, Name, PlainMLP
+from specengine.models.families import GGUF, Attention, Family, Fields, Layer, Name, PlainMLP
 
 FAMILY = Family(
     layer=Layer(
@@ -8,5 +8,10 @@ FAMILY = Family(
         mlp=PlainMLP(up=Name("mlp.c_fc", "ffn_up"), down=Name("mlp.c_proj", "ffn_down")),
     ),
     fields=Fields(eps="norm_epsilon"),
+    gguf=GGUF(
+        "starcoder2",
+        flags={"use_bias": "attn_q.bias"},
+        finish=lambda fields, value: {"sliding_window": None},  # files have none, as llama.cpp
+    ),
     layer_norms=True,
 )
