@@ -136,6 +136,7 @@ class Auto(TreePolicy):
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
+        self._rests = False  # in this cycle
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
@@ -159,8 +160,12 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
-        resting = self._pace.resting > 0 or (isinstance(self._costs, SharedCosts) and self._costs.resting())
-        return Plan(self.patience, resting, PLAIN_REASON, plain, self.costs == MEASURED)
+        shared = self._costs if isinstance(self._costs, SharedCosts) else None  # of several texts all rest, or none
+        self._rests = self._pace.resting > 0 if shared is None else shared.resting()
+        learns = shared is None or not self._rests
+        if not learns:
+            self._count(1)
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -199,12 +204,12 @@ class Auto(TreePolicy):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
-        state = self._state[tree.device]
-        rested = self._pace.resting > 0 and cycle is not None
+        rested = self._rests and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            self._time(cycle, state, rested)
+            self._time(cycle, self._state[tree.device], rested)
+            self._count(len(cycle.tokens))
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -220,10 +225,9 @@ class Auto(TreePolicy):
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
-        self._count(cycle)
 
-    def _count(self, cycle: Cycle) -> None:
-        self._context += len(cycle.tokens)
+    def _count(self, tokens: int) -> None:
+        self._context += tokens
         self._timed += 1
         if self._timed % REPRICED == 0:
             self._reprice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -259,17 +260,102 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
                 time.sleep(delay)
                 targets[1].verify(tree)
 
-        with targets[0].running(), targets[1].running():  # answered before: expected again
-            pass
         for target in targets:
             with target.running():
                 target.verify(tree)
         thread = threading.Thread(target=late)
-        thread.start()
-        time.sleep(delay / 4)
         with targets[0].running():
+            thread.start()
+            while not gathering._turns:  # until it waits for its turn
+                time.sleep(0.001)
             targets[0].verify(tree)
         thread.join(20)
         return gathering.forwards - before
 
     assert both(0.02) == 3  # two alone, and one for both
+
+
+def test_a_beginning_that_another_text_has_is_copied() -> None:
+    engine = engine_of()
+    system = [(7 * i + 3) % VOCABULARY for i in range(90)]
+    asked = [[*system, *range(number, number + 5)] for number in range(4)]
+    alone = [engine_of().generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
+    pool = Pool(engine, 4)
+    results = pool.generate(asked, max_new_tokens=12)
+    assert [result.token_ids for result in results] == alone
+    cached = sorted(result.stats.num_cached_prompt_tokens for result in results)
+    assert cached[0] == 0
+    assert all(count >= len(system) - 1 for count in cached[1:])  # one of them takes it in, the others wait
+
+
+def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
+    model = tiny("llama", num_hidden_layers=2).bfloat16()
+    engine = Engine.from_pretrained(model, None, "plain", backend="native")
+    pool = Pool(engine, 2)
+    prompt = [(5 * i + 1) % VOCABULARY for i in range(80)]
+    pool.engines[0].generate(prompt, max_new_tokens=4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    result = pool.engines[1].generate(prompt, max_new_tokens=4)
+    assert result.stats.num_cached_prompt_tokens == 0
+    assert result.token_ids == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+
+
+def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
+    engine = engine_of()
+    target = LaneTarget(Gathering(engine.target.lm))
+    asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
+    alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
+    longest = 30 + 20 + engine.drivers.own.eager.budget
+    pool = Pool(engine, 6, memory=int(2.5 * longest) * target.slot_bytes)  # for two of six
+    most = []
+
+    def watched(place: Any, own: Engine, tokens: int) -> Any:
+        most.append(len(pool._reserved))
+        return place(own, tokens)
+
+    place = pool.place
+    pool.place = lambda own, tokens: watched(place, own, tokens)  # type: ignore[method-assign]
+    assert [result.token_ids for result in pool.generate(asked, max_new_tokens=20)] == alone
+    assert max(most) <= 2
+    assert not pool._reserved
+    assert not pool.waiting
+    with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
+        Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
+
+
+def test_asynchronous_streams_are_answered_at_once() -> None:
+    engine, asked = engine_of(), prompts(6)
+    alone = [engine_of().generate(prompt, max_new_tokens=16) for prompt in asked]
+
+    async def one(prompt: list[int]) -> tuple[list[int], Any]:
+        stream = engine.astream(prompt, parallel=3, max_new_tokens=16)
+        pieces = [piece async for piece in stream]
+        return [token for piece in pieces for token in piece.cycle.tokens], stream.result
+
+    async def all_of_them() -> list[tuple[list[int], Any]]:
+        return await asyncio.gather(*map(one, asked))
+
+    for (tokens, result), own in zip(asyncio.run(all_of_them()), alone, strict=True):
+        assert tokens == result.token_ids == own.token_ids
+    assert len(engine._beside[1].get().pool.engines) == 3
+
+
+@pytest.mark.parametrize("backend", ["native", "huggingface"])
+def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
+    engine = Engine.from_pretrained(tiny("llama", num_hidden_layers=2), "recycling", backend=backend)
+
+    async def several() -> None:
+        for _ in range(3):
+            async with engine.astream([1, 2, 3], parallel=1, max_new_tokens=200) as stream:
+                async for _ in stream:
+                    break
+        with pytest.raises(InputError, match="max_new_tokens"):
+            await anext(engine.astream([1, 2, 3], parallel=1, max_new_tokens=-1))
+        stream = engine.astream([1, 2, 3], parallel=1, max_new_tokens=4)
+        assert len([piece async for piece in stream])
+        assert len(stream.result.token_ids) == 4
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(several())
