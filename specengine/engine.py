@@ -36,7 +36,7 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
 from specengine.models.lanes import Gathering, LaneTarget, free_memory
-from specengine.models.native import NativeTarget
+from specengine.models.native import NativeHead, NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import (
@@ -454,7 +454,7 @@ class Engine:
         if policy is not None:
             own = functools.cache(lambda: stored.find(self.target, drafter))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
-        if not reuse_cache:
+        if not reuse_cache and self.pool is None:  # a pool's caches are what its texts share
             self.reset()
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
@@ -482,8 +482,8 @@ class Engine:
         """Return PassCosts beside the texts that are under way; own: those of target and draft alone."""
         others = getattr(self.target, "others", 0)
         if others and (own, others) != self._shared[:2]:
-            resting = cast(LaneTarget, self.target).is_resting
-            self._shared = own, others, own.beside(others, resting)
+            target = cast(LaneTarget, self.target)
+            self._shared = own, others, own.beside(others, target.is_resting, target.joins_passes)
         return self._shared[2] if others else own
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
@@ -960,7 +960,10 @@ class Pool:
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
         policy: Any = engine.policy
         policy = None if policy is None else dataclasses.replace(policy)
-        made = Engine(LaneTarget(self.gathering), draft, policy, copy.deepcopy(engine.tokenizer))
+        target = LaneTarget(self.gathering)
+        if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
+            target.join(head)
+        made = Engine(target, draft, policy, copy.deepcopy(engine.tokenizer))
         made.notes, made.pool = list(engine.notes), self
         return made
 

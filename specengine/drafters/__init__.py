@@ -254,10 +254,16 @@ def another(drafter: Drafter) -> Drafter:
     raise InputError(f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__")
 
 
+def innermost(drafter: Drafter) -> Drafter:
+    """Return what a draft wraps, itself where it wraps none."""
+    while isinstance(drafter, Wrapped):
+        drafter = drafter.inner
+    return drafter
+
+
 def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:
     """Take over what another draft, made by `another`, keeps of its first `count` tokens, if it keeps any."""
-    while isinstance(drafter, Wrapped) and isinstance(other, Wrapped):
-        drafter, other = drafter.inner, other.inner
+    drafter, other = innermost(drafter), innermost(other)
     if isinstance(drafter, RowDraft) and isinstance(other, RowDraft):
         drafter.copy_from(other, count)
 

@@ -15,28 +15,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from specengine.models import Successors, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.native import PREFILL_ROWS, NativeLM, NativeTarget
+from specengine.models.native import PREFILL_ROWS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 
 GRACE = 0.002  # seconds that a forward waits for a text whose consumer has the turn
 LONGEST = 0.05  # seconds that a forward waits at most for texts that are being drafted for
-EPOCH, AGAIN = 0.15, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
+EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
 MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 
 @dataclass(eq=False)
 class _Request:
-    """Rows of one text: arguments of NativeLM.run, and what became of them."""
+    """Rows of one text, and what became of them."""
 
     owner: LaneTarget
+    error: BaseException | None = field(default=None, kw_only=True)
+    asked: float = field(default_factory=time.perf_counter, kw_only=True)
+
+
+@dataclass(eq=False)
+class _Pass(_Request):
+    """A draft pass."""
+
+    head: NativeHead
+    given: HeadRows
+
+
+@dataclass(eq=False)
+class _Rows(_Request):
+    """Arguments of NativeLM.run, and the features found."""
+
     tokens: Tensor
     positions: Tensor
     cache: KVCache
@@ -44,9 +60,7 @@ class _Request:
     features: tuple[int, ...]
     logits: Tensor | None
     best: Successors | None
-    asked: float = field(default_factory=time.perf_counter)
     states: Tensor | None = None
-    error: BaseException | None = None
 
 
 @dataclass
@@ -90,7 +104,7 @@ class Gathering:
 
     def __init__(self, lm: NativeLM) -> None:
         self.lm = lm
-        self.forwards, self.rows = 0, 0  # since it was made
+        self.forwards, self.rows, self.passes = 0, 0, 0  # since it was made; passes are calls of heads
         self._guard = threading.Lock()  # of all that follows
         self._turns = deque[_Turn]()  # that are waited for
         self._taken = False  # whether a text has the turn
@@ -186,7 +200,8 @@ class Gathering:
             return
         own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
         if of == size:
-            own.tokens, own.timed = (self._tokens - tokens) / (now - began), now
+            rate = (self._tokens - tokens) / (now - began)
+            own.tokens, own.timed = (own.tokens + rate) / 2 if own.tokens else rate, now
             if own.tokens < other.tokens:
                 own.again = min(2 * own.again, MAX_AGAIN)
             else:
@@ -214,7 +229,22 @@ class Gathering:
         best: Successors | None = None,
     ) -> Tensor | None:
         """Run rows as NativeLM.run does, with those of other texts. Returns their features."""
-        request = _Request(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
+        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
+        self._ask(request)
+        return request.states
+
+    def run_pass(self, owner: LaneTarget, head: NativeHead, given: HeadRows) -> None:
+        """Run a draft pass as NativeHead.run does, with those of other texts that are being drafted for."""
+        with self._guard:
+            alone = not self._waiting and not self._running and self._expected <= {owner}
+        if alone:
+            head.run(given)
+        else:
+            self._ask(_Pass(owner, head, given))
+
+    def _ask(self, request: _Request) -> None:
+        """Wait until the rows were run. Draft passes come first: forwards wait for texts that are drafted for."""
+        owner = request.owner
         had_turn = owner.turn.has
         with self._guard:
             self._expected.discard(owner)
@@ -226,8 +256,10 @@ class Gathering:
             with self._guard:
                 pause = -1.0 if self._leader is not request or self._running else max(self._pause(), 0.0)
                 if not pause:
-                    batch, self._waiting, self._running = self._waiting, [], True
-                    self._leader, self._served = None, batch
+                    batch: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
+                    batch = batch or self._waiting
+                    self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
+                    self._leader, self._served, self._running = None, batch, True
             if pause:
                 owner.turn.wait(pause)
             else:
@@ -237,7 +269,6 @@ class Gathering:
                 self._hand_on(owner.turn)
         if request.error is not None:
             raise request.error
-        return request.states
 
     def _pause(self) -> float:
         """Return for how long to wait for more texts."""
@@ -245,33 +276,54 @@ class Gathering:
         self._away = {owner: left for owner, left in self._away.items() if now - left < GRACE}
         if self._expected:
             return min(request.asked for request in self._waiting) + LONGEST - now
+        if any(isinstance(request, _Pass) for request in self._waiting):
+            return 0.0
         return max((left + GRACE - now for left in self._away.values()), default=0.0)
 
     def _take(self, batch: list[_Request]) -> None:
         """Run requests on this thread, while the others may go on asking; each of them has a turn then."""
+        passes = [request for request in batch if isinstance(request, _Pass)]
         try:
-            self._forward(batch)
+            if passes:
+                self._draft(passes)
+            else:
+                self._forward(cast("list[_Rows]", batch))
         except BaseException as error:
             for request in batch:
                 request.error = error
         with self._guard:
             self._running, self._served = False, []
-            self._choose_way(len({request.owner for request in batch} | self._expected | self._away.keys()))
+            if not passes:
+                self._choose_way(len({request.owner for request in batch} | self._expected | self._away.keys()))
             for request in batch:
                 self._expected.add(request.owner)
                 self._queue(request.owner.turn)
                 if request.owner.turn.has:
                     request.owner.turn.wake()
+            if self._leader is None and self._waiting:
+                self._leader = self._waiting[-1]
             if self._leader is not None:
                 self._leader.owner.turn.wake()
 
-    def _forward(self, batch: Sequence[_Request]) -> None:
+    def _draft(self, batch: Sequence[_Pass]) -> None:
+        """Run draft passes, those of one head's weights in one call."""
+        self.passes += 1
+        first, *others = batch
+        if not others:
+            first.head.run(first.given)
+        elif all(request.head.is_like(first.head) for request in others):
+            first.head.run_lanes([request.given for request in batch])
+        else:
+            for request in batch:
+                request.head.run(request.given)
+
+    def _forward(self, batch: Sequence[_Rows]) -> None:
         before = self.lm.seconds
         self._run(batch)
         for request in batch:
             request.owner.spent += self.lm.seconds - before
 
-    def _run(self, batch: Sequence[_Request]) -> None:
+    def _run(self, batch: Sequence[_Rows]) -> None:
         self.forwards, self.rows = self.forwards + 1, self.rows + sum(len(request.tokens) for request in batch)
         if len(batch) == 1 or batch[0].cache.memory is not None:  # states of recurrent layers are one text's
             for one in batch:
@@ -297,7 +349,7 @@ class Gathering:
 
     @staticmethod
     def _hand_out(
-        batch: Sequence[_Request], states: Tensor | None, logits: Tensor | None, best: Successors | None
+        batch: Sequence[_Rows], states: Tensor | None, logits: Tensor | None, best: Successors | None
     ) -> None:
         row = rated = 0
         for request in batch:
@@ -322,6 +374,11 @@ class LaneTarget(NativeTarget):
         self.turn = _Turn()
         super().__init__(gathering.lm)
         self.runs = functools.partial(gathering.run, self)
+        self.joins_passes = False  # whether passes of its draft are run with those of other texts
+
+    def join(self, head: NativeHead) -> None:
+        """Run a head's passes with those of other texts."""
+        head.runs, self.joins_passes = functools.partial(self.gathering.run_pass, self, head), True
 
     def running(self) -> AbstractContextManager[None]:
         """Take the turn, unless this text has it: who takes its pieces at once keeps it from piece to piece."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 import time
@@ -17,16 +18,18 @@ from torch import Tensor
 from specengine import Engine
 from specengine.costs import PassCosts, SharedCosts
 from specengine.drafters import another
+from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool
 from specengine.errors import InputError
 from specengine.models import lanes
+from specengine.models.kv_cache import Rows
 from specengine.models.lanes import Gathering, LaneTarget
-from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget
+from specengine.models.native import WITH_PAIRS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
-from tests.toy import VOCABULARY, policy_for, random_tree, tiny
+from tests.toy import VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics": "integer"}}
@@ -92,6 +95,48 @@ def test_a_cache_off_by_one_slot_is_seen() -> None:
     right, wrong = together(lm, targets, trees), together(lm, targets, trees, off=1)
     assert not torch.equal(right[0], wrong[0])
     assert all(torch.equal(one, other) for one, other in zip(right[1:], wrong[1:], strict=True))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str) -> None:
+    if kind == "float32" and instructions in WITH_PAIRS:
+        pytest.skip("has no products in float32")
+    config, chance = head_config(), torch.Generator().manual_seed(4)
+    head = NativeHead(config, random_state(config), lm_of("llama", kind, instructions))
+    width = config.num_features * config.target_hidden_size
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=chance)
+
+    lanes = []
+    for lane, count in enumerate((1, 3, 20, 2)):
+        length = 5 * lane + 1
+        own = copy.copy(head)
+        own.cache.reserve(length + count)
+        own.cache.slab[:, :, :, :length] = normal(1, 2, 2, length, 8)
+        own.cache.slab[:, :, :, length:] = float("nan")
+        tree = random_tree(lane, count, VOCABULARY)
+        slot, live = torch.tensor([length]), torch.tensor([count], dtype=torch.int32)
+        rows = Rows(tree.tokens, tree.depths + length, tree.ancestors, slot, slot.int(), live)
+        features = normal(count, width) if lane % 2 else None
+        sources = torch.arange(count) // 2
+        out, logits = torch.full((count, 32), float("nan")), torch.full((1 if lane == 1 else count, 200), float("nan"))
+        lanes.append(HeadRows(rows, own.cache.slab, features, normal(count, 32), sources, out, logits))
+    kept = [lane.slab.clone() for lane in lanes]
+    for lane in lanes:
+        head.run(lane)
+    alone = [(lane.out.clone(), lane.logits.clone(), lane.slab.clone()) for lane in lanes]
+    for lane, slab in zip(lanes, kept, strict=True):
+        lane.slab.copy_(slab)
+        lane.out.fill_(float("nan"))
+        lane.logits.fill_(float("nan"))
+    head.run_lanes(lanes)
+    for lane, (out, logits, slab) in zip(lanes, alone, strict=True):
+        assert torch.isfinite(out).all()
+        assert torch.equal(lane.out, out)
+        assert torch.equal(lane.logits, logits)
+        assert torch.equal(lane.slab.nan_to_num(7.0), slab.nan_to_num(7.0))
 
 
 # ---- answers
@@ -229,6 +274,35 @@ def test_drafts_beside_share_no_state() -> None:
     assert second.table is not first.table
 
 
+def test_draft_passes_of_all_texts_are_run_together() -> None:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    head = NativeHead(config, random_state(config), lm)
+    engine = Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle"))
+    asked = prompts(6)
+    options = {"max_new_tokens": 24, "eos_token_id": []}
+    alone = [engine.generate(prompt, **options) for prompt in asked]
+    pool = Pool(engine, 3)
+    many = pool.generate(asked, **options)
+    assert [result.token_ids for result in many] == [result.token_ids for result in alone]
+    assert [result.stats.acceptance_histogram for result in many] == [r.stats.acceptance_histogram for r in alone]
+    passes = sum(result.stats.num_draft_passes for result in many)
+    assert 0 < pool.gathering.passes < passes
+    assert pool.gathering.forwards < sum(result.stats.num_spec_steps for result in many)
+
+
+def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    head = NativeHead(config, random_state(config), lm)
+    pool = Pool(Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle")), 3)
+    monkeypatch.setattr(NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        pool.generate(prompts(3), max_new_tokens=24, eos_token_id=[])
+    monkeypatch.undo()
+    assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
+
+
 def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
     costs = PassCosts("toy", {1: 2.0, 2: 2.5, 4: 3.5, 8: 5.5}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
     shared = costs.beside(3)
@@ -240,6 +314,9 @@ def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
         assert float(table.verify[nodes]) == pytest.approx(float(alone.verify[4]) + 4 * added)
     assert torch.allclose(table.draft[1:], 4 * alone.draft[1:])
     assert shared.overhead == pytest.approx(0.4)
+    joined = costs.beside(3, joined=True).table(4, 4, 0)
+    assert float(joined.draft[1]) == pytest.approx(float(costs.table(4, 4, 0).draft[4]))  # one pass of all four
+    assert torch.equal(joined.verify, table.verify)
 
 
 def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
