@@ -883,6 +883,9 @@ class Pool:
         self.memory = free_memory() // 2 if memory is None else memory
         self.gathering = Gathering(engine.target.lm)
         self.engines = [self._beside(engine) for _ in range(count)]
+        for other in self.engines[1:]:
+            if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
+                learn_with(self.engines[0].policy)
         self.waiting: set[Engine] = set()  # whose answers wait for room
         self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
         self._reserved: dict[Engine, int] = {}  # bytes of answers under way

@@ -38,6 +38,7 @@ SURE = 0.5  # stated probability of a free path by which a cycle may do without 
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
 
+SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
 PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
 DOUBT = 8.0  # tries that a prior counts for
 REST = (
@@ -67,6 +68,12 @@ class _State:
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         self.throughput = Throughput(*seconds, prices, recent, drafting, verified, torch.full_like(drafting, beside))
         ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
+
+    def share(self, other: _State) -> None:
+        """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
+        self.counts = self.counts._replace(**{name: getattr(other.counts, name) for name in SHARED})
+        self.throughput = self.throughput._replace(recent=other.throughput.recent)
         self.books = self.counts, self.notes, self.throughput
 
 
@@ -141,6 +148,7 @@ class Auto(TreePolicy):
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
+        self._lent: PerDevice[_State] | None = None  # of another one that it learns together with
 
     @property
     def capacity(self) -> int:
@@ -174,6 +182,14 @@ class Auto(TreePolicy):
         self._reprice()
         for state in self._state.values():
             state.counts.group.fill_(self._group)
+
+    def learn_with(self, other: Auto) -> None:
+        """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
+
+        So a node is drafted in the text where it promises most, over all texts.
+        """
+        self._lent = other._state
+        self._state.clear()
 
     # ---- a cycle
 
@@ -242,6 +258,8 @@ class Auto(TreePolicy):
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         state.counts.group.fill_(self._group)
+        if self._lent is not None:
+            state.share(self._lent[device])
         return state
 
     def _tables(self) -> CostTable:
