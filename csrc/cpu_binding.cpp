@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -52,8 +53,8 @@ cpu::Activation activation_of(const std::string& name) {
   throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh, clamped or relu");
 }
 
-cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
-  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger);
+cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics, cpu::QueryFactors queries = {}) {
+  return cpu::Rope(std::move(frequencies), factor, numerics == cpu::kInteger, std::move(queries));
 }
 
 const cpu::Kernels& kernels_of(const std::string& name, const std::string& numerics) {
@@ -85,15 +86,69 @@ cpu::Heads heads_of(const int64_t* sizes) {
   return heads;
 }
 
+void require_finite(float value, bool holds, const char* name, const char* accepted) {
+  if (!std::isfinite(value) || !holds) border::refuse(name, std::to_string(value), accepted);
+}
+
+// What few networks have, by name:
+//   query factors   of how many positions each is, and the factors
+//   layer norms     no numbers: norms of what attention, networks and the head read are centred
+//   parallel        no numbers: networks read what attention reads
+//   latent          the sizes of latent attention in the order of cpu::LatentSizes; heads are one of keys then
+using Traits = std::map<std::string, std::vector<double>>;
+
+void require_known(const Traits& traits) {
+  for (const auto& [name, numbers] : traits) {
+    const bool counted = name == "query factors" || name == "latent";
+    if (!counted && name != "layer norms" && name != "parallel")
+      throw std::invalid_argument("traits: got " + name + ", accepted query factors, layer norms, parallel, latent");
+    if (!counted) require(numbers.empty(), "numbers of a trait", static_cast<int64_t>(numbers.size()), "none");
+    for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
+  }
+}
+
+// Return a count that stands among a trait's numbers.
+int64_t count_of(const std::vector<double>& numbers, size_t at, const char* name, int64_t least) {
+  const double number = at < numbers.size() ? numbers[at] : -1.0;
+  const bool whole = number >= static_cast<double>(least) && number < static_cast<double>(kMostSize) &&
+                     number == static_cast<double>(static_cast<int64_t>(number));
+  require(whole, name, static_cast<int64_t>(number), "whole numbers from " + std::to_string(least) + " to 2^31 - 1");
+  return static_cast<int64_t>(number);
+}
+
+cpu::LatentSizes latent_of(const Traits& traits, const cpu::Heads& heads) {
+  const auto found = traits.find("latent");
+  if (found == traits.end()) return {};
+  const std::vector<double>& numbers = found->second;
+  require(numbers.size() == 6, "latent", static_cast<int64_t>(numbers.size()), "5 sizes and an epsilon");
+  cpu::LatentSizes of;
+  int64_t* const sizes[] = {&of.rank, &of.plain, &of.turned, &of.value, &of.query_rank};
+  for (size_t i = 0; i < 5; ++i) {
+    *sizes[i] = count_of(numbers, i, "sizes of latent attention", i < 4 ? 1 : 0);
+    require(*sizes[i] % 2 == 0, "sizes of latent attention", *sizes[i], "even numbers");
+  }
+  of.eps = static_cast<float>(numbers[5]);
+  require(of.rank % cpu::kDepth == 0, "channels of a latent", of.rank, "a multiple of 32");
+  require(heads.keys == 1 && heads.size == of.rank + of.turned, "head size", heads.size,
+          "one key-value head, of a latent and what is turned");
+  return of;
+}
+
+cpu::QueryFactors queries_of(const Traits& traits) {
+  const auto found = traits.find("query factors");
+  if (found == traits.end()) return {};
+  const std::vector<double>& numbers = found->second;
+  cpu::QueryFactors queries{count_of(numbers, 0, "positions of a factor on queries", 1), {}};
+  require(numbers.size() >= 2, "query factors", static_cast<int64_t>(numbers.size()) - 1, "1 or more");
+  for (size_t i = 1; i < numbers.size(); ++i) queries.factors.push_back(static_cast<float>(numbers[i]));
+  return queries;
+}
+
 // Each turns two channels of a head.
 void require_frequencies(const std::vector<float>& frequencies, int64_t least, const cpu::Heads& heads) {
   const auto count = static_cast<int64_t>(frequencies.size());
   require(count >= least && count <= heads.size / 2, "frequencies", count,
           least == heads.size / 2 ? "half the head size" : "1 to half the head size");
-}
-
-void require_finite(float value, bool holds, const char* name, const char* accepted) {
-  if (!std::isfinite(value) || !holds) border::refuse(name, std::to_string(value), accepted);
 }
 
 // numbers: epsilon of the norms, scale of attention's scores or 0 for the common one, and factors on embeddings and on what
@@ -109,7 +164,8 @@ cpu::Shape shape_of(const std::vector<int64_t>& sizes, const std::string& activa
 }
 
 // How layers with experts choose them: by softmax or sigmoid, either behind `normalised ` or not; how many a row uses, in how
-// many groups they are and how many of these are kept; the least sum of their weights, and the factor on these.
+// many groups they are, how many of these are kept, and by how many of their best, 1 or 2; the least sum of their weights,
+// and the factor on these.
 using Choice = std::tuple<std::string, std::vector<int64_t>, std::vector<float>>;
 
 cpu::Routing routing_of(const Choice& given) {
@@ -118,11 +174,12 @@ cpu::Routing routing_of(const Choice& given) {
   const std::string kind = normalised ? scores.substr(11) : scores;
   if (kind != "softmax" && kind != "sigmoid")
     throw std::invalid_argument("scores: got " + scores + ", accepted softmax or sigmoid, with or without normalised");
-  require(counts.size() == 3, "routing", static_cast<int64_t>(counts.size()), "3 counts");
+  require(counts.size() == 4, "routing", static_cast<int64_t>(counts.size()), "4 counts");
+  require(counts[3] == 1 || counts[3] == 2, "best experts of a group", counts[3], "1 or 2");
   require(numbers.size() == 2, "routing", static_cast<int64_t>(numbers.size()), "2 numbers");
   require_finite(numbers[0], numbers[0] >= 0.0f, "least weight", "0 or more");
   require_finite(numbers[1], true, "factor of experts", "a finite number");
-  return {counts[0], kind == "sigmoid", normalised, numbers[0], numbers[1], counts[1], counts[2]};
+  return {counts[0], kind == "sigmoid", normalised, numbers[0], numbers[1], counts[1], counts[2], counts[3]};
 }
 
 // Of each layer the table of positions, -1 for none, and its window, 0 for none.
@@ -276,7 +333,7 @@ struct LaneOf {
 LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle slab,
                  int64_t layers) {
   LaneOf lane{rows_of(positions, prefix, start, seen), {}};
-  lane.slab = take_slab(slab, model.decoder.attending(layers), model.decoder.shape().heads, lane.rows);
+  lane.slab = take_slab(slab, model.decoder.kept(layers), model.decoder.shape().heads, lane.rows);
   return lane;
 }
 
@@ -510,14 +567,23 @@ PYBIND11_MODULE(_cpu, module) {
                        const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
                        const std::vector<std::pair<std::vector<float>, float>>& ropes,
                        const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing,
-                       const std::vector<int64_t>& recurrence) {
+                       const std::vector<int64_t>& recurrence, const Traits& traits) {
+        require_known(traits);
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
         shape.recurrence = recurrence_of(recurrence);
+        shape.latent = latent_of(traits, shape.heads);
+        for (const bool beside : {!recurrence.empty(), traits.count("query factors") != 0})
+          require(!shape.latent.rank || !beside, "latent", shape.latent.rank, "none beside recurrence or query factors");
+        shape.centred = traits.count("layer norms") != 0;
+        shape.parallel = traits.count("parallel") != 0;
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           require_frequencies(frequencies, 1, shape.heads);
-          tables.push_back(rope(frequencies, factor, numerics));
+          if (shape.latent.rank)
+            require(2 * static_cast<int64_t>(frequencies.size()) <= shape.latent.turned, "frequencies",
+                    static_cast<int64_t>(frequencies.size()), "at most half of what is turned");
+          tables.push_back(rope(frequencies, factor, numerics, queries_of(traits)));
         }
         const std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
         const cpu::Weights& known = given(weights);

@@ -872,8 +872,8 @@ class Pool:
     begins once the caches have room for it to the end; those of ended answers are kept until then.
 
     engine: stays usable by itself; count: texts at once; memory: bytes that the target's caches of all texts may take,
-    by default half of what is free. InputError for another target than the native forward, a draft that serves one text
-    alone, or a text that has no room even alone.
+    besides some hundred tokens of each that has none, by default half of what is free. InputError for another target
+    than the native forward, a draft that serves one text alone, or a text that has no room even alone.
     """
 
     def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
@@ -896,7 +896,9 @@ class Pool:
     def place(self, engine: Engine, tokens: int) -> Iterator[None]:
         """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first."""
         target = cast(LaneTarget, engine.target)
-        need = tokens * target.slot_bytes
+        if (need := target.bytes_of(tokens)) > self.memory:
+            target.forget()
+            need = target.bytes_of(tokens)
         if need > self.memory:
             raise InputError(
                 f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "

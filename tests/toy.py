@@ -326,6 +326,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_inner": 48}),
 }
+MINISTRAL: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
@@ -340,6 +359,44 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 2,
         },
     ),
+    "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
+    "cohere2": (
+        "Cohere2",
+        {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {key: value for key, value in MINISTRAL.items() if key != "llama_4_scaling_beta"},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "v_head_dim": 20},
+    ),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 24}),
     "ernie4_5": ("Ernie4_5", {**_GROUPED, "tie_word_embeddings": False}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
@@ -357,6 +414,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
     ),
+    "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 16}),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -419,6 +477,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 2,
         },
     ),
+    "ministral3": ("Ministral3", {**_GROUPED, "rope_parameters": MINISTRAL}),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "lfm2": (
         "Lfm2",

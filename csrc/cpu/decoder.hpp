@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/gated_delta.hpp"
+#include "cpu/latent.hpp"
 #include "cpu/layer.hpp"
 #include "cpu/mamba2.hpp"
 #include "cpu/pace.hpp"
@@ -105,12 +106,40 @@ class Weights {
     return found;
   }
 
-  // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention. A layer has one of them,
-  // or a network, or both.
-  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false) const {
+  // Return the norm of a width, a layer norm where it is centred; without weights if there is none.
+  Norm norm(const std::string& name, int64_t width, bool centred = false) const {
+    return {vector(name + ".weight", width), vector(name + ".bias", width), centred};
+  }
+
+  // Return the latent attention of a layer, without what is behind it.
+  Latent latent(const std::string& prefix, const Heads& heads, const LatentSizes& sizes, int64_t hidden) const {
+    Latent found;
+    if (sizes.query_rank) {
+      found.q_a = matrix(prefix + "q_a_proj", sizes.query_rank, hidden);
+      found.q_norm = needed(prefix + "q_a_norm.weight", sizes.query_rank);
+    }
+    found.q_b = matrix(prefix + "q_proj", heads.queries * sizes.query(), sizes.query_rank ? sizes.query_rank : hidden);
+    found.kv_a = matrix(prefix + "kv_a_proj", sizes.rank + sizes.turned, hidden);
+    found.norm = needed(prefix + "kv_a_norm.weight", sizes.rank);
+    for (int64_t head = 0; head < heads.queries; ++head) {
+      found.keys.push_back(matrix(prefix + "k_b." + std::to_string(head), sizes.rank, sizes.plain));
+      found.values.push_back(matrix(prefix + "v_b." + std::to_string(head), sizes.value, sizes.rank));
+      if (found.keys.back().kind != found.keys[0].kind || found.values.back().kind != found.values[0].kind)
+        throw std::invalid_argument(prefix + "k_b: heads are stored as different kinds");
+    }
+    return found;
+  }
+
+  // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention; of: sizes of latents, if
+  // attention is over such. A layer has attention, a mixer or a network, or a network behind one of the others.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false,
+              const LatentSizes& of = {}) const {
     Layer one;
-    const bool feeds = has(prefix + "mlp.router") || has(prefix + "mlp.up_proj");
-    if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
+    const bool feeds = has(prefix + "mlp.router") || has(prefix + "mlp.up_proj") || has(prefix + "mlp.gate_proj");
+    if (of.rank) {
+      one.latent = latent(prefix + "self_attn.", heads, of, hidden);
+      one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * of.value);
+    } else if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
       one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
       one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
@@ -121,8 +150,8 @@ class Weights {
     }
     one.experts = experts(prefix + "mlp.", hidden);
     if (feeds && !one.experts.any()) one.network = network(prefix + "mlp.", hidden);
-    one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
-    one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
+    one.input_norm = norm(prefix + "input_layernorm", hidden);
+    one.post_norm = norm(prefix + "post_attention_layernorm", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
     one.network_norm = vector(prefix + "mlp_output_norm.weight", hidden);
     one.sinks = vector(prefix + "self_attn.sinks", heads.queries);
@@ -132,11 +161,12 @@ class Weights {
     return one;
   }
 
+  // Either of the matrices that read the rows may be missing.
   Network network(const std::string& prefix, int64_t hidden) const {
     Network found;
     if (has(prefix + "gate_proj")) found.gate = matrix(prefix + "gate_proj", 0, hidden);
-    found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
-    found.down = matrix(prefix + "down_proj", hidden, found.up.outputs);
+    if (has(prefix + "up_proj") || !found.gate.panels) found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
+    found.down = matrix(prefix + "down_proj", hidden, found.wide().outputs);
     return found;
   }
 
@@ -247,6 +277,9 @@ struct Shape {
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
   Recurrence recurrence = {};  // of the layers without attention; their number is found
+  bool centred = false;        // norms of what attention, networks and the head read are layer norms
+  bool parallel = false;       // networks read what attention reads
+  LatentSizes latent = {};     // of all layers, or of none; heads are one of keys then, of a latent and what is turned
 };
 
 // Where the layers of a network differ.
@@ -263,13 +296,16 @@ class Decoder {
       : shape_(shape), ropes_(std::move(ropes)), space_(kernels, windows_of(places)),
         embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
         head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
-        norm_(weights.needed("model.norm.weight", shape.hidden)) {
+        norm_(weights.norm("model.norm", shape.hidden, shape.centred)) {
+    weights.needed("model.norm.weight", shape.hidden);
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
-      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, mixer));
+      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, mixer, shape.latent));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
+      layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
+      layers_.back().parallel = shape.parallel;
       layers_.back().rope = places[static_cast<size_t>(i)].rope;
       layers_.back().window = places[static_cast<size_t>(i)].window;
       require_routing(layers_.back().experts, shape.form.routing);
@@ -279,7 +315,7 @@ class Decoder {
 
   // Keys and values of one lane.
   struct Slab {
-    void* data;  // [layers with attention][2][key-value heads][capacity][head size]
+    void* data;  // [layers with attention][2][key-value heads][capacity][head size]; of latents [layers][capacity][size]
     int64_t capacity;
   };
 
@@ -339,6 +375,10 @@ class Decoder {
   int64_t attending(int64_t layers) const {
     return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.attends(); });
   }
+  // Return how many layers of keys and values that is: two layers' latents stand in the place of one layer's.
+  int64_t kept(int64_t layers) const {
+    return shape_.latent.rank ? (attending(layers) + 1) / 2 : attending(layers);
+  }
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
@@ -363,7 +403,9 @@ class Decoder {
     const int64_t hidden = shape_.hidden;
     space_.prepare(call.lanes, hidden, shape_.heads, ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
-    const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
+    const bool latent = shape_.latent.rank;
+    const Input attended =
+        space_.input(space_.second, shape_.heads.queries * (latent ? shape_.latent.value : shape_.heads.size));
     const Input gated = space_.input(space_.third, widest_ * kOutputs);
     Leaders leaders{call.count};
     leaders.most = most_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
@@ -381,6 +423,8 @@ class Decoder {
       embed(team, call.tokens);
       std::vector<Cache> caches(call.lanes.size());
       LayerRun run(team, space_, shape_.heads, call.lanes, shape_.form);
+      std::unique_ptr<LatentRun> latents;
+      if (latent) latents = std::make_unique<LatentRun>(team, space_, run, shape_.heads, shape_.latent, latent_);
       int64_t attending = 0, mixing = 0;  // layers so far
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
@@ -395,7 +439,12 @@ class Decoder {
           for (size_t lane = 0; lane < caches.size(); ++lane)
             caches[lane] = cache_of(call.slabs[lane], attending, call.half);
           ++attending;
-          run.run(layer, caches.data(), in, attended, in, gated);
+          if (latents)
+            latents->attend_rows(layer, caches.data(), in, attended);
+          else
+            run.attend_rows(layer, caches.data(), in, attended);
+          run.add_rows(layer, attended);
+          run.feed_rows(layer, in, gated);
         } else {
           run.feed_rows(layer, in, gated);
         }
@@ -412,8 +461,9 @@ class Decoder {
 
   // Keys and values of the `place`-th layer that has them.
   Cache cache_of(const Slab& slab, int64_t place, bool half) const {
-    const int64_t bytes = 2 * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
-    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half};
+    const bool shared = shape_.latent.rank;
+    const int64_t bytes = (shared ? 1 : 2) * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
+    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half, shared};
   }
 
   int64_t mixers_width() const {
@@ -479,12 +529,13 @@ class Decoder {
   mutable Workspace space_;
   Paces paces_;
   const Matrix embedding_, head_;
-  const float* norm_;
+  const Norm norm_;
   std::vector<Layer> layers_;
   int64_t widest_ = 1;  // panels of gates
   std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention
   Lineage lineage_;
   MixerScratch scratch_;
+  LatentScratch latent_;
   Buffer<float> most_, normed_;
   Buffer<int32_t> at_;
 };

@@ -22,15 +22,17 @@ struct Routing {
   bool sigmoid = false;          // scores are sigmoids of the router's logits, else their softmax
   bool normalised = false;       // weights are divided by their sum, and that is `least` or more
   float least = 0.0f, factor = 1.0f;  // weights are multiplied by the factor
-  int64_t groups = 1, kept = 1;  // experts of the `kept` groups alone are chosen whose two best are the best
+  int64_t groups = 1, kept = 1;  // experts of the `kept` groups alone are chosen whose `rated` best are the best
+  int64_t rated = 2;             // 1 or 2
 };
 
-// A feed-forward network. Without gates, of no panels, its activation is that of the products by `up`.
+// A feed-forward network: down(activation(gate(x)) * up(x)). Without panels of `up` it is down(activation(gate(x))), without
+// those of `gate` down(activation(up(x)) * up(x)).
 struct Network {
   Matrix gate, up, down;
 
   const Matrix& wide() const { return gate.panels ? gate : up; }
-  int count() const { return gate.panels ? 2 : 1; }  // of matrices that read the input
+  int count() const { return gate.panels && up.panels ? 2 : 1; }  // of matrices that read the input
 };
 
 struct Experts {
@@ -194,7 +196,7 @@ class ExpertsRun {
           else if (one > second)
             second = one;
         }
-        const float sum = size > 1 ? first + second : first;
+        const float sum = size > 1 && routing_.rated > 1 ? first + second : first;
         if (worst < 0 || sum <= least) worst = g, least = sum;
       }
       groups |= uint64_t{1} << worst;

@@ -33,14 +33,41 @@ struct Heads {
   int64_t channels() const { return (queries + 2 * keys) * size; }
 };
 
+// Sizes of latent attention (latent.hpp). rank: channels of a latent; plain, turned: of a head's query, of which the key
+// has the second; value: of a head's value; query_rank: of what queries are made of, 0 where that is the rows.
+struct LatentSizes {
+  int64_t rank = 0, plain = 0, turned = 0, value = 0, query_rank = 0;
+  float eps = 0.0f;  // of its norms
+
+  int64_t query() const { return plain + turned; }
+};
+
+// Hold the parts of latent attention. Without panels of q_a, q_b reads the rows.
+struct Latent {
+  Matrix q_a, q_b, kv_a;
+  std::vector<Matrix> keys, values;  // of each head: [rank][plain], [value][rank]
+  const float *q_norm = nullptr, *norm = nullptr;  // [query rank], [rank]: of latents
+};
+
+// A norm of hidden states, [hidden] each: an RMS norm or, where it is centred, a layer norm. Without weights there is none.
+struct Norm {
+  Norm(const float* weight = nullptr, const float* bias = nullptr, bool centred = false)
+      : weight(weight), bias(bias), centred(centred) {}
+
+  const float *weight, *bias;  // the bias may be null
+  bool centred;                // the mean of a row's channels is subtracted before
+};
+
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
   Matrix q, k, v, o;
+  Latent latent;    // where there is one: instead of q, k and v
   Network network;
   Experts experts;  // where there are any: instead of the network
   Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
-  const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
-  const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
+  Norm input_norm, post_norm;  // of what attention and the network read
+  const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: RMS norms of what they add
+  bool parallel = false;       // the network reads what attention reads
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
   const float* sinks = nullptr;  // [query heads]: scores beside those of slots
   bool whole_norms = false;
@@ -49,8 +76,8 @@ struct Layer {
 
   static constexpr int kNone = -1;
 
-  bool attends() const { return q.panels; }
-  bool feeds() const { return network.up.panels || experts.any(); }
+  bool attends() const { return q.panels || latent.q_b.panels; }
+  bool feeds() const { return network.down.panels || experts.any(); }
 };
 
 // How all layers of a network compute.
@@ -67,12 +94,25 @@ struct Form {
   }
 };
 
+// Factors on turned queries: the first one below position `every`, the next one below twice that, and so on; the last one
+// holds for all positions behind. None: queries stay as they are.
+struct QueryFactors {
+  int64_t every = 0;
+  std::vector<float> factors;
+
+  float at(int64_t position) const {
+    return factors[static_cast<size_t>(std::min(position / every, static_cast<int64_t>(factors.size()) - 1))];
+  }
+};
+
 // Rotary positions: frequencies and a factor, as transformers' rope initialisation gives them. exact: with angles.hpp's
 // cosines and sines, which no library chooses.
 class Rope {
  public:
-  Rope(std::vector<float> frequencies, float factor, bool exact = false)
-      : frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
+  Rope(std::vector<float> frequencies, float factor, bool exact = false, QueryFactors queries = {})
+      : queries(std::move(queries)), frequencies_(std::move(frequencies)), factor_(factor), exact_(exact) {}
+
+  QueryFactors queries;
 
   int64_t half() const { return static_cast<int64_t>(frequencies_.size()); }
 
@@ -122,14 +162,15 @@ struct Rows {
   int64_t slot_of(int64_t row) const { return start + row - first; }
 };
 
-// Keys and values of one layer: [2][key-value heads][capacity][head size].
+// Keys and values of one layer: [2][key-value heads][capacity][head size]; one of these where they are the same numbers.
 struct Cache {
   void* data = nullptr;
   int64_t capacity = 0;
-  bool half = false;  // bfloat16, else float
+  bool half = false;    // bfloat16, else float
+  bool shared = false;  // keys are values
 
   void* plane(int64_t which, int64_t head, const Heads& heads) const {
-    const int64_t slots = (which * heads.keys + head) * capacity;
+    const int64_t slots = ((shared ? 0 : which) * heads.keys + head) * capacity;
     return static_cast<char*>(data) + slots * heads.size * (half ? 2 : 4);
   }
 };
@@ -140,10 +181,11 @@ struct ThreadScratch {
   Buffer<float> sums, floats;
 };
 
-// The cosines and sines of a forward's rows: [tiles][half][16].
+// The cosines and sines of a forward's rows, [tiles][half][16], and the factors on queries, [tiles][16] where there are any.
 struct Turns {
   int64_t half = 0;
-  Buffer<float> cosines, sines;
+  bool scales = false;
+  Buffer<float> cosines, sines, factors;
 };
 
 // Queries of a key-value head side by side, row by row: up to 16 of one tile. Its slots are counted from `base` on.
@@ -245,9 +287,13 @@ class Workspace {
     turns.half = half;
     float* cosines = turns.cosines.reserve(static_cast<size_t>(tiles * half * kRows));
     float* sines = turns.sines.reserve(static_cast<size_t>(tiles * half * kRows));
+    turns.scales = rope.queries.every > 0;
+    float* factors = turns.factors.reserve(static_cast<size_t>(turns.scales ? tiles * kRows : 0));
     for (const Rows& given : lanes)
       for (int64_t r = given.first; r < given.first + given.count; ++r) {
-        const float* from = rope.at(given.positions[r - given.first]);
+        const int64_t position = given.positions[r - given.first];
+        if (turns.scales) factors[r] = rope.queries.at(position);
+        const float* from = rope.at(position);
         const int64_t to = r / kRows * half * kRows + r % kRows;
         for (int64_t i = 0; i < half; ++i) {
           cosines[to + i * kRows] = from[i];
@@ -358,15 +404,44 @@ inline void copy_tiles(const Team& team, const Workspace& space, const float* st
   });
 }
 
-// RMSNorm of states, [tiles][channels][16], into an input, and where wanted as float. Without weights they are copied.
-inline void norm_tiles(const Team& team, const Workspace& space, const float* states, const float* weight,
-                       int64_t channels, float eps, const Input& out, float* plain = nullptr) {
-  if (!weight) return copy_tiles(team, space, states, channels, out);
+// Subtracts from each row the mean of its channels, [channels][16]. Each sum is one of all channels in their order.
+inline void centre(const float* states, int64_t channels, float* to) {
+  float means[kRows] = {};
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) means[lane] += states[c * kRows + lane];
+  for (float& mean : means) mean /= static_cast<float>(channels);
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) to[c * kRows + lane] = states[c * kRows + lane] - means[lane];
+}
+
+// A layer norm of a tile: an RMS norm of what is centred. room: [channels][16].
+inline void norm_centred(const Kernels& kernels, const float* states, const Norm& norm, int64_t channels, float eps,
+                         float* room, const Input& out, int64_t tile, float* plain) {
+  centre(states, channels, room);
+  if (!norm.bias) return kernels.norm(room, norm.weight, channels, eps, &out, tile, 0, plain);
+  kernels.norm(room, norm.weight, channels, eps, nullptr, 0, 0, room);
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t lane = 0; lane < kRows; ++lane) room[c * kRows + lane] += norm.bias[c];
+  kernels.copy(room, channels, out, tile, 0);
+  if (plain) std::copy_n(room, channels * kRows, plain);
+}
+
+// The norm of states, [tiles][channels][16], into an input, and where wanted as float. Without weights they are copied.
+inline void norm_tiles(const Team& team, Workspace& space, const float* states, const Norm& norm, int64_t channels,
+                       float eps, const Input& out, float* plain = nullptr) {
+  if (!norm.weight) return copy_tiles(team, space, states, channels, out);
   team.each(space.tiles, 1, [&](Pieces& pieces) {
     while (pieces.next())
       for (int64_t t = pieces.first; t < pieces.last; ++t) {
         const int64_t at = t * channels * kRows;
-        space.kernels.norm(states + at, weight, channels, eps, &out, t, 0, plain ? plain + at : nullptr);
+        float* wanted = plain ? plain + at : nullptr;
+        if (!norm.centred) {
+          space.kernels.norm(states + at, norm.weight, channels, eps, &out, t, 0, wanted);
+          continue;
+        }
+        Buffer<float>& room = space.threads[static_cast<size_t>(pieces.index())].floats;
+        norm_centred(space.kernels, states + at, norm, channels, eps, room.reserve(static_cast<size_t>(channels * kRows)),
+                     out, t, wanted);
       }
   });
 }
@@ -443,13 +518,61 @@ class LayerRun {
   // Adds attention, or what stands in its place.
   void add_rows(const Layer& layer, const Input& attended) { add(layer.o, attended, layer.attention_norm); }
 
-  // Adds the network, or the experts, if there are any.
+  // Adds the network, or the experts, if there are any. normed: room for what that reads; where it is parallel to
+  // attention, it holds that already.
   void feed_rows(const Layer& layer, const Input& normed, const Input& gated) {
     if (!layer.feeds()) return;
-    norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
+    if (!layer.parallel) norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
     if (layer.experts.any()) return mix(layer, normed);
     feed_forward(layer, normed, gated);
     add(layer.network.down, gated, layer.network_norm);
+  }
+
+  void rotate(const Turns& turns, int64_t tile, float* states) {
+    const int64_t at = tile * turns.half * kRows;
+    space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
+  }
+
+  // Writes a head of a tile's rows into the caches of their lanes.
+  void write_all(const Cache* caches, bool value, int64_t head, int64_t tile, const float* states) {
+    for (size_t lane = 0; lane < lanes_.size(); ++lane) write(lanes_[lane], caches[lane], value, head, tile, states);
+  }
+
+  // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
+  // first; within windows, which are about as long, those that begin first.
+  void attend(const Layer& layer, const Cache* caches, const Input& attended) {
+    const Sight& sight = space_.sight(layer.window);
+    team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
+      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
+      const int64_t size = heads_.size;
+      AttendTask task;
+      task.per_row = heads_.groups();
+      task.scale = form_.scale_of(heads_);
+      task.half = caches[0].half;
+      task.size = size;
+      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
+      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
+      task.out = &attended;
+      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
+      size_t lane = 0;
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          if (i < heads_.keys * sight.parts[lane].first) lane = 0;  // another thread's share, from before one's own
+          while (i >= heads_.keys * (sight.parts[lane].first + sight.parts[lane].count)) ++lane;
+          const Part& part = sight.parts[lane];
+          const int64_t own = i - heads_.keys * part.first, head = own / part.count, at = own % part.count;
+          const Group& group = sight.groups[static_cast<size_t>(part.first + (layer.window ? at : part.count - 1 - at))];
+          const int64_t base = (group.base - part.base) / kChunk, key = static_cast<int64_t>(lane) * heads_.keys + head;
+          if (key != of || base < begun || base > turned) begun = turned = base;
+          of = key;
+          int64_t there = turned - base;
+          task.turned = &there;
+          task.chunks = chunks + base * kChunk * size;
+          task.step = sight.steps.data() + group.step;
+          attend_group(task, caches[lane], head, group, layer.sinks);
+          turned = std::max(turned, base + there);
+        }
+    });
   }
 
  private:
@@ -529,14 +652,15 @@ class LayerRun {
       if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
       if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
     }
-    if (query) return;
-    for (size_t lane = 0; lane < lanes_.size(); ++lane)
-      write(lanes_[lane], caches[lane], value, (head - heads_.queries) % heads_.keys, tile, states);
+    if (!query) return write_all(caches, value, (head - heads_.queries) % heads_.keys, tile, states);
+    if (layer.rope != Layer::kNone && space_.turns(layer.rope).scales) scale(space_.turns(layer.rope), tile, states);
   }
 
-  void rotate(const Turns& turns, int64_t tile, float* states) {
-    const int64_t at = tile * turns.half * kRows;
-    space_.kernels.rotate(states, turns.cosines.data() + at, turns.sines.data() + at, 2 * turns.half);
+  void scale(const Turns& turns, int64_t tile, float* states) {
+    const int64_t live = std::min<int64_t>(space_.rows - tile * kRows, kRows);
+    const float* factors = turns.factors.data() + tile * kRows;
+    for (int64_t c = 0; c < heads_.size; ++c)
+      for (int64_t lane = 0; lane < live; ++lane) states[c * kRows + lane] *= factors[lane];
   }
 
   // The rows of one lane in a tile, if there are any.
@@ -546,43 +670,6 @@ class LayerRun {
     if (count <= 0) return;
     char* to = static_cast<char*>(cache.plane(value, head, heads_)) + rows.slot_of(row) * bytes;
     space_.kernels.write(states + (row - begin), heads_.size, count, to, heads_.size, cache.half);
-  }
-
-  // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
-  // first; within windows, which are about as long, those that begin first.
-  void attend(const Layer& layer, const Cache* caches, const Input& attended) {
-    const Sight& sight = space_.sight(layer.window);
-    team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
-      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
-      const int64_t size = heads_.size;
-      AttendTask task;
-      task.per_row = heads_.groups();
-      task.scale = form_.scale_of(heads_);
-      task.half = caches[0].half;
-      task.size = size;
-      task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
-      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
-      task.out = &attended;
-      int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
-      size_t lane = 0;
-      while (pieces.next())
-        for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          if (i < heads_.keys * sight.parts[lane].first) lane = 0;  // another thread's share, from before one's own
-          while (i >= heads_.keys * (sight.parts[lane].first + sight.parts[lane].count)) ++lane;
-          const Part& part = sight.parts[lane];
-          const int64_t own = i - heads_.keys * part.first, head = own / part.count, at = own % part.count;
-          const Group& group = sight.groups[static_cast<size_t>(part.first + (layer.window ? at : part.count - 1 - at))];
-          const int64_t base = (group.base - part.base) / kChunk, key = static_cast<int64_t>(lane) * heads_.keys + head;
-          if (key != of || base < begun || base > turned) begun = turned = base;
-          of = key;
-          int64_t there = turned - base;
-          task.turned = &there;
-          task.chunks = chunks + base * kChunk * size;
-          task.step = sight.steps.data() + group.step;
-          attend_group(task, caches[lane], head, group, layer.sinks);
-          turned = std::max(turned, base + there);
-        }
-    });
   }
 
   void attend_group(AttendTask& task, const Cache& cache, int64_t head, const Group& group, const float* sinks) {
@@ -655,12 +742,13 @@ class LayerRun {
       const int64_t size = space_.tiles * kOutputs * kRows;
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
-      uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(network.up.blocks, space_.tiles)));
-      space_.kernels.prepare(network.wide(), in, space_.rows, scratch);
-      if (network.up.kind != network.wide().kind) space_.kernels.prepare(network.up, in, space_.rows, scratch);
-      const Matrix* matrices[2] = {&network.wide(), &network.up};
+      uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(network.wide().blocks, space_.tiles)));
       const int count = network.count();
-      float* to[2] = {sums, count == 2 ? sums + size : sums};
+      space_.kernels.prepare(network.wide(), in, space_.rows, scratch);
+      if (count == 2 && network.up.kind != network.gate.kind) space_.kernels.prepare(network.up, in, space_.rows, scratch);
+      const Matrix* matrices[2] = {&network.wide(), &network.up};
+      float* to[2] = {sums, network.gate.panels ? sums + size : sums};
+      if (network.gate.panels && count == 1) std::fill_n(to[1], size, 1.0f);
       while (pieces.next())
         for (int64_t panel = pieces.first; panel < pieces.last; ++panel) {
           const int64_t panels[2] = {panel, panel};

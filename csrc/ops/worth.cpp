@@ -346,7 +346,8 @@ bool is_covered(const spec::FreeNodes& free, const std::vector<Rated>& rated, co
   }
   double share = 0, gain = 0;
   for (int64_t place = 0; place < spec::kPlaces; ++place) share += counts.profile[place];
-  for (int64_t level = 0; level <= *std::max_element(depths.begin(), depths.end()); ++level) {
+  const auto deepest = std::min(*std::max_element(depths.begin(), depths.end()), static_cast<int64_t>(depths.size()) - 1);
+  for (int64_t level = 0; level <= deepest; ++level) {  // one node more is one level more at most
     double chances = 0;
     for (size_t i = 0; i < depths.size(); ++i)
       if (depths[i] == level) chances += missed[i];

@@ -543,6 +543,7 @@ class GGUFSource(Source):
             kind = stored[0].kind
             packed = kind in self.blocks and kind in blocks and len(shape) > 1
             packed = packed and gguf.column_order(self.config, stored[0].name) is None
+            packed = packed and not (len(stored) > 1 and gguf.is_of_latents(stored[0].name))
             if packed and all(other.kind == kind for other in stored):
                 order = self._order(name, stored)
                 shape = gguf.turned(self.config, shape)
@@ -586,6 +587,8 @@ class GGUFSource(Source):
         parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
         if len(parts) == 1:
             found = parts[0]
+        elif gguf.is_of_latents(stored[0]):  # of each head the matrix of keys, turned, and that of values
+            found = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
         elif not gguf.is_stack(stored[0]):
             order = self._order(name, [self.file.tensors[one] for one in stored])
             found = torch.cat(parts)

@@ -125,7 +125,8 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": key} if key else {}))
         return frequencies.to(torch.float32), float(scale)
     part = given.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
-    size = int(family_of(config).shape(config).head_dim * part)
+    family = family_of(config)
+    size = int(family.attention_of(config).turnable(family.shape(config)) * part)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     return 1.0 / given["rope_theta"] ** powers, 1.0
 
@@ -159,8 +160,8 @@ def refuse_config(config: PretrainedConfig) -> None:
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
     pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
-    mixers = [layer.mixer for layer in family.layers_of(config) if layer.mixer is not None]
-    refused = next((mixer.refused for mixer in mixers if mixer.refused), "")
+    blocks = [layer.first for layer in family.layers_of(config)]
+    refused = next((block.refused for block in blocks if block is not None and block.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,

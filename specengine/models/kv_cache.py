@@ -47,7 +47,7 @@ class KVCache:
         shapes: Shapes | None = None,
     ) -> None:
         self.shapes = shapes
-        shape = (layers, 2, heads, _rounded(capacity), head_size)
+        shape = (layers, 2, heads, rounded(capacity), head_size)
         self.slab = torch.empty(shape, dtype=dtype, device=device)
         self.filled = torch.zeros(1, dtype=torch.int32, device=device)
         self.places: Tensor | None = None  # positions by slot, of scratch, where a model's windows need them
@@ -87,7 +87,7 @@ class KVCache:
         if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
             return
         layers, two, heads, _, head_size = self.slab.shape
-        length, slab = self.length, self.slab.new_empty(layers, two, heads, _rounded(capacity), head_size)
+        length, slab = self.length, self.slab.new_empty(layers, two, heads, rounded(capacity), head_size)
         slab[:, :, :, :length] = self.slab[:, :, :, :length]
         self.slab = slab
 
@@ -155,7 +155,8 @@ def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     return rows[0, 0, :, : heads * size].unflatten(-1, shape).transpose(0, 1)[None]
 
 
-def _rounded(capacity: int) -> int:
+def rounded(capacity: int) -> int:
+    """Return how many slots a cache of at least so many has."""
     return -(-capacity // GRANULE) * GRANULE
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specengine.models import Successors, common_prefix
-from specengine.models.kv_cache import KVCache
+from specengine.models.kv_cache import KVCache, rounded
 from specengine.models.native import PREFILL_ROWS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 
@@ -423,6 +423,10 @@ class LaneTarget(NativeTarget):
     def slot_bytes(self) -> int:
         """The bytes that a token takes in the cache."""
         return self.cache.slab.nbytes // self.cache.slab.shape[3]
+
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes of a cache with room for so many tokens; those of this one if it has more."""
+        return max(rounded(tokens) * self.slot_bytes, self.cache.nbytes)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         super().commit(tree, path)

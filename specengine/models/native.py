@@ -27,7 +27,7 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Latent, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -204,7 +204,8 @@ class NativeLM:
 
     def new_cache(self, capacity: int) -> KVCache:
         family = family_of(self.config)
-        sizes = family.attends(self.config), self.shape.kv_heads, self.shape.head_dim, capacity
+        layers = family.attends(self.config)
+        sizes = *family.attention_of(self.config).cache(self.shape, layers), capacity
         if not family.recurrence(self.config):
             return KVCache(*sizes, dtype=self.dtype)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
@@ -399,12 +400,23 @@ class NativeLM:
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
             self._routing(),
             family.recurrence(self.config),
+            self._traits(),
         )
         self._state = state
 
+    def _traits(self) -> dict[str, list[float]]:
+        """Return what few families have, as csrc/cpu_binding.cpp lists it."""
+        family = family_of(self.config)
+        queries = family.attention.query_factors(self.config)
+        attention = family.attention_of(self.config)
+        found: dict[str, list[float]] = {"latent": attention.sizes} if isinstance(attention, Latent) else {}
+        found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
+        named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
+        return found | {name: [] for name, holds in named.items() if holds}
+
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)
-        counts = [routing.chosen, routing.groups, routing.kept]
+        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
         return routing.scores, counts, [routing.least, routing.factor]
 
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
@@ -425,10 +437,11 @@ class NativeLM:
     def _rope(self, key: str) -> tuple[list[float], float]:
         """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
         frequencies, scale = self.source.rope(key)
-        count, whole = len(frequencies), self.shape.head_dim // 2
-        if count != whole and not (family_of(self.config).attention.partial and 0 < count < whole):
+        family = family_of(self.config)
+        count, whole = len(frequencies), family.attention_of(self.config).turnable(self.shape) // 2
+        if count != whole and not (family.attention.partial and 0 < count < whole):
             raise UnsupportedModelError(
-                f"native: the config gives {count} rotary frequencies for a head_dim of {self.shape.head_dim}"
+                f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
             )
         return frequencies.tolist(), scale
 
@@ -444,12 +457,17 @@ class NativeLM:
         norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
-        if not (family_of(self.config).attention.neighbours and module.endswith(("attn.q_proj", "attn.k_proj"))):
+        if ".k_b." in module:  # of queries it makes such over latents
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
+        attention = family_of(self.config).attention_of(self.config)
+        head = attention.turned_rows(module.rpartition(".")[2], self.shape) if ".self_attn." in module else None
+        if head is None or not attention.neighbours:
             return weight
+        size, first = head
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
-        heads = rows.view(-1, self.shape.head_dim)
-        pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
-        return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
+        heads, behind = rows.view(-1, size), first + turned
+        pairs = heads[:, first:behind].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return weight._replace(order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten())
 
     def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
         """Return a weight with its rows in the order of its parts, which a file may have by head."""
@@ -506,7 +524,8 @@ class NativeLM:
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else 1
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
-        far = min(self.max_context - 1, _FARTHEST)
+        queries = family_of(self.config).attention.query_factors(self.config)
+        far = min(self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every))
         positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(max=far)
         ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
         ours = cast(

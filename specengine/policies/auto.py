@@ -339,8 +339,9 @@ class Auto(TreePolicy):
         Each node counts as one of the relation that adds the fewest: such a node is mostly there to be drafted.
         """
         self._added = reads.least(self.budget)
-        read = torch.tensor([0.0, *itertools.accumulate(self._added)])
-        measured = torch.tensor([0.0, *(interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))])
+        usual = (interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))
+        both = [0.0, *itertools.accumulate(self._added)], [0.0, *usual]
+        read, measured = torch.tensor(both, dtype=torch.float32, device="cpu")
         verify = tables.verify + self._costs.expert * (read - measured)
         return tables._replace(verify=verify.clamp(min=0))
 

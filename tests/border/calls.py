@@ -317,7 +317,7 @@ def couple(m: Memory) -> Arguments:
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
 NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
-NO_ROUTING = ("softmax", [0, 1, 1], [0.0, 1.0])
+NO_ROUTING = ("softmax", [0, 1, 1, 2], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
 
@@ -359,7 +359,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes, places, routing or recurrence."""
+    """changes: sizes, activation, numbers, ropes, places, routing, recurrence or traits."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -369,6 +369,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "places": [(0, 0)] * LAYERS,
         "routing": NO_ROUTING,
         "recurrence": [],
+        "traits": {},
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 
@@ -391,7 +392,7 @@ def forward_of_decoder(m: Memory) -> Arguments:
     best = m.put(torch.zeros(ROWS, 2, dtype=torch.int64)), real(m, ROWS, 2)
     out = real(m, ROWS, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
     given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]])), whole(m, 1, 2, 3), slab(m)
-    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0]
+    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0, m.put(torch.zeros(ROWS, dtype=torch.int32)), None]
 
 
 def lanes_of_decoder(m: Memory) -> Arguments:
@@ -454,10 +455,26 @@ def forward_of_hybrid(m: Memory, network: Any = None) -> Arguments:
     network = network or made_hybrid()
     memory = network.memory()
     network.forward(
-        whole(m, 0, 1), 0, 0, None, whole(m, 3, 4), slab(m), [], None, None, None, None, LAYERS, 1, memory, 0
+        whole(m, 0, 1),
+        0,
+        0,
+        None,
+        whole(m, 3, 4),
+        slab(m),
+        [],
+        None,
+        None,
+        None,
+        None,
+        LAYERS,
+        1,
+        memory,
+        0,
+        None,
+        None,
     )
     arguments = forward_of_decoder(m)
-    arguments[1:3], arguments[-2:] = [2, 2], [memory, 2]
+    arguments[1:3], arguments[13:15] = [2, 2], [memory, 2]
     return arguments
 
 
@@ -500,10 +517,10 @@ def lanes_of_eagle(m: Memory) -> Arguments:
 
 
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
-    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
+    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
-    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
-    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9}),
+    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15}),
+    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),

@@ -96,6 +96,7 @@ def test_right_arguments_are_taken(name: str) -> None:
 
 
 # Logits of float16 are taken, and so is all of an attention where its queries are.
+LATENT, WIDE = [32, 8, 8, 8, 0, 1e-6], [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40]  # sizes that go together
 HALVES = {"top_children", "best_candidates", "top_entropy", "mix_rows", "classify_row", "couple", "grow_likely"}
 HALVES |= {"strict_cached_attention"}
 
@@ -394,11 +395,13 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [])
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], {})
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
-        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [])
+        _cpu.Decoder(
+            "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], {}
+        )
 
 
 @pytest.mark.parametrize(
@@ -436,11 +439,23 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
         ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
         ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
-        ({"routing": ("argmax", [1, 1, 1], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
-        ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 3 counts"),
-        ({"routing": ("softmax", [1, 1, 1], [0.0])}, "routing: got 1, accepted 2 numbers"),
-        ({"routing": ("softmax", [1, 1, 1], [-1.0, 1.0])}, "least weight: got -1"),
-        ({"routing": ("softmax", [1, 1, 1], [0.0, math.nan])}, "factor of experts: got nan"),
+        ({"routing": ("argmax", [1, 1, 1, 2], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
+        ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 4 counts"),
+        ({"routing": ("softmax", [1, 1, 1, 3], [0.0, 1.0])}, "best experts of a group: got 3, accepted 1 or 2"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [0.0])}, "routing: got 1, accepted 2 numbers"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [-1.0, 1.0])}, "least weight: got -1"),
+        ({"routing": ("softmax", [1, 1, 1, 2], [0.0, math.nan])}, "factor of experts: got nan"),
+        ({"traits": {"a tail": []}}, "traits: got a tail, accepted query factors"),
+        ({"traits": {"parallel": [1.0]}}, "numbers of a trait: got 1"),
+        ({"traits": {"latent": LATENT[:5]}}, "latent: got 5, accepted 5 sizes and an epsilon"),
+        ({"traits": {"latent": LATENT}}, "head size: got 8, accepted one key-value head"),
+        ({"traits": {"latent": [32, 8, 2.5, 8, 0, 1e-6]}}, "sizes of latent attention: got 2"),
+        ({"traits": {"latent": [32, 8, 7, 8, 0, 1e-6]}}, "sizes of latent attention: got 7, accepted even"),
+        ({"traits": {"latent": [32, 0, 8, 8, 0, 1e-6]}}, "sizes of latent attention: got 0"),
+        ({"traits": {"latent": [40, 8, 8, 8, 0, 1e-6]}}, "channels of a latent: got 40, accepted a multiple of 32"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE, "recurrence": [HIDDEN, 3, 0, 0, 0, 0, 0]}, "latent: got 32"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted at"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE}, "q_proj"),
     ],
 )
 def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
@@ -473,11 +488,11 @@ def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...
 )
 def test_experts_that_are_not_there_are_not_chosen(counts: list[int], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
-        decoder(_cpu, weights(_cpu, **sparse()), routing=("softmax", counts, [0.0, 1.0]))
+        decoder(_cpu, weights(_cpu, **sparse()), routing=("softmax", [*counts, 2], [0.0, 1.0]))
 
 
 def test_experts_of_other_sizes_are_refused() -> None:
-    routing = ("softmax", [2, 1, 1], [0.0, 1.0])
+    routing = ("softmax", [2, 1, 1, 2], [0.0, 1.0])
     wrong = {
         "router.weight": (6, HIDDEN + 1),
         "router.choice": (5,),
@@ -497,8 +512,14 @@ def test_experts_read_and_write_in_bounds() -> None:
     for count, counts in ((6, [2, 1, 1]), (6, [2, 3, 1]), (1, [1, 1, 1]), (6, [6, 1, 1])):
         memory = Memory()
         made = weights(_cpu, **sparse(count))
-        decoder(_cpu, made, routing=("normalised sigmoid", counts, [0.0, 1.0])).forward(*build(memory))
+        network = decoder(_cpu, made, routing=("normalised sigmoid", [*counts, 2], [0.0, 1.0]))
+        arguments = build(memory)
+        arguments[16] = memory.put(torch.zeros(1, 3, counts[0], dtype=torch.int32))
+        assert network.forward(*arguments) == int(arguments[15].sum())
         assert memory.intact()
+        for wrong in (arguments[16][:, :, :0], arguments[16].long(), arguments[16][:, :-1]):
+            with pytest.raises(ValueError, match="routing: got"):
+                network.forward(*arguments[:16], wrong)
 
 
 def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
@@ -572,21 +593,21 @@ def test_a_memory_is_one_of_its_decoder() -> None:
     right = build(Memory())
     for memory in (None, object(), 3):
         with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
-            network.forward(*right[:-2], memory, 2)
+            network.forward(*right[:13], memory, 2, *right[15:])
     with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
-        decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:-2], right[-2], 2)
+        decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:13], right[13], 2, None, None)
     for committed in (-1, 1, 3, 1 << 40):
         with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
-            network.forward(*right[:-1], committed)
-    assert network.forward(*right) is None
-    assert (right[-2].folded, right[-2].marked) == (2, 0)
+            network.forward(*right[:14], committed, *right[15:])
+    assert network.forward(*right) == 0
+    assert (right[13].folded, right[13].marked) == (2, 0)
 
 
 def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
     network = hybrid(_cpu)
     arguments = CPU["hybrid"][2](Memory())
     network.forward(*arguments)
-    memory = arguments[-2]
+    memory = arguments[13]
     for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
         with pytest.raises(ValueError, match=r"path: |length: "):
             memory.keep(length, torch.tensor(path), count)

@@ -8,7 +8,7 @@ from typing import Any
 import gguf as written
 import pytest
 import torch
-from transformers import PreTrainedModel, Starcoder2Config, Starcoder2ForCausalLM
+from transformers import NemotronConfig, NemotronForCausalLM, PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import CheckpointError, UnsupportedModelError
@@ -21,15 +21,14 @@ COMMON = {"vocab_size": len(VOCABULARY["tokenizer.ggml.tokens"]), "bos_token_id"
 PROMPT = [*range(20, 40), *range(20, 30)]
 
 
-def starcoder2() -> tuple[PreTrainedModel, dict[str, Any]]:
-    config = Starcoder2Config(
+def nemotron() -> tuple[PreTrainedModel, dict[str, Any]]:
+    config = NemotronConfig(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        sliding_window=None,
         **COMMON,
     )
     keys = {
@@ -39,19 +38,19 @@ def starcoder2() -> tuple[PreTrainedModel, dict[str, Any]]:
         "block_count": 2,
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
-        "attention.layer_norm_epsilon": config.norm_epsilon,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
-    return Starcoder2ForCausalLM(config), keys
+    return NemotronForCausalLM(config), keys
 
 
-def write(folder: Path, *, without: str = "", architecture: str = "starcoder2") -> tuple[PreTrainedModel, Path]:
+def write(folder: Path, *, without: str = "", architecture: str = "nemotron") -> tuple[PreTrainedModel, Path]:
     torch.manual_seed(0)
-    model, keys = starcoder2()
+    model, keys = nemotron()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-    names = written.get_tensor_name_map(written.MODEL_ARCH.STARCODER2, 2)
+    names = written.get_tensor_name_map(written.MODEL_ARCH.NEMOTRON, 2)
     path = folder / "model.gguf"
     writer = written.GGUFWriter(path, architecture)
     for key, value in keys.items():
@@ -62,7 +61,7 @@ def write(folder: Path, *, without: str = "", architecture: str = "starcoder2") 
     for name, tensor in model.named_parameters():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored and stored != without:
-            writer.add_tensor(stored, tensor.detach().numpy())
+            writer.add_tensor(stored, (tensor + name.endswith("norm.weight")).detach().numpy())  # files have 1 + w
     return model.eval(), finish(writer, path)
 
 
@@ -77,7 +76,7 @@ def test_answers_are_those_of_the_model(tmp_path: Path) -> None:
     answer = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=[])
     assert answer.token_ids == plainly(model, PROMPT, 20)
     assert answer.stats.num_draft_tokens
-    assert "architecture 'starcoder2'" in engine.target.backend
+    assert "architecture 'nemotron'" in engine.target.backend
     assert engine.target.generation_config.eos_token_id == 0
     assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
     assert engine.target.lm.model.dtype is torch.float32
@@ -85,7 +84,7 @@ def test_answers_are_those_of_the_model(tmp_path: Path) -> None:
 
 def test_a_file_without_a_tensor_is_refused_and_never_answers_by_random_weights(tmp_path: Path) -> None:
     _, path = write(tmp_path, without="blk.1.ffn_up.weight")
-    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.c_fc\.weight"):
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         Engine.from_pretrained(str(path), offline=True)
 
 

@@ -10,6 +10,7 @@ import gguf as written
 import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from specengine import Engine
@@ -25,7 +26,22 @@ from tests.toy import tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 Keys = dict[str, Any]
+PLAIN_QUERIES = {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 256}
 SWA, FULL = "sliding_attention", "full_attention"
+_LATENT = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 40,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 16,
+    "attention.kv_lora_rank": 32,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 24,
+}
 # Of each: the family, changes of its tiny model, and what the file's metadata says beside the sizes.
 FILES: dict[str, tuple[str, Keys, Keys]] = {
     "gemma": ("gemma", {}, {"attention.key_length": 16, "attention.value_length": 16}),
@@ -69,6 +85,70 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE, "sliding_window": None},
         {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5},
     ),
+    "cohere": ("cohere", {}, {"logit_scale": 0.3}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window_pattern": 4, "num_hidden_layers": 5, "sliding_window": 9},
+        {"attention.sliding_window": 9, "logit_scale": 0.3},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "n_group": 1, "topk_method": "greedy"},
+        _LATENT | {"expert_weights_scale": 1.3},
+    ),
+    "deepseek_v2 groups": (
+        "deepseek_v2",
+        {},
+        _LATENT
+        | {
+            "attention.q_lora_rank": 24,
+            "expert_weights_scale": 1.3,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {},
+        _LATENT
+        | {
+            "attention.q_lora_rank": 24,
+            "expert_weights_scale": 2.5,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
+    "glm4": ("glm4", {}, {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}),
+    "ministral3": (
+        "ministral3",
+        {},
+        {
+            "attention.temperature_scale": 0.5,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
+    "ministral3 as it was": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, **PLAIN_QUERIES}},
+        {"rope.freq_base": 1e5},
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}, {"rope.dimension_count": 2, "use_parallel_residual": False}),
+    "stablelm parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "hidden_size": 64},
+        {"rope.dimension_count": 4, "use_parallel_residual": True},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": None}, {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}, {"rope.freq_base": 2e6}),
     "olmo2": ("olmo2", {}, {}),
     "granite": (
@@ -148,13 +228,19 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
 def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     """Return the tensors of a file as llama.cpp's converter makes them."""
     config, found = model.config, {}
-    tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name in layer_template(config)}
+    everything, shapes = {**dict(model.named_parameters()), **dict(model.named_buffers())}, layer_template(config)
+    tensors = {name: tensor.detach() for name, tensor in everything.items() if name in shapes}
     for name, names in gguf.tensor_names(config, tensors).items():
         numbers = tensors[name].numpy().astype(np.float32)
         if numbers.ndim == 3 and numbers.shape[1] == 1:  # a convolution of single channels
             numbers = numbers[:, 0]
         if family_of(config).one_is_zero and numbers.ndim == 1:
             numbers = numbers + 1
+        if names[0].endswith("attn_k_b.weight"):
+            heads = numbers.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            found |= dict(zip(names, np.split(heads, [config.qk_nope_head_dim], axis=1), strict=True))
+            found[names[0]] = found[names[0]].swapaxes(1, 2).copy()
+            continue
         parts = np.split(numbers, len(names), axis=int(len(names) > 1))
         if family_of(config).alternating:
             numbers = numbers.swapaxes(1, 2) if numbers.ndim > 2 else numbers
@@ -181,7 +267,11 @@ def made(case: str) -> PreTrainedModel:
 
 
 def write(
-    folder: Path, case: str, changes: Mapping[str, Any] | None = None, model: PreTrainedModel | None = None
+    folder: Path,
+    case: str,
+    changes: Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
+    kind: written.GGMLQuantizationType | None = None,
 ) -> tuple[PreTrainedModel, Path]:
     model, path, metadata = model or made(case), folder / "model.gguf", FILES[case][2]
     config, own = model.config, family_of(model.config).gguf
@@ -193,18 +283,21 @@ def write(
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": getattr(config, family_of(config).fields.eps),
+        f"attention.layer_norm_{'' if family_of(config).layer_norms else 'rms_'}epsilon": getattr(
+            config, family_of(config).fields.eps
+        ),
         "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta", 1e4)),
         **metadata,
         **(changes or {}),
     }
     writer = written.GGUFWriter(path, own.architecture)
     for key, value in values.items():
-        kinds = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        kinds = {int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
         add = kinds.get(type(value), writer.add_float32)
         add(f"{own.architecture}.{key}", value)
     for name, numbers in stored_of(model, own).items():
-        writer.add_tensor(name, numbers)
+        packed = kind is not None and numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
+        writer.add_tensor(name, quantize(numbers, kind) if packed else numbers, raw_dtype=kind if packed else None)
     return model, finish(writer, path)
 
 
@@ -272,3 +365,48 @@ def test_numbers_are_kept_or_their_rounding_is_said(tmp_path: Path) -> None:
     rounded = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
     (note,) = rounded.generate(PROMPT, max_new_tokens=1).stats.notes
     assert "matrices stored in F32 are rounded to bfloat16; dtype='float32' keeps their numbers" in note
+
+
+def test_older_files_have_the_matrices_of_latents_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = made("deepseek_v3"), {}
+    for name, numbers in stored_of(model, GGUF("deepseek2")).items():
+        if name.endswith("attn_k_b.weight"):
+            module = f"model.layers.{name.split('.')[1]}.self_attn.kv_b_proj.weight"
+            whole[name.replace("k_b", "kv_b")] = model.get_parameter(module).detach().numpy()
+        elif not name.endswith("attn_v_b.weight"):
+            whole[name] = numbers
+    monkeypatch.setitem(globals(), "stored_of", lambda model, own: whole)
+    sizes = {"head_count_kv": 4, "key_length": 20, "value_length": 16, "key_length_mla": 0, "value_length_mla": 0}
+    _, path = write(tmp_path, "deepseek_v3", {f"attention.{key}": size for key, size in sizes.items()}, model)
+    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
+
+
+def test_matrices_of_latents_are_read_from_blocks(tmp_path: Path) -> None:
+    """Loading holds them against transformers' modules with the same numbers."""
+    kind, sizes = written.GGMLQuantizationType.Q8_0, {"qk_nope_head_dim": 32, "v_head_dim": 32}
+    model, lengths = tiny("deepseek_v3", **sizes), {"attention.key_length_mla": 40, "attention.value_length_mla": 32}
+    _, path = write(tmp_path, "deepseek_v3", lengths, model, kind)
+    engine = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+    read = engine.target.model.get_parameter("model.layers.0.self_attn.kv_b_proj.weight")
+    heads = model.model.layers[0].self_attn.kv_b_proj.weight.detach().view(4, 64, 32).numpy()
+    keys = dequantize(quantize(heads[:, :32].swapaxes(1, 2).copy(), kind), kind).swapaxes(1, 2)
+    values = dequantize(quantize(heads[:, 32:].copy(), kind), kind)
+    assert torch.equal(read, torch.from_numpy(np.concatenate((keys, values), axis=1)).flatten(0, 1).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"attention.kv_lora_rank": 64}, r"blk\.0\.attn_k_b\.weight \[4, 32, 12\], not \[4, 64, 12\]"),
+        ({"attention.kv_lora_rank": "many"}, "can be built from its metadata"),
+        ({"attention.key_length_mla": "long"}, "can be built from its metadata"),
+        ({"attention.value_length_mla": 20}, r"attn_v_b\.weight \[4, 16, 32\], not \[4, 20, 32\]"),
+        ({"expert_gating_func": 1}, "expert_weights_norm is true, but experts are chosen by softmax"),
+        ({"attention.head_count_kv": 3}, "a divisor of the 4 heads"),
+    ],
+)
+def test_files_of_latents_that_contradict_themselves_are_refused(changes: Keys, refusal: str, tmp_path: Path) -> None:
+    _, path = write(tmp_path, "deepseek_v3", changes)
+    with pytest.raises(CheckpointError, match=refusal):
+        Engine.from_pretrained(str(path), "none", offline=True)

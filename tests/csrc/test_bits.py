@@ -67,6 +67,7 @@ class Tiny:
             [(0, 0)] * LAYERS,
             ("softmax", [0, 1, 1], [0.0, 1.0]),
             [],
+            {},
         )
         self.decoder = _cpu.Decoder(self.instruction_set, self.numerics, sizes, *form)
 

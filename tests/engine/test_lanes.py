@@ -354,8 +354,8 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     target = LaneTarget(Gathering(engine.target.lm))
     asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
     alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
-    longest = 30 + 20 + engine.drivers.own.eager.budget
-    pool = Pool(engine, 6, memory=int(2.5 * longest) * target.slot_bytes)  # for two of six
+    longest = target.bytes_of(30 + 20 + engine.drivers.own.eager.budget)
+    pool = Pool(engine, 6, memory=int(2.5 * longest))  # for two of six
     most = []
 
     def watched(place: Any, own: Engine, tokens: int) -> Any:
@@ -368,6 +368,7 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     assert max(most) <= 2
     assert not pool._reserved
     assert not pool.waiting
+    assert sum(own.target.cache.nbytes for own in pool.engines) <= pool.memory + 6 * target.bytes_of(1)
     with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
         Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 
 from tests.sweep.small import model_of
 
-NEXT_N = ("glm4_moe", "deepseek_v3")  # models whose head is one more layer, by type
+NEXT_N = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # models whose head is one more layer, by type
 QWEN = ("qwen3_next", "qwen3_5_text")  # models whose head is stored as mtp.*
 
 
@@ -23,8 +23,10 @@ def checkpoint(name: str, folder: Path) -> tuple[PreTrainedModel, MtpModel]:
     """Save a tiny model with a random head; return the model and transformers' own head of the same weights."""
     model = model_of(name)
     model.save_pretrained(folder)
-    if name in QWEN:  # transformers reads these heads of other models only
+    if name in (*QWEN, "glm4_moe_lite"):  # transformers reads these heads of other models only
         model.config.num_mtp_layers = 1
+        model.config.mtp_mlp_layer_types = ["sparse"]
+    if name in QWEN:
         model.config.mtp_layer_types = ["full_attention"]
     torch.manual_seed(3)
     head = MtpModel(model, 1).float().eval()

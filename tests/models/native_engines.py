@@ -26,16 +26,23 @@ INSTRUCTION_SETS = native.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
     "bamba",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
     "gemma",
     "gemma3_text",
+    "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "granitemoe",
     "granitemoehybrid",
+    "ministral3",
     "mixtral",
     "lfm2",
     "lfm2_moe",
@@ -52,6 +59,8 @@ OTHERS = (  # of blocks that those have not
     "qwen3_next",
     "seed_oss",
     "smollm3",
+    "stablelm",
+    "starcoder2",
 )
 DRAFTS = ("ngram", "small_model", "eagle-3", "eagle-1")
 PROMPT = [*range(40, 56), *range(40, 50)]

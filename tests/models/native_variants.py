@@ -15,7 +15,7 @@ from specengine.models.native import NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.checkpoints import gguf_files
 from tests.heads import LLAMA3, YARN
-from tests.toy import random_tree, tiny
+from tests.toy import MINISTRAL, random_tree, tiny
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_SCALED = {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
@@ -42,6 +42,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama sizes that fill no block": ("llama", {"hidden_size": 44, "intermediate_size": 50, "head_dim": 6}),
     "llama one layer": ("llama", {"num_hidden_layers": 1}),
     "mistral": ("mistral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3 soon": (
+        "ministral3",
+        {
+            "rope_parameters": {**MINISTRAL, "original_max_position_embeddings": 7, "mscale_all_dim": 0.0},
+            "sliding_window": 12,
+        },
+    ),
     "mistral yarn": ("mistral", {"rope_parameters": YARN}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -71,6 +79,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
     "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "cohere2 windows": ("cohere2", {"sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "mlp_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 plainer": (
+        "deepseek_v3",
+        {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "rope_parameters": LINEAR},
+    ),
+    "deepseek_v3 sizes": (
+        "deepseek_v3",
+        {"kv_lora_rank": 96, "qk_nope_head_dim": 40, "qk_rope_head_dim": 32, "v_head_dim": 34, "q_lora_rank": 50},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 64}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 plainer": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None}),
     "mixtral": ("mixtral", {}),
     "mixtral windows": ("mixtral", {"sliding_window": 8}),
     "mixtral of one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
@@ -79,6 +106,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe normed": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "granitemoe": ("granitemoe", {}),
     "granitemoe biases": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "glm4 biases": ("glm4", {"attention_bias": True, "tie_word_embeddings": True}),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe plain": ("glm4_moe", {"use_qk_norm": False, "norm_topk_prob": False, "attention_bias": True}),
     "glm4_moe of one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
@@ -183,6 +212,8 @@ def model_of(variant: str) -> PreTrainedModel:
                 weight.uniform_(0.5, 1.5)
             if name.endswith((".D", ".A_log")):
                 weight.normal_()
+            elif name.endswith("bias"):
+                weight.normal_(std=0.3)
             weight.copy_(weight.bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,9 +78,21 @@ def test_blocks_of_another_order_are_refused(changed: Any) -> None:
 
 
 @needs_extension
+def test_queries_that_grow_otherwise_are_refused(changed: Any) -> None:
+    """They do so from a position on that is tried."""
+    family = families.known()["ministral3"]
+    plain = replace(family.attention, query_factors=lambda config: None)
+    changed("ministral3", replace(family, layer=Layer(attention=plain)))
+    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+        from_model(tiny("ministral3"))
+
+
+@needs_extension
 def test_a_type_without_a_family_is_named_with_the_known_ones(changed: Any) -> None:
     changed("mistral", None)
-    with pytest.raises(UnsupportedModelError, match=r"native: model type mistral, known are .*llama, mixtral, .*qwen3"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"native: model type mistral, known are .*llama, ministral3, .*qwen3"
+    ):
         from_model(tiny("mistral"))
 
 

@@ -27,6 +27,7 @@ PROMPT = [(7 * i * i + 3 * i) % VOCABULARY for i in range(70)]
 TYPES = ["sliding_attention", "full_attention"]
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
+    "ministral3": ("ministral3", {"sliding_window": 20}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "layer_types": TYPES[::-1]}),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES}),
     "gemma3_text": ("gemma3_text", {"head_dim": 32}),
@@ -34,6 +35,8 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
     "olmo3": ("olmo3", {"hidden_size": 128}),
     "exaone4": ("exaone4", {}),
+    "cohere2": ("cohere2", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 20}),
 }
 
 
@@ -63,7 +66,22 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3_text", "smollm3", "ernie4_5", "olmo3", "mixtral", "qwen3_moe", "olmoe", "lfm2", "lfm3", "qwen3_5_text"],
+    [
+        "gemma3_text",
+        "smollm3",
+        "ernie4_5",
+        "ministral3",
+        "glm4",
+        "cohere2",
+        "stablelm",
+        "olmo3",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "lfm2",
+        "lfm3",
+        "qwen3_5_text",
+    ],
 )
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
@@ -101,7 +119,7 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "glm4", "stablelm", "mixtral", "qwen3_moe"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(name: str, instructions: str) -> None:
     lm = lm_of(name, instructions)
     for nodes in (2, 17, 64):
@@ -143,6 +161,8 @@ def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(rows: int
     [
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in its config"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in its config"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm in its config"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm in its config"),
         ("gemma", {"hidden_act": "gelu_new"}, "activation gelu_new, known are silu, gelu_pytorch_tanh"),
     ],
 )

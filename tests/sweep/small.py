@@ -67,7 +67,7 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_shared_experts": 1,
     "q_lora_rank": 8,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 32,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,

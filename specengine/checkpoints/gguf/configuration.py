@@ -55,7 +55,7 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing, or not text")
-    if architecture not in (known := {name for name, _ in _stored()}):
+    if architecture not in (known := _stored()):
         raise UnsupportedModelError(
             f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(sorted(known))}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
@@ -65,20 +65,20 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
 
 def is_known(metadata: Mapping[str, Any]) -> bool:
     """Return whether a family has this architecture."""
-    return metadata.get("general.architecture") in {name for name, _ in _stored()}
+    return metadata.get("general.architecture") in _stored()
 
 
-def _stored() -> dict[tuple[str, bool], tuple[str, families.Family, families.GGUF]]:
-    """Return the families that GGUF files store, each with its model type in transformers.
+def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
+    """Return the families that GGUF files store by architecture, each with its model type in transformers.
 
-    By architecture, and whether it is the one of two with experts.
+    Those that ask whether a file is one of theirs come first.
     """
-    return {
-        (architecture, own.experts): (name, family, own)
-        for name, family in families.known().items()
-        if (own := family.gguf)
-        for architecture in (own.architecture, *own.others)
-    }
+    found: dict[str, list[tuple[str, families.Family, families.GGUF]]] = {}
+    for name, family in families.known().items():
+        if (own := family.gguf) is not None:
+            for architecture in (own.architecture, *own.others):
+                found.setdefault(architecture, []).append((name, family, own))
+    return {name: sorted(stored, key=lambda one: one[2].holds is None) for name, stored in found.items()}
 
 
 class _Fields:
@@ -119,26 +119,26 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
     metadata = _Fields(file)
-    stored, experts = _stored(), bool(metadata.value("expert_count"))
-    architecture = metadata.architecture
-    model_type, family, own = stored.get((architecture, experts)) or stored[architecture, False]
+    stored = _stored()[metadata.architecture]
+    model_type, family, own = next(one for one in stored if one[2].holds is None or one[2].holds(metadata.value))
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if longrope or key in (*own.keys, *own.ignored) or metadata.value(key) is None:
+        if longrope or key in (*own.keys, *own.ignored, *own.read) or metadata.value(key) is None:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
-    sizes = _sizes(metadata, family, own)
-    eps = metadata.positive("attention.layer_norm_rms_epsilon", metadata.value("attention.layer_norm_epsilon"))
+    of_layer_norms = metadata.value("attention.layer_norm_epsilon")
+    norms = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
+    sizes, eps = _sizes(metadata, family, own), metadata.positive(norms, of_layer_norms)
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
     inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     fields |= {field: tensor in inside for field, tensor in own.flags.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family)}
-    fields |= own.finish(fields, metadata.value)
     fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
     made = CONFIG_MAPPING[model_type]
     try:
+        fields |= own.finish(fields, metadata.value)
         return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
         raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
@@ -166,7 +166,7 @@ def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict
         "layers": layers,
         "heads": heads,
         "kv_heads": _key_value_heads(fields, heads, blocks if family.kinds else 0),
-        "head_dim": _head_dim(fields, hidden, heads, own.ignored, partial=family.attention.partial),
+        "head_dim": _head_dim(fields, hidden, heads, own.ignored, family.attention),
         "context": fields.count("context_length"),
     }
 
@@ -209,8 +209,10 @@ def _key_value_heads(fields: _Fields, heads: int, layers: int) -> int:
     return count
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...], *, partial: bool) -> int:
-    size = fields.count("attention.key_length", hidden // heads)
+def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...], attention: families.Attention) -> int:
+    if isinstance(attention, families.Latent):  # its other sizes are keys of the family
+        return fields.count("rope.dimension_count")
+    partial, size = attention.partial, fields.count("attention.key_length", hidden // heads)
     for key in {"attention.value_length", "rope.dimension_count"} - set(ignored):
         count = fields.count(key, size)
         if count != size and not (partial and key == "rope.dimension_count" and count < size):
@@ -314,9 +316,12 @@ def require_complete(
     missing in the file, of another shape, or not used by the model.
     """
     names, rows = tensor_names(config, shapes), _rows(config)
+    for key, several in names.items():  # of latents, whose matrices older files have as one, as transformers has
+        whole = several[0].replace("attn_k_b", "attn_kv_b")
+        names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
     wanted: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
-        wanted |= _split(names[key], turned(config, shape), rows)
+        wanted |= _split(config, names[key], turned(config, shape), rows)
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
     stored = {name: _flat(name, tensor.shape) for name, tensor in file.tensors.items() if _block(name) not in drafts}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -348,13 +353,20 @@ def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tup
     return (shape[0], shape[2], shape[1]) if other else shape
 
 
-def _split(names: tuple[str, ...], shape: tuple[int, ...], rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def _split(
+    config: transformers.PretrainedConfig, names: tuple[str, ...], shape: tuple[int, ...], rows: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of a file that one of transformers is made of.
 
-    [experts, rows, inputs] each, or [rows, inputs]; rows: of the file's modules
+    Those of stacks are [experts, rows, inputs] each, those of latents [heads, rank, plain] and [heads, values, rank],
+    others [rows, inputs]; rows: of the file's modules
     """
     if len(names) == 1:
         return {names[0]: shape}
+    family = families.known()[config.model_type]
+    if isinstance(attention := family.attention_of(config), families.Latent) and len(shape) == 2:
+        heads, rank = family.shape(config).heads, attention.rank
+        return dict(zip(names, ((heads, rank, attention.plain), (heads, attention.value, rank)), strict=True))
     if not is_stack(names[0]):
         return {name: (rows[name.rpartition(".")[0]], *shape[1:]) for name in names}
     return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
@@ -363,6 +375,11 @@ def _split(names: tuple[str, ...], shape: tuple[int, ...], rows: Mapping[str, in
 def is_stack(name: str) -> bool:
     """Return whether a file's tensor has what all experts have of a kind."""
     return "_exps." in name
+
+
+def is_of_latents(name: str) -> bool:
+    """Return whether a file's tensor is of keys or values that are made of latents, by head."""
+    return ".attn_k_b." in name or ".attn_v_b." in name
 
 
 def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
 CONVOLUTIONS = (
@@ -21,6 +22,7 @@ CONVOLUTIONS = (
 )  # of the mixers' parts: a few weights for each channel
 STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
 NO_LIMITS = (0.0, float("inf"))
+LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -102,6 +104,17 @@ def _apart(heads: int, sizes: list[int]) -> list[int]:
     ]
 
 
+class QueryFactors(NamedTuple):
+    """Factors on turned queries, which grow with the position.
+
+    every    how many positions each factor is of
+    factors  those of the first so many positions, of the next, and so on; the last one is of all behind
+    """
+
+    every: int
+    factors: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
@@ -116,6 +129,7 @@ class Attention:
     sinks           scores of each head beside those of places, of no value; or None
     gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
     head_gates      a gate for each head instead, which multiplies all that it gives
+    query_factors   those of a config, or None
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
@@ -132,6 +146,7 @@ class Attention:
     sinks: Name | None = None
     gated: bool = False
     head_gates: Name | None = None
+    query_factors: Callable[[Any], QueryFactors | None] = lambda config: None
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -145,6 +160,23 @@ class Attention:
     def orders(self, shape: Shape) -> dict[str, list[int]]:
         """Return the stored row for each row of a module's parts, where these are not one behind the other."""
         return {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+
+    @property
+    def refused(self) -> str:
+        """Return why csrc/cpu has no attention of these sizes; empty where it has."""
+        return ""
+
+    def turnable(self, shape: Shape) -> int:
+        """Return how many channels of a head positions may turn."""
+        return shape.head_dim
+
+    def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
+        """Return the rows of a head in this part, and the first of those that are turned; None where none is."""
+        return (shape.head_dim, 0) if native in ("q_proj", "k_proj") else None
+
+    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
+        """Return the layers, heads and head size of a cache of keys and values of so many layers."""
+        return layers, shape.kv_heads, shape.head_dim
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -162,6 +194,94 @@ class Attention:
             yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
         if self.sinks is not None:
             yield Part("self_attn.sinks", self.sinks, shape.heads)
+
+
+@dataclass(frozen=True)
+class Latent(Attention):
+    """Attention whose keys and values are made of one latent for each row, but for a turned part that all heads share.
+
+    A family's `sizes` are those of csrc/cpu: one key-value head of `rank` and `turned` channels, as the cache keeps it.
+
+    rank           channels of a latent, a multiple of 32
+    plain, turned  channels of a head's query that positions leave as they are, and those that they turn
+    value          channels of a head's value
+    query_rank     channels of what queries are made of, or None: of the row itself
+    """
+
+    rank: int = 0
+    plain: int = 0
+    turned: int = 0
+    value: int = 0
+    query_rank: int | None = None
+    partial: bool = True
+
+    eps: ClassVar[float] = 1e-6  # of its norms, whatever the other norms' is
+
+    @property
+    def sizes(self) -> list[float]:
+        """The sizes in the order of csrc/cpu."""
+        return [self.rank, self.plain, self.turned, self.value, self.query_rank or 0, self.eps]
+
+    @property
+    def refused(self) -> str:
+        if self.rank % 32 == 0 == self.plain % 2 == self.turned % 2 == self.value % 2 == (self.query_rank or 0) % 2:
+            return ""
+        return (
+            f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
+            "multiples of 32 for heads of even sizes"
+        )
+
+    def turnable(self, shape: Shape) -> int:
+        return self.turned
+
+    def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
+        first = {"q_proj": self.plain, "kv_a_proj": self.rank}.get(native)
+        return None if first is None else (first + self.turned, first)
+
+    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
+        return -(-layers // 2), 1, shape.head_dim  # two layers' latents stand where one has keys and values
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        queries = shape.heads * (self.plain + self.turned)
+        if self.query_rank is None:
+            yield Part("self_attn.q_proj", self.q, queries)
+        else:
+            yield Part("self_attn.q_a_proj", Name("self_attn.q_a_proj", "attn_q_a"), self.query_rank)
+            yield Part("self_attn.q_a_norm", Name("self_attn.q_a_layernorm", "attn_q_a_norm"), self.query_rank)
+            yield Part("self_attn.q_proj", Name("self_attn.q_b_proj", "attn_q_b"), queries)
+        yield Part(
+            "self_attn.kv_a_proj", Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"), self.rank + self.turned
+        )
+        yield Part("self_attn.kv_a_norm", Name("self_attn.kv_a_layernorm", "attn_kv_a_norm"), self.rank)
+        for head in range(shape.heads):
+            yield Part(f"self_attn.k_b.{head}", Name(LATENT, "attn_k_b"), self.plain)
+            yield Part(f"self_attn.v_b.{head}", Name(LATENT, "attn_v_b"), self.value)
+        yield Part("self_attn.o_proj", self.o, shape.hidden)
+
+
+def latent_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes of the one key-value head of models with latent attention."""
+    return {"kv_heads": 1, "head_dim": config.kv_lora_rank + config.qk_rope_head_dim}
+
+
+def latent_of(config: Any, *, neighbours: bool) -> Latent:
+    """Return the latent attention that a config of DeepSeek's names states."""
+    return Latent(
+        neighbours=neighbours,
+        rank=config.kv_lora_rank,
+        plain=config.qk_nope_head_dim,
+        turned=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        query_rank=config.q_lora_rank,
+    )
+
+
+def latent_factors(config: Any) -> Factors:
+    """Return the factor on scores, which grows with that of YaRN."""
+    rope = config.rope_parameters
+    every, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    grown = 0.1 * every * math.log(factor) + 1.0 if rope.get("rope_type") != "default" and factor > 1 else 1.0
+    return Factors(scores=(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown**2)
 
 
 @dataclass(frozen=True)
@@ -354,6 +474,18 @@ class GatedMLP:
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
 
+@dataclass(frozen=True)
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    up: Name
+    down: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("mlp.gate_proj", self.up, shape.inner)
+        yield Part("mlp.down_proj", self.down, shape.hidden)
+
+
 def shared_experts(above: str) -> GatedMLP:
     """Return a gated network for all tokens, of the module `above` of a network of experts."""
     return GatedMLP(
@@ -370,7 +502,7 @@ class Routing(NamedTuple):
     scores      softmax or sigmoid, of the router's logits; behind `normalised ` those chosen are divided by their sum
     least       of that sum
     factor      that weights are multiplied by
-    groups      of experts of which `kept` are left to choose from, by the sum of their two best scores
+    groups      of experts of which `kept` are left to choose from, by the sum of their `rated` best scores, 1 or 2
     """
 
     chosen: int
@@ -379,6 +511,7 @@ class Routing(NamedTuple):
     factor: float = 1.0
     groups: int = 1
     kept: int = 1
+    rated: int = 2
 
 
 NO_ROUTING = Routing(0)
@@ -441,15 +574,15 @@ class Experts:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention. Of a
-    layer with one of the two blocks alone the other one and its norm are None.
+    Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention.
+    Of a layer with one of the two blocks alone the other one and its norm are None.
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
     attention: Attention | None = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
-    mlp: GatedMLP | Experts | None = GatedMLP()
+    mlp: GatedMLP | PlainMLP | Experts | None = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
 
@@ -498,8 +631,10 @@ class GGUF:
     others        further architectures of this form
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
+    read          further keys, which `finish` reads
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
-    experts       whether these are the files of this architecture that have experts, where others have none
+    holds         from the function of a metadata key's value, whether a file of this architecture is one of these;
+                  None: all that no other family holds
     """
 
     architecture: str
@@ -508,13 +643,14 @@ class GGUF:
     ignored: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
-    experts: bool = False
+    holds: Callable[[Callable[[str], Any]], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """A decoder: embeddings, layers, an RMS norm, and a head that may be tied to the embeddings.
+    """A decoder: embeddings, layers, a norm, and a head that may be tied to the embeddings.
 
     layer        of all layers, or a function of a config and a layer's number
     attending    a layer with the attention of a family whose layers differ
@@ -522,6 +658,8 @@ class Family:
     sizes        from a config: those that no single field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
+    layer_norms  norms are layer norms, with biases if the checkpoint has them; else RMS norms
+    parallel     of a config, whether x += attention(norm(x)) + mlp(norm(x)), of one norm
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
     stored       what folders have in names of tensors, and what transformers makes of it
@@ -543,6 +681,8 @@ class Family:
     layers: Name = Name("model.layers", "blk")
     norm: Name = Name("model.norm", "output_norm")
     head: Name = Name("lm_head", "output")
+    layer_norms: bool = False
+    parallel: Callable[[Any], bool] = lambda config: False
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -564,6 +704,11 @@ class Family:
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
         return (self.layer if isinstance(self.layer, Layer) else self.attending).attention or Attention()
+
+    def attention_of(self, config: Any) -> Attention:
+        """Return the attention of a config's layers that have one, with its sizes."""
+        firsts = (layer.first for layer in self.layers_of(config))
+        return next((first for first in firsts if isinstance(first, Attention)), self.attention)
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""

@@ -20,7 +20,7 @@ FAMILY = Family(
         "llama",
         keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
         pairs=("attn_q", "attn_k"),
-        experts=True,
+        holds=lambda value: bool(value("expert_count")),
     ),
     renamed={".block_sparse_moe.": ".mlp."},
 )

@@ -1,0 +1,35 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, and experts that are chosen by the best of their groups, or of all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from specengine.models.families import Experts, Layer, Routing, latent_of, shared_experts
+from specengine.models.families import deepseek_v3 as third
+
+
+def layer(config: Any, number: int) -> Layer:
+    attention = latent_of(config, neighbours=True)
+    if number < config.first_k_dense_replace:
+        return Layer(attention=attention)
+    groups, kept = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    routing = Routing(config.num_experts_per_tok, "softmax", 0.0, config.routed_scaling_factor, groups, kept, rated=1)
+    experts = Experts(
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        routing,
+        shared=shared_experts("shared_experts"),
+        shared_inner=config.moe_intermediate_size * config.n_shared_experts,
+    )
+    return Layer(attention=attention, mlp=experts)
+
+
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Return what DeepSeek-V3 does, and how groups of experts are left out."""
+    found = third.finish(fields, value)
+    if found["norm_topk_prob"]:
+        raise ValueError("expert_weights_norm is true, but experts are chosen by softmax")
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+FAMILY = replace(third.FAMILY, layer=layer, gguf=replace(third.STORED, finish=finish), exact=())
