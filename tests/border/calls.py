@@ -315,7 +315,8 @@ def couple(m: Memory) -> Arguments:
 
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
-NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
+# epsilon, scale of scores, factors on embeddings and what is added, divisor, cap, factor on inputs of single layers
+NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 NO_ROUTING = ("softmax", [0, 1, 1], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
@@ -358,7 +359,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes, places, routing or recurrence."""
+    """changes: sizes, activation, numbers, ropes, places, routing, recurrence or keeps."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -368,6 +369,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "places": [(0, 0)] * LAYERS,
         "routing": NO_ROUTING,
         "recurrence": [],
+        "keeps": [],
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
 
@@ -400,6 +402,39 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
     given = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words, whole(m, 1, 2, 3, 4), (slab(m), slab(m))
     return [*given, [0, LAYERS], *out, 1]
+
+
+OWN = 6  # channels of each layer's own inputs
+
+
+def uneven(cpu: Any, reads: int = -1, without: str = "", **wrong: tuple[int, ...]) -> Any:
+    """Return a decoder whose layers have other heads, the second without values, or keys; with inputs of their own."""
+    prefix, (queries, keys, size) = "model.layers.1.", HEADS
+    own: dict[str, tuple[int, ...]] = {
+        f"{prefix}self_attn.q_proj.weight": (queries * 2 * size, HIDDEN),
+        f"{prefix}self_attn.k_proj.weight": (2 * size, HIDDEN),
+        f"{prefix}self_attn.o_proj.weight": (HIDDEN, queries * 2 * size),
+        f"{prefix}self_attn.v_norm.weight": (2 * size,),
+        "model.own_embedding.weight": (VOCABULARY, LAYERS * OWN),
+        "model.own_projection.weight": (LAYERS * OWN, HIDDEN),
+        "model.own_norm.weight": (OWN,),
+    }
+    for layer in range(LAYERS):
+        above = f"model.layers.{layer}."
+        own |= {f"{above}own_gate.weight": (OWN, HIDDEN), f"{above}own_out.weight": (HIDDEN, OWN)}
+        own |= {f"{above}own_norm.weight": (HIDDEN,), f"{above}scale": (1,)}
+    if reads >= 0:
+        own = {name: shape for name, shape in own.items() if "self_attn" not in name}
+    keeps = [(keys, size, -1), (keys, size, reads) if reads >= 0 else (1, 2 * size, -1)]
+    made = weights(cpu, without=without or f"{prefix}self_attn.v_proj.weight", **own | wrong)
+    return decoder(cpu, made, keeps=keeps, numbers=[*NUMBERS[:5], 2.0, 0.5])
+
+
+def forward_of_uneven(m: Memory) -> Arguments:
+    arguments = forward_of_decoder(m)
+    other = real(m, 1, 2, 1, SLOTS, 2 * HEADS[2])
+    arguments[5] = (slab(m, 1), other)
+    return arguments
 
 
 DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
@@ -464,6 +499,13 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
+    "uneven": (uneven, "forward", forward_of_uneven, {3, 8, 9, 13}),
+    "own_embedding": (
+        uneven,
+        "own_embedding",
+        lambda m: [whole(m, 0, 7, 39), real(m, ROWS, LAYERS * OWN)],
+        set(),
+    ),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
     "eagle, later": (eagle, "forward", later_forward_of_eagle, {4, 11}),
 }

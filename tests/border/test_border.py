@@ -24,6 +24,7 @@ from tests.border.calls import (
     NUMBERS,
     OPS,
     OPTIONAL,
+    OWN,
     VOCABULARY,
     WRONG,
     Arguments,
@@ -31,11 +32,13 @@ from tests.border.calls import (
     at,
     decoder,
     eagle,
+    forward_of_uneven,
     hybrid,
     misaligned,
     replaced,
     spread,
     tensors_of,
+    uneven,
     weights,
 )
 
@@ -79,8 +82,12 @@ def test_every_function_is_called() -> None:
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
-    kinds = {make: "Decoder" if make is hybrid else make.__name__.capitalize() for make, *_ in CPU.values()}
-    assert methods == {"Decoder.memory", *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values())}
+    kinds = {make: "Decoder" if make in (hybrid, uneven) else make.__name__.capitalize() for make, *_ in CPU.values()}
+    assert methods == {
+        "Decoder.memory",
+        "Decoder.own_channels",
+        *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values()),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -392,11 +399,13 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [])
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], [])
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
-        _cpu.Decoder("abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [])
+        _cpu.Decoder(
+            "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], []
+        )
 
 
 @pytest.mark.parametrize(
@@ -429,11 +438,20 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
         ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
         ({"activation": "relu"}, "activation: got relu, accepted silu, gelu_tanh or clamped"),
-        ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 5"),
-        ({"numbers": [1e-5, -1.0, 1.0, 1.0, 1.0]}, "attention scale: got -1"),
-        ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
-        ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
-        ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
+        ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 7"),
+        ({"numbers": [1e-5, -1.0, *NUMBERS[2:]]}, "attention scale: got -1"),
+        ({"numbers": [1e-5, 0.0, math.inf, *NUMBERS[3:]]}, "factors: got inf"),
+        ({"numbers": [1e-5, 0.0, 1.0, math.nan, *NUMBERS[4:]]}, "factors: got"),
+        ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]}, "divisor: got 0"),
+        ({"numbers": [*NUMBERS[:5], -1.0, 1.0]}, "cap: got -1"),
+        ({"numbers": [*NUMBERS[:6], math.inf]}, "factors: got inf"),
+        ({"keeps": [(2, 8, -1)]}, "keeps: got 1, accepted one of each layer, or none"),
+        ({"keeps": [(*HEADS[1:], 0), (*HEADS[1:], -1)]}, "keys of layer: got 0, accepted -1, or a layer before"),
+        ({"keeps": [(*HEADS[1:], -1), (*HEADS[1:], -2)]}, "keys of layer: got -2"),
+        ({"keeps": [(*HEADS[1:], -1), (HEADS[1], 7, -1)]}, "head size: got 7, accepted an even number"),
+        ({"keeps": [(*HEADS[1:], -1), (0, HEADS[2], -1)]}, "heads: got 0"),
+        ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted up to 4"),
+        ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([], 1.0)]}, "frequencies: got 0"),
         ({"routing": ("argmax", [1, 1, 1], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
         ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 3 counts"),
         ({"routing": ("softmax", [1, 1, 1], [0.0])}, "routing: got 1, accepted 2 numbers"),
@@ -499,12 +517,63 @@ def test_experts_read_and_write_in_bounds() -> None:
         assert memory.intact()
 
 
+def test_layers_of_other_heads_have_slabs_of_their_own() -> None:
+    memory = Memory()
+    network, arguments = uneven(_cpu), forward_of_uneven(memory)
+    network.forward(*arguments)
+    assert memory.intact()
+    for slabs, refusal in (
+        (arguments[5][0], "slabs: got 1, accepted 2"),
+        (arguments[5][:1], "slabs: got 1, accepted 2"),
+        (arguments[5][::-1], "slab: got"),
+        ((arguments[5][0], arguments[5][1].bfloat16()), "slabs of one dtype"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            network.forward(*arguments[:5], slabs, *arguments[6:])
+
+
+def test_a_layer_may_read_the_keys_of_one_before() -> None:
+    memory = Memory()
+    network, arguments = (
+        uneven(_cpu, reads=0, without="model.layers.1.self_attn.k_proj.weight"),
+        forward_of_uneven(memory),
+    )
+    network.forward(*arguments[:5], arguments[5][0], *arguments[6:])  # one layer's keys and values
+    assert memory.intact()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"model.own_norm.weight": (7,)}, "model.own_projection: got 12 outputs, accepted 14"),
+        ({"model.own_embedding.weight": (VOCABULARY, 13)}, "model.own_embedding: got"),
+        ({"model.layers.1.own_gate.weight": (8, HIDDEN)}, "own_gate: got"),
+        ({"model.layers.0.scale": (2,)}, "scale: got"),
+    ],
+)
+def test_inputs_of_single_layers_fit_together(wrong: dict[str, tuple[int, ...]], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        uneven(_cpu, **wrong)
+
+
+def test_embeddings_of_single_layers_are_read() -> None:
+    found, tokens = torch.empty(2, LAYERS * OWN), torch.tensor([1, 2])
+    network = uneven(_cpu)
+    assert network.own_channels == LAYERS * OWN
+    network.own_embedding(tokens, found)
+    with pytest.raises(ValueError, match="tokens: got"):
+        network.own_embedding(torch.tensor([1, VOCABULARY]), found)
+    assert decoder(_cpu).own_channels == 0
+    with pytest.raises(ValueError, match="inputs of single layers: got 0"):
+        decoder(_cpu).own_embedding(tokens, found)
+
+
 def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
     run, build, _ = function("decoder")
     for changes in (
         {"places": [(0, 1), (-1, 0)]},
         {"ropes": [([1.0], 1.0), (FREQUENCIES, 1.0)], "places": [(1, 2), (0, (1 << 31) - 1)]},
-        {"activation": "gelu_tanh", "numbers": [1e-5, 0.5, 2.0, 0.5, -3.0]},
+        {"activation": "gelu_tanh", "numbers": [1e-5, 0.5, 2.0, 0.5, -3.0, 30.0, 1.0]},
     ):
         memory = Memory()
         decoder(_cpu, **changes).forward(*build(memory))

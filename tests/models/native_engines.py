@@ -30,6 +30,8 @@ OTHERS = (  # of blocks that those have not
     "exaone4",
     "gemma",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm4_moe",
     "gpt_oss",
     "granite",

@@ -19,7 +19,7 @@ from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget, from_mo
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
 from tests.models.native_engines import native_lm as lm_on
-from tests.models.native_variants import native_logits
+from tests.models.native_variants import GEMMA4_EXPERTS, native_logits
 from tests.toy import VOCABULARY, policy_for, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -34,6 +34,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
     "olmo3": ("olmo3", {"hidden_size": 128}),
     "exaone4": ("exaone4", {}),
+    "gemma4_text with experts": ("gemma4_text", GEMMA4_EXPERTS),
 }
 
 
@@ -63,7 +64,19 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3_text", "smollm3", "ernie4_5", "olmo3", "mixtral", "qwen3_moe", "olmoe", "lfm2", "lfm3", "qwen3_5_text"],
+    [
+        "gemma3_text",
+        "gemma4_text",
+        "smollm3",
+        "ernie4_5",
+        "olmo3",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "lfm2",
+        "lfm3",
+        "qwen3_5_text",
+    ],
 )
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
@@ -101,7 +114,9 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", [*WINDOWS, "olmo2", "granite", "mixtral", "qwen3_moe", "gemma4_text", "gemma4_text with experts"]
+)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(name: str, instructions: str) -> None:
     lm = lm_of(name, instructions)
     for nodes in (2, 17, 64):

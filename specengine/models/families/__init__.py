@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
 CONVOLUTIONS = ("short_conv.conv", "linear_attn.conv1d")  # of the mixers' parts: a few weights for each channel
+ROUTER_NORM = "router_norm"  # of Beside: is divided by the root of the hidden size
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -28,6 +29,14 @@ class Name:
     def below(self, above: Name) -> Name:
         """Return the whole name of this module of the module `above`."""
         return Name(f"{above.transformers}.{self.transformers}", f"{above.gguf}.{self.gguf}")
+
+
+def stated(config: Any, field: str) -> Any:
+    """Return the value of a config's field, or None; the common one, which transformers hides, if layers differ."""
+    try:
+        return getattr(config, field, None)
+    except Exception:  # of transformers, whose name older versions lack
+        return vars(config).get(field)
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,12 @@ class Place(NamedTuple):
     rope    the key of its parameters in the config's `rope_parameters`; empty if all layers share them, None if the
             layer turns nothing
     window  how many places a token sees, its own included; None for all
+    reads   the layer before whose keys and values it reads; None if it has its own
     """
 
     rope: str | None
     window: int | None
+    reads: int | None = None
 
 
 class Factors(NamedTuple):
@@ -76,12 +87,16 @@ class Factors(NamedTuple):
     embedding  embeddings; in_module: by transformers' module for them, in the model's dtype
     residual   what attention and the network add
     divisor    of logits
+    cap        of what tanh leaves of logits; 0 for all
+    own        embeddings that are inputs of single layers
     """
 
     scores: float = 0.0
     embedding: float = 1.0
     residual: float = 1.0
     divisor: float = 1.0
+    cap: float = 0.0
+    own: float = 1.0
     in_module: bool = False
 
 
@@ -89,6 +104,9 @@ class Factors(NamedTuple):
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
 
+    v               None where values are what keys are made of
+    reads           the layer before whose keys and values are read, so that k, v and k_norm are None; None for its own
+    v_normed        whether values are normed, by no weights
     q_norm, k_norm  RMS norms of queries and keys before the rotation, or None: of each head or, if `whole_norms`, of
                     the channels of all heads as one
     windows         the layers whose windows the config's `sliding_window` is: none, all, or those that its
@@ -102,8 +120,8 @@ class Attention:
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
-    k: Name = Name("self_attn.k_proj", "attn_k")
-    v: Name = Name("self_attn.v_proj", "attn_v")
+    k: Name | None = Name("self_attn.k_proj", "attn_k")
+    v: Name | None = Name("self_attn.v_proj", "attn_v")
     o: Name = Name("self_attn.o_proj", "attn_output")
     q_norm: Name | None = None
     k_norm: Name | None = None
@@ -115,6 +133,8 @@ class Attention:
     sinks: Name | None = None
     gated: bool = False
     head_gates: Name | None = None
+    reads: int | None = None
+    v_normed: bool = False
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -123,7 +143,7 @@ class Attention:
             window = config.sliding_window
         ropes = getattr(config, "rope_parameters", None) or {}
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
-        return Place(rope if self.turns(config, layer) else None, window)
+        return Place(rope if self.turns(config, layer) else None, window, self.reads)
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -132,8 +152,10 @@ class Attention:
             yield Part("self_attn.gate_proj", self.q, queries)
         if self.head_gates is not None:
             yield Part("self_attn.gate_proj", self.head_gates, shape.heads)
-        yield Part("self_attn.k_proj", self.k, keys)
-        yield Part("self_attn.v_proj", self.v, keys)
+        if self.k is not None:
+            yield Part("self_attn.k_proj", self.k, keys)
+        if self.v is not None:
+            yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
         if self.q_norm is not None:
             yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
@@ -271,6 +293,7 @@ class Experts:
 
     gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]
     choice          numbers that are added to scores where experts are chosen, or None
+    scales          numbers that multiply the weights of experts that were chosen, or None
     shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
                     sigmoid is its weight
     biases          whether there are stacks of biases too
@@ -284,6 +307,7 @@ class Experts:
     up: Name = Name("mlp.experts.gate_up_proj", "ffn_up_exps.weight")
     down: Name = Name("mlp.experts.down_proj", "ffn_down_exps.weight")
     choice: Name | None = None
+    scales: Name | None = None
     shared: GatedMLP | None = None
     shared_inner: int = 0
     shared_gate: Name | None = None
@@ -293,6 +317,8 @@ class Experts:
         yield Part("mlp.router", self.router, self.count)
         if self.choice is not None:
             yield Part("mlp.router.choice", self.choice, self.count)
+        if self.scales is not None:
+            yield Part("mlp.router.scales", self.scales, self.count)
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
             for kind, name, size in stacks:
@@ -309,10 +335,73 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Experts beside a gated network: what is normed and added is norm(mlp(norm(x))) + norm(experts(norm(x))).
+
+    norm, router_norm  of what the experts and their router read; the latter's weights are divided by the root of the
+                       hidden size
+    mlp_norm           of what the gated network gives
+    output_norm        of what the experts give
+    """
+
+    experts: Experts
+    norm: Name
+    router_norm: Name
+    mlp_norm: Name
+    output_norm: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield from self.experts.parts(shape)
+        yield Part("experts_norm", self.norm, shape.hidden)
+        yield Part(ROUTER_NORM, self.router_norm, shape.hidden)
+        yield Part("dense_norm", self.mlp_norm, shape.hidden)
+        yield Part("mixed_norm", self.output_norm, shape.hidden)
+
+
+@dataclass(frozen=True)
+class OwnInputs:
+    """Inputs of single layers, `size` channels of each token for each layer.
+
+    They are (norm(projection(x)) + embedding) / sqrt(2) of the first states x, and a layer behind its network adds
+    norm(out(activation(gate(x)) * inputs)).
+
+    embedding, projection, norm       modules of the model, with all layers' rows or columns side by side
+    gate, out, output_norm            modules of each layer
+    """
+
+    size: int
+    embedding: Name
+    projection: Name
+    norm: Name
+    gate: Name
+    out: Name
+    output_norm: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("model.own_embedding", self.embedding, shape.vocabulary)
+        yield Part("model.own_projection", self.projection, shape.layers * self.size)
+        yield Part("model.own_norm", self.norm, self.size)
+
+    def parts_of_layer(self, shape: Shape) -> Iterator[Part]:
+        yield Part("own_gate", self.gate, self.size)
+        yield Part("own_out", self.out, shape.hidden)
+        yield Part("own_norm", self.output_norm, shape.hidden)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Map the tensors that hold parts of all layers to the dimension along which these stand."""
+        return {f"{self.embedding.transformers}.weight": 1, f"{self.projection.transformers}.weight": 0}
+
+
+@dataclass(frozen=True)
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
     Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
+
+    beside  experts beside the gated network, or None
+    own     inputs of the layer's own, or None
+    scale   a number that multiplies all that the layer gives, or None
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
@@ -322,6 +411,16 @@ class Layer:
     mlp: GatedMLP | Experts = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
+    beside: Beside | None = None
+    own: OwnInputs | None = None
+    scale: Name | None = None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's experts, if it has some."""
+        if isinstance(self.mlp, Experts):
+            return self.mlp
+        return None if self.beside is None else self.beside.experts
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -333,6 +432,12 @@ class Layer:
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
         yield from (self.mixer or self.attention).parts(shape)
         yield from self.mlp.parts(shape)
+        if self.beside is not None:
+            yield from self.beside.parts(shape)
+        if self.own is not None:
+            yield from self.own.parts_of_layer(shape)
+        if self.scale is not None:
+            yield Part("scale", self.scale, 1)
 
 
 @dataclass(frozen=True)
@@ -380,6 +485,7 @@ class Family:
     attending    a layer with the attention of a family whose layers differ
     kinds        the config's `layer_types` beside those of attention
     sizes        from a config: those that no single field states
+    sizes_at     from a config and a layer's number: those of this layer that no field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
@@ -396,6 +502,7 @@ class Family:
     attending: Layer = Layer()
     kinds: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
+    sizes_at: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     alone: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     fields: Fields = Fields()
     gguf: GGUF | None = None
@@ -414,11 +521,13 @@ class Family:
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
-        stated: dict[str, Any] = {
-            size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
-        }
-        head_dim = stated["head_dim"] or stated["hidden"] // stated["heads"]
-        return Shape(**stated | {"head_dim": head_dim} | self.sizes(config))
+        sizes = {size.name: stated(config, getattr(self.fields, size.name)) for size in fields(Shape)}
+        head_dim = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
+        return Shape(**sizes | {"head_dim": head_dim} | self.sizes(config))
+
+    def shape_at(self, config: Any, number: int) -> Shape:
+        """Return the sizes of a layer, which are the config's own unless that has some by layer."""
+        return replace(self.shape(config_at(config, number)), **self.sizes_at(config, number))
 
     @property
     def attention(self) -> Attention:
@@ -430,9 +539,19 @@ class Family:
         mixer = next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
         return [] if mixer is None else mixer.recurrence(self.shape(config))
 
-    def attends(self, config: Any) -> int:
-        """Return how many layers have attention."""
-        return sum(layer.mixer is None for layer in self.layers_of(config))
+    def keeps(self, config: Any) -> dict[tuple[int, int], int]:
+        """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
+        found: dict[tuple[int, int], int] = {}
+        for number, layer in enumerate(self.layers_of(config)):
+            if layer.mixer is None and layer.attention.reads is None:
+                shape = self.shape_at(config, number)
+                kind = shape.kv_heads, shape.head_dim
+                found[kind] = found.get(kind, 0) + 1
+        return found
+
+    def own_inputs(self, config: Any) -> OwnInputs | None:
+        """Return the inputs of single layers, which are alike in all of them."""
+        return self.layers_of(config)[0].own
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
@@ -442,7 +561,7 @@ class Family:
     def routing(self, config: Any) -> Routing:
         """Return how all layers that have experts choose them."""
         return next(
-            (layer.mlp.routing for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)), NO_ROUTING
+            (layer.experts.routing for layer in self.layers_of(config) if layer.experts is not None), NO_ROUTING
         )
 
     def places(self, config: Any) -> list[Place]:
@@ -458,10 +577,17 @@ class Family:
         yield Part("model.embed_tokens", self.embedding, shape.vocabulary)
         yield Part("model.norm", self.norm, shape.hidden)
         yield Part("lm_head", self.head, shape.vocabulary)
+        if (own := self.own_inputs(config)) is not None:
+            yield from own.parts(shape)
         for number, layer in enumerate(self.layers_of(config)):
             above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
-            for part in layer.parts(shape):
+            for part in layer.parts(self.shape_at(config, number)):
                 yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
+
+
+def config_at(config: Any, layer: int | str) -> Any:
+    """Return the config of a layer, or of a kind of layers, where it has fields that differ by layer; else itself."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 @functools.cache
