@@ -466,6 +466,9 @@ class GGUF:
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
+    by_layer      keys whose values may be lists by layer, which `finish` reads; of these the first is the common one
+    without       field of transformers' config -> the tensor that layers with keys of their own may lack if it is set
+    proportional  whether the file's factors on frequencies leave out channels, as proportional positions do
     experts       whether these are the files of this architecture that have experts, where others have none
     """
 
@@ -475,6 +478,9 @@ class GGUF:
     pairs: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
     experts: bool = False
+    by_layer: tuple[str, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    proportional: bool = False
 
 
 @dataclass(frozen=True)
@@ -494,6 +500,7 @@ class Family:
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
     exact        the ends of the names of tensors that are float32 in models of any dtype
+    unread       from a config: modules that files hold and the model does not read
     alternating  stacks of experts are [experts, inputs, outputs], and gates and ups take turns
     activation   by its name in csrc/cpu, whatever the config's is called; empty: the config's
     """
@@ -516,6 +523,7 @@ class Family:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
+    unread: Callable[[Any], list[Name]] = lambda config: []
     alternating: bool = False
     activation: str = ""
 

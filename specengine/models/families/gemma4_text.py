@@ -1,8 +1,10 @@
 """Gemma 4, its text: other heads without windows, keys and values that later layers read, inputs of single layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from specengine.models.families import (
+    GGUF,
     SLIDING,
     Attention,
     Beside,
@@ -22,12 +24,15 @@ ATTENTION = Attention(q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=K_N
 
 
 def reads(config: Any, number: int) -> int | None:
-    """Return the layer whose keys and values a layer reads, the last of its type that has some; None for its own."""
+    """Return the layer whose keys and values a layer reads, the last of its type that has some; None for its own.
+
+    -1 where no layer of its type has any, which transformers refuses.
+    """
     first = config.num_hidden_layers - config.num_kv_shared_layers
     if number < first:
         return None
     types = config.layer_types
-    return max(other for other in range(first) if types[other] == types[number])
+    return max((other for other in range(first) if types[other] == types[number]), default=-1)
 
 
 def attention(config: Any, number: int) -> Attention:
@@ -108,6 +113,39 @@ def sizes_at(config: Any, number: int) -> dict[str, Any]:
     return {"inner": 2 * config.intermediate_size} if double else {}
 
 
+def unread(config: Any) -> list[Name]:
+    """Return what files hold of layers that read another one's keys and values: those that they do not make."""
+    parts = (ATTENTION.k, ATTENTION.v, ATTENTION.k_norm)
+    layers = [
+        Name(f"model.layers.{i}", f"blk.{i}") for i in range(config.num_hidden_layers) if reads(config, i) is not None
+    ]
+    return [part.below(above) for above in layers for part in parts if part is not None]
+
+
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Files state the heads of full layers, and lists by layer."""
+    full, pattern = fields["rope_parameters"], value("attention.sliding_window_pattern")
+    types = [SLIDING if slides else "full_attention" for slides in pattern] if isinstance(pattern, list) else None
+    local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or 10_000.0}
+    heads, widths = value("attention.head_count_kv"), value("feed_forward_length")
+    found: dict[str, Any] = {
+        "layer_types": types,
+        "rope_parameters": {"full_attention": full, SLIDING: local},
+        "global_head_dim": fields["head_dim"],
+        "head_dim": value("attention.key_length_swa") or fields["head_dim"],
+        "num_kv_shared_layers": fields["num_kv_shared_layers"] or 0,
+        "hidden_size_per_layer_input": fields["hidden_size_per_layer_input"] or 0,
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        "enable_moe_block": bool(fields["num_experts"]),
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] == 2 * widths[0],
+    }
+    if isinstance(heads, list) and types is not None:
+        by_type = dict(zip(reversed(types), reversed(heads), strict=False))  # the first one of each type
+        found["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
+        found["num_global_key_value_heads"] = by_type.get("full_attention")
+    return found
+
+
 FAMILY = Family(
     layer=layer,
     attending=Layer(attention=ATTENTION),
@@ -116,4 +154,21 @@ FAMILY = Family(
     fields=Fields(activation="hidden_activation"),
     factors=factors,
     neutral={"use_bidirectional_attention": "vision"},
+    unread=unread,
+    gguf=GGUF(
+        "gemma4",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        by_layer=("attention.head_count_kv", "feed_forward_length"),
+        without={"attention_k_eq_v": "attn_v.weight"},
+        proportional=True,
+        finish=finish,
+    ),
 )
