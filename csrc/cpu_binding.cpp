@@ -355,6 +355,15 @@ void run(Model& model, handle positions, int64_t prefix, int64_t start, handle s
   forward(model, {lane}, tokens, {features, states, logits, chosen, chosen_logits}, layers, threads, memory, committed);
 }
 
+// Return how many lanes there are; sizes: of what there is one of each lane.
+size_t require_lanes(const py::tuple& positions, const std::vector<size_t>& sizes) {
+  const size_t count = positions.size();
+  require(count >= 1, "lanes", 0, "1 or more");
+  const std::string each = std::to_string(count) + ", one of each lane";
+  for (const size_t size : sizes) require(size == count, "lanes", static_cast<int64_t>(size), each);
+  return count;
+}
+
 // Of each lane positions, prefix, start, words and slab, as in run; tokens and results are of all lanes' rows.
 void run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
                const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
@@ -362,44 +371,90 @@ void run_lanes(Model& model, const py::tuple& positions, const std::vector<int64
                int64_t threads) {
   const cpu::Shape& shape = model.decoder.shape();
   require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none beside other lanes");
-  const size_t count = positions.size();
-  require(count >= 1, "lanes", 0, "1 or more");
-  const std::string each = std::to_string(count) + ", one of each lane";
-  for (const size_t size : {prefixes.size(), starts.size(), words.size(), slabs.size()})
-    require(size == count, "lanes", static_cast<int64_t>(size), each);
+  const size_t count = require_lanes(positions, {prefixes.size(), starts.size(), words.size(), slabs.size()});
   std::vector<LaneOf> lanes;
   for (size_t i = 0; i < count; ++i)
     lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
   forward(model, lanes, tokens, {features, states, logits, chosen, chosen_logits}, shape.layers, threads, nullptr, 0);
 }
 
+// One lane of a head's forward, and what its hidden states are.
+struct HeadLane {
+  LaneOf lane;
+  border::Array<float> features, states;
+  border::Array<int64_t> sources;
+};
+
 // features, or rows `sources` of `states`: the hidden states that the rows are run from.
-void run_head(Draft& draft, const Model& target, handle positions, int64_t prefix, int64_t start, handle seen,
-              handle tokens, handle features, handle states, handle sources, handle slab, handle out, handle logits,
-              int64_t threads) {
+HeadLane take_head_lane(const Draft& draft, LaneOf lane, handle features, handle states, handle sources) {
+  const cpu::EagleShape& shape = draft.head.shape();
+  const int64_t rows = lane.rows.count;
+  const auto given = take_or_none<float>(features, "features", {rows, draft.head.fused_inputs()});
+  const auto before = take_or_none<float>(states, "states", {at_least(1), shape.hidden});
+  const auto places = take_or_none<int64_t>(sources, "sources", {rows});
+  if (before && places) border::require_below(places.at(), rows, before.size(0), "sources");
+  if (!given && !(before && places)) border::refuse("features", "None", "None beside states and sources alone");
+  return {std::move(lane), given, before, places};
+}
+
+void forward_head(Draft& draft, const Model& target, const std::vector<HeadLane>& lanes, handle tokens, handle out,
+                  handle logits, int64_t threads) {
   const cpu::EagleShape& shape = draft.head.shape();
   const cpu::Shape& read = target.decoder.shape();
   require(read.hidden == shape.hidden, "target", read.hidden, "a hidden size of " + std::to_string(shape.hidden));
-  const cpu::Rows rows = rows_of(positions, prefix, start, seen);
-  const auto ids = take<int64_t>(tokens, "tokens", {rows.count});
-  border::require_below(ids.at(), rows.count, read.vocabulary, "tokens");
-  const auto given = take_or_none<float>(features, "features", {rows.count, draft.head.fused_inputs()});
-  const auto before = take_or_none<float>(states, "states", {at_least(1), shape.hidden});
-  const auto places = take_or_none<int64_t>(sources, "sources", {rows.count});
-  if (before && places) border::require_below(places.at(), rows.count, before.size(0), "sources");
-  if (!given && !(before && places)) border::refuse("features", "None", "None beside states and sources alone");
-  const border::Tensor cache = take_slab(slab, 1, shape.heads, rows);
-  const auto recurrent = take<float>(out, "out", {rows.count, shape.hidden});
-  const auto rated = take_logits(logits, rows.count, shape.vocabulary);
   cpu::Eagle::Call call{};
-  call.rows = rows;
-  call.slab = cache.data, call.capacity = cache.size(3), call.half = is_half(cache);
+  cpu::Eagle::Inputs inputs{&target.decoder, nullptr, {}};
+  int64_t rows = 0;
+  for (const HeadLane& given : lanes) {
+    const border::Tensor& slab = given.lane.slabs[0];
+    require(is_half(slab) == is_half(lanes[0].lane.slabs[0]), "slab", slab.size(3), "slabs of one dtype");
+    call.lanes.push_back(given.lane.rows);
+    call.lanes.back().first = rows;
+    call.slabs.push_back({slab.data, slab.size(3)});
+    inputs.sources.push_back({given.features.at(), given.states.at(), given.sources.at()});
+    rows += given.lane.rows.count;
+  }
+  const auto ids = take<int64_t>(tokens, "tokens", {rows});
+  border::require_below(ids.at(), rows, read.vocabulary, "tokens");
+  const auto recurrent = take<float>(out, "out", {rows, shape.hidden});
+  const auto rated = take_logits(logits, rows, shape.vocabulary);
+  inputs.tokens = ids.at();
+  call.half = is_half(lanes[0].lane.slabs[0]);
   call.states = recurrent.at(), call.logits = rated.at();
-  call.first_logits = logits.is_none() ? rows.count : rows.count - rated.size(0);
+  call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(draft.turn);
-  draft.head.forward({&target.decoder, ids.at(), given.at(), before.at(), places.at()}, call, team);
+  draft.head.forward(inputs, call, team);
+}
+
+LaneOf take_slot(const Draft& draft, handle positions, int64_t prefix, int64_t start, handle seen, handle slab) {
+  LaneOf lane{rows_of(positions, prefix, start, seen), {}};
+  lane.slabs.push_back(take_slab(slab, 1, draft.head.shape().heads, lane.rows));
+  return lane;
+}
+
+void run_head(Draft& draft, const Model& target, handle positions, int64_t prefix, int64_t start, handle seen,
+              handle tokens, handle features, handle states, handle sources, handle slab, handle out, handle logits,
+              int64_t threads) {
+  LaneOf lane = take_slot(draft, positions, prefix, start, seen, slab);
+  forward_head(draft, target, {take_head_lane(draft, std::move(lane), features, states, sources)}, tokens, out, logits,
+               threads);
+}
+
+// Of each lane positions, prefix, start, words, features, states, sources and slab, as in run_head; tokens and results are
+// of all lanes' rows.
+void run_head_lanes(Draft& draft, const Model& target, const py::tuple& positions, const std::vector<int64_t>& prefixes,
+                    const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& features,
+                    const py::tuple& states, const py::tuple& sources, const py::tuple& slabs, handle out, handle logits,
+                    int64_t threads) {
+  const size_t count = require_lanes(
+      positions, {prefixes.size(), starts.size(), words.size(), features.size(), states.size(), sources.size(), slabs.size()});
+  std::vector<HeadLane> lanes;
+  for (size_t i = 0; i < count; ++i)
+    lanes.push_back(take_head_lane(draft, take_slot(draft, positions[i], prefixes[i], starts[i], words[i], slabs[i]),
+                                   features[i], states[i], sources[i]));
+  forward_head(draft, target, lanes, tokens, out, logits, threads);
 }
 
 }  // namespace
@@ -529,5 +584,6 @@ PYBIND11_MODULE(_cpu, module) {
                                       rope(std::move(frequencies), factor, numerics)),
                          {}};
       }))
-      .def("forward", run_head);
+      .def("forward", run_head)
+      .def("forward_lanes", run_head_lanes);
 }

@@ -27,6 +27,7 @@ from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding
+MOST_PUT_OFF = 16  # plain cycles that a drafter is handed at once
 
 
 @dataclass
@@ -203,6 +204,7 @@ class EagerDriver:
         self.longest = 1 if policy is None else longest_path(policy)
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
         self._inspected = False  # whether a tree has been looked at closely
+        self._put_off: list[Cycle] = []  # plain cycles that the drafter has yet to take in
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
@@ -212,6 +214,8 @@ class EagerDriver:
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
+        if self._put_off and not plan.rests:
+            self.catch_up()
         if not self._inspected and source is not None and self.policy is not None and not plan.rests:
             return self._inspect(token, seconds, source, self.policy)
         return draft_tree(token, source, self.policy, seconds, self.device, plan)
@@ -223,6 +227,23 @@ class EagerDriver:
         policies.require_kept(policy, draft.kept, draft.grown)
         self._inspected = len(draft.grown) > 1
         return draft
+
+    def put_off(self, cycle: Cycle) -> None:
+        """Hand the drafter a plain cycle later, with others: several at once take less time."""
+        self._put_off.append(cycle)
+        if len(self._put_off) >= MOST_PUT_OFF:
+            self.catch_up()
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Hand the drafter what was put off."""
+        cycles, self._put_off = self._put_off, []
+        if cycles and self.drafter is not None:
+            self.drafter.accept(cycles[0] if len(cycles) == 1 else joined(cycles))
+
+    def forget(self) -> None:
+        """Drop what was put off: its text has ended early."""
+        self._put_off = []
 
     @property
     def model_seconds(self) -> float:
@@ -309,11 +330,11 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
                 raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
         verdict = verify(driver, lane, draft.tree, seconds, plan)
         clock = time.perf_counter()
-        cycle = commit(driver, lane, draft, verdict, seconds)
+        cycle = commit(driver, lane, draft, verdict, seconds, plan)
         now = time.perf_counter()
         seconds.commit, seconds.total = now - clock, now - began
         seconds.model = driver.model_seconds - model_seconds
-        if driver.policy is not None and learns(driver.policy):
+        if driver.policy is not None and plan.learns and learns(driver.policy):
             driver.policy.learn(Outcome.of(cycle))
             seconds.policy += (learnt := time.perf_counter() - now)
             seconds.total += learnt
@@ -347,7 +368,7 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, p
     return Verdict(path, tokens, features, successors, logprobs)
 
 
-def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds) -> Cycle:
+def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds, plan: Plan) -> Cycle:
     """Keep the accepted path in the target's cache, and hand the cycle to the drafter."""
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
@@ -355,9 +376,30 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     proposed = draft.drafted, features, draft.grown, draft.kept
     cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
     if driver.drafter is not None and driver.policy is not None:
-        driver.drafter.accept(cycle)
+        if plan.rests:
+            driver.put_off(cycle)
+        else:
+            driver.drafter.accept(cycle)
     lane.root = tokens[-1]
     return cycle
+
+
+def joined(cycles: Sequence[Cycle]) -> Cycle:
+    """Return plain cycles of one text as one cycle, whose tree is the chain of their roots, all accepted."""
+    tokens = torch.cat([cycle.tree.tokens for cycle in cycles])
+    nodes = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device)
+    blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
+    features = [cycle.features for cycle in cycles if cycle.features is not None]
+    successors = [cycle.successors for cycle in cycles if cycle.successors is not None]
+    return Cycle(
+        TokenTree.of(tokens, nodes - 1, nodes, blank, blank),
+        list(range(len(tokens))),
+        [cycle.tokens[0] for cycle in cycles],
+        Seconds(),
+        len(tokens) - 1,
+        torch.cat(features) if features else None,
+        successors=Successors(*map(torch.cat, zip(*successors, strict=True))) if successors else None,
+    )
 
 
 def learns(policy: TreePolicy) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -33,8 +35,8 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.lanes import Gathering, LaneTarget
-from specengine.models.native import NativeTarget
+from specengine.models.lanes import Gathering, LaneTarget, free_memory
+from specengine.models.native import NativeHead, NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import (
@@ -98,10 +100,12 @@ class Engine:
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
-        self._busy = threading.Lock()
+        self._busy, self._making = threading.Lock(), threading.Lock()
         self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
+        self.pool: Pool | None = None  # that it belongs to
+        self._beside: tuple[tuple[Any, ...], queue.SimpleQueue[Engine]] | None = None  # idle ones that answer `astream`
         found = (getattr(part, "lm", None) for part in (target, drafter))
         self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
 
@@ -176,6 +180,28 @@ class Engine:
             return [self.generate(prompt, **options) for prompt in asked]
         return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
 
+    def astream(self, prompt: Prompt, *, parallel: int = 8, **options: Any) -> AsyncTextGeneration:
+        """Generate as an asynchronous iterator of StreamPiece: `async for piece in engine.astream(prompt)`.
+
+        Up to `parallel` of them are answered at once on the native forward, as by `generate_many`; those beyond wait.
+        Elsewhere they are answered one by one. Answers are those of `generate`. Takes caches beside those of `stream`
+        on the native forward. To be called from a running event loop.
+        """
+        require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
+        with self._making:
+            key = parallel, self.target, self.drafter, self.policy
+            if self._beside is None or any(new is not old for new, old in zip(key, self._beside[0], strict=True)):
+                idle = queue.SimpleQueue[Engine]()
+                for engine in Pool(self, parallel).engines if type(self.target) is NativeTarget else [self]:
+                    idle.put(engine)
+                self._beside = key, idle
+        return AsyncTextGeneration(self._beside[1], prompt, options)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether an answer is under way."""
+        return self._busy.locked()
+
     def holds(self, tokens: list[int]) -> int:
         """Return how many of the first `tokens` the target's cache holds. May be called from any thread."""
         return common_prefix(self.target.tokens, tokens)
@@ -219,12 +245,14 @@ class Engine:
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way.
         """
         _, prediction, reuse_cache, constraint, origins = options = options or CycleOptions()
-        with self._serving():
+        with self._serving(), contextlib.ExitStack() as held:
             eager, captured = drivers = options.drivers or self.drivers.own
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
+            if self.pool is not None:
+                held.enter_context(self.pool.place(self, len(prompt) + stopper.left + eager.budget))
             with self.target.running():
                 hints = _hints(drivers.drafter, prompt, prediction, sampler)
                 lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)
@@ -237,9 +265,12 @@ class Engine:
                     lane.origins = origins
                     source = origins.around(source)
                 lane.source = source
+            held.callback(driver.forget)
             while lane.reason is None:
                 with self.target.running():
                     (cycle,) = run_eager(driver, [lane])
+                    if lane.reason is not None or whole:
+                        driver.catch_up()
                 yield cycle
                 if lane.reason is None and whole:
                     yield from cast(CapturedDriver, captured).cycles(lane)
@@ -421,8 +452,9 @@ class Engine:
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None:
-            policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(drafter))
-        if not reuse_cache:
+            own = functools.cache(lambda: stored.find(self.target, drafter))
+            policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
+        if not reuse_cache and self.pool is None:  # a pool's caches are what its texts share
             self.reset()
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
@@ -437,21 +469,22 @@ class Engine:
         make_room(driver, room)
         known = prompt[:-1]
         self._want(drafter)
-        kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
-        stats.num_cached_prompt_tokens = kept
-        features = self.target.prefill(known, kept)
-        if drafter is not None:
-            drafter.begin(known, features, hints)
+        with contextlib.nullcontext() if self.pool is None else self.pool.reading(self, known, drafter):
+            kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
+            stats.num_cached_prompt_tokens = kept
+            features = self.target.prefill(known, kept)
+            if drafter is not None:
+                drafter.begin(known, features, hints)
         driver.prepare(sampler)
         return lane
 
-    def _costs(self, drafter: Drafter | None) -> Any:
-        """Return the measured costs of target and draft, beside the texts that are under way."""
-        found, others = stored.find(self.target, drafter), getattr(self.target, "others", 0)
-        if others and (found, others) != self._shared[:2]:
-            resting = cast(LaneTarget, self.target).is_resting
-            self._shared = found, others, found.beside(others, resting)
-        return self._shared[2] if others else found
+    def _costs(self, own: Any) -> Any:
+        """Return PassCosts beside the texts that are under way; own: those of target and draft alone."""
+        others = getattr(self.target, "others", 0)
+        if others and (own, others) != self._shared[:2]:
+            target = cast(LaneTarget, self.target)
+            self._shared = own, others, own.beside(others, target.is_resting, target.joins_passes)
+        return self._shared[2] if others else own
 
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
@@ -550,7 +583,9 @@ class TextGeneration:
         self._logprobs: list[TokenLogprob] = []
         self._sent = 0
         self._started = False
+        self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
+        self._target = target
         self._cycles, self._stopper, self.policy, self._origins = engine.start(
             self.prompt,
             self.options,
@@ -598,7 +633,7 @@ class TextGeneration:
         cycle = next(self._cycles)
         self._tokens += cycle.tokens
         self._logprobs += cycle.logprobs or ()
-        text = self._texts.push(cycle.tokens)
+        text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         if self._stopper.last_reason is not None:
@@ -610,8 +645,11 @@ class TextGeneration:
 
     def run(self) -> Any:
         """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
-        for _ in self:
-            pass
+        streams = self.options.streamer is not None
+        self._silent = not streams and not self._started
+        with contextlib.nullcontext() if streams else self._target.running():  # nobody looks at pieces meanwhile
+            for _ in self:
+                pass
         assert self.result is not None
         wanted = self.options.return_dict_in_generate
         if wanted is None:
@@ -640,6 +678,72 @@ class TextGeneration:
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
         return text
+
+
+class AsyncTextGeneration:
+    """One generation as an asynchronous iterator of StreamPiece, answered by a thread; leaving it ends the answer.
+
+    `result` is there once the iterator has ended. Errors of `Engine.generate` are raised by the iterator.
+    """
+
+    def __init__(self, idle: queue.SimpleQueue[Engine], prompt: Prompt, options: dict[str, Any]) -> None:
+        """idle: engines that have nothing to do; the answer takes one, and waits where there is none."""
+        self.result: GenerationResult | None = None
+        self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = asyncio.Queue()
+        self._left = threading.Event()
+        given = idle, prompt, options, self._left, asyncio.get_running_loop(), self._pieces
+        threading.Thread(target=_send_pieces, args=given, name="specengine-astream", daemon=True).start()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamPiece:
+        piece = None if self._left.is_set() else await self._pieces.get()
+        if isinstance(piece, StreamPiece):
+            return piece
+        self._left.set()
+        if isinstance(piece, BaseException):
+            raise piece
+        self.result = piece or self.result
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the answer with the cycle under way."""
+        self._left.set()
+
+    def __del__(self) -> None:
+        self._left.set()
+
+
+def _send_pieces(
+    idle: queue.SimpleQueue[Engine],
+    prompt: Prompt,
+    options: dict[str, Any],
+    left: threading.Event,
+    loop: asyncio.AbstractEventLoop,
+    pieces: asyncio.Queue[Any],
+) -> None:
+    """Answer on an idle engine; send the pieces, then the result or the error."""
+    last: GenerationResult | BaseException | None = None
+    engine = idle.get()
+    try:
+        if not left.is_set():
+            with engine.stream(prompt, **options) as stream, engine.target.running():
+                while not left.is_set() and (piece := next(stream, None)) is not None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            last = stream.result
+    except BaseException as error:  # of a thread: raised by who reads the pieces
+        last = error
+    finally:
+        idle.put(engine)
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(pieces.put_nowait, last)
 
 
 class Session:
@@ -754,22 +858,117 @@ class KeptDrivers:
         return Drivers.of(self._target, self._drafter, policy)
 
 
+SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
+LOOK_AGAIN = 0.2  # seconds after which who waits for room looks again: scores free some without a word
+
+
 class Pool:
     """Engines that share the weights of one, and answer at the same time.
 
     Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
     of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
 
-    engine: stays usable by itself; count: texts at once. InputError for another target than the native forward, or a
-    draft that serves one text alone.
+    A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
+    begins once the caches have room for it to the end; those of ended answers are kept until then.
+
+    engine: stays usable by itself; count: texts at once; memory: bytes that the target's caches of all texts may take,
+    by default half of what is free. InputError for another target than the native forward, a draft that serves one text
+    alone, or a text that has no room even alone.
     """
 
-    def __init__(self, engine: Engine, count: int) -> None:
+    def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
         require("parallel", count, "1 or more", type(count) is int and count >= 1)
         if type(engine.target) is not NativeTarget:
             raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
+        self.memory = free_memory() // 2 if memory is None else memory
         self.gathering = Gathering(engine.target.lm)
-        self.engines = [_beside(engine, LaneTarget(self.gathering)) for _ in range(count)]
+        self.engines = [self._beside(engine) for _ in range(count)]
+        for other in self.engines[1:]:
+            if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
+                learn_with(self.engines[0].policy)
+        self.waiting: set[Engine] = set()  # whose answers wait for room
+        self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
+        self._reserved: dict[Engine, int] = {}  # bytes of answers under way
+        self._ended = list(self.engines)  # the one whose answer ended last comes last
+        self._room = threading.Condition()
+
+    @contextlib.contextmanager
+    def place(self, engine: Engine, tokens: int) -> Iterator[None]:
+        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first."""
+        target = cast(LaneTarget, engine.target)
+        need = tokens * target.slot_bytes
+        if need > self.memory:
+            raise InputError(
+                f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
+                f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
+            )
+        with target.aside(), self._room:
+            self.waiting.add(engine)
+            try:
+                while not self._make_room(engine, need):
+                    self._room.wait(LOOK_AGAIN)
+                self._reserved[engine] = need
+            finally:
+                self.waiting.discard(engine)
+        try:
+            yield
+        finally:
+            with self._room:
+                del self._reserved[engine]
+                self._ended.remove(engine)
+                self._ended.append(engine)
+                self._room.notify_all()
+
+    def _make_room(self, engine: Engine, need: int) -> bool:
+        left = self.memory - need - sum(self._reserved.values())
+        kept = {
+            other: _cache_bytes(other) for other in self._ended if other is not engine and other not in self._reserved
+        }
+        for other in kept:
+            if sum(kept.values()) <= left:
+                break
+            if not other.is_busy or other in self.waiting:
+                cast(LaneTarget, other.target).forget()
+                kept[other] = 0
+        return sum(kept.values()) <= left
+
+    @contextlib.contextmanager
+    def reading(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
+        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning."""
+        target, others = cast(LaneTarget, engine.target), [other for other in self.engines if other is not engine]
+
+        def held(other: Engine) -> int:
+            count = target.shares(cast(LaneTarget, other.target), prompt)
+            return count if drafter is None or other.drafter is None else min(count, other.drafter.cached(prompt))
+
+        own = held(engine)
+        for known, end in list(self._reading.values()):
+            if common_prefix(known, prompt) >= own + SHARED:
+                with target.aside():
+                    end.wait()
+        best = max(others, key=held, default=engine)
+        if (count := held(best)) >= held(engine) + SHARED:
+            target.copy_from(cast(LaneTarget, best.target), count)
+            if drafter is not None and best.drafter is not None:
+                drafters.copy_prompt(drafter, best.drafter, count)
+        self._reading[engine] = prompt, (end := threading.Event())
+        try:
+            yield
+        finally:
+            del self._reading[engine]
+            end.set()
+
+    def _beside(self, engine: Engine) -> Engine:
+        """Return an engine of the same parts with a state of its own."""
+        draft = None if engine.drafter is None else drafters.another(engine.drafter)
+        policy: Any = engine.policy
+        policy = None if policy is None else dataclasses.replace(policy)
+        target = LaneTarget(self.gathering)
+        if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
+            target.join(head)
+        made = Engine(target, draft, policy, copy.deepcopy(engine.tokenizer))
+        made.notes, made.pool = list(engine.notes), self
+        return made
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:
         """Answer all prompts, as many at once as there are engines; options as in Engine.generate.
@@ -804,13 +1003,5 @@ class Pool:
         return [results[number] for number in range(count)]
 
 
-def _beside(engine: Engine, target: LaneTarget) -> Engine:
-    """Return an engine of the same parts with a state of its own."""
-    draft = None if engine.drafter is None else drafters.another(engine.drafter)
-    made = Engine(target, draft, _another(engine.policy), copy.deepcopy(engine.tokenizer))  # one text sets its state
-    made.notes = list(engine.notes)
-    return made
-
-
-def _another(policy: TreePolicy | None) -> TreePolicy | None:
-    return policy if policy is None else dataclasses.replace(policy)  # type: ignore[type-var]
+def _cache_bytes(engine: Engine) -> int:
+    return int(cast(LaneTarget, engine.target).cache.nbytes)

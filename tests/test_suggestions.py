@@ -92,7 +92,7 @@ def test_a_model_by_another_programs_name_is_told_what_to_give(name: str) -> Non
 )
 def test_a_draft_by_its_name(name: str, meant: str) -> None:
     with pytest.raises(
-        InputError, match=rf"draft: got '{name}', accepted ngram, recycling, none, .*; did you mean {meant}\?$"
+        InputError, match=rf"draft: got '{name}', accepted mtp, ngram, recycling, none, .*; did you mean {meant}\?$"
     ):
         Engine.from_pretrained(draft=name, offline=True)
 

@@ -29,37 +29,58 @@ class Eagle {
   }
 
   struct Call {
-    Rows rows;
-    const float* hidden;      // [rows][hidden]
-    const float* embeddings;  // [rows][hidden]
-    void* slab;               // [2][key-value heads][capacity][head size]
-    int64_t capacity;
-    bool half;
+    std::vector<Rows> lanes;
+    const float* hidden;               // [rows of all lanes][hidden]
+    const float* embeddings;           // [rows][hidden]
+    std::vector<Decoder::Slab> slabs;  // of each lane, of one layer
+    bool half;                         // the slabs hold bfloat16
     float* states;          // [rows][hidden], recurrent
     float* logits;          // [rows - first_logits][vocabulary] or null
     int64_t first_logits;
+
+    int64_t rows() const { return lanes.back().first + lanes.back().count; }
   };
 
-  // The inputs of a forward's rows: the embeddings of these tokens, and hidden states, which are fused from the target's
-  // features, or are rows of earlier states.
-  struct Inputs {
-    const Decoder* target;
-    const int64_t* tokens;    // [rows]
+  // What the hidden states of a lane's rows are: fused from the target's features, or rows of earlier states.
+  struct Source {
     const float* features;    // [rows][inputs of the fusion layer] or null
     const float* states;      // [any][hidden]
     const int64_t* sources;   // [rows]: the rows of `states`
   };
 
+  struct Inputs {
+    const Decoder* target;        // whose embeddings are read
+    const int64_t* tokens;        // [rows of all lanes]
+    std::vector<Source> sources;  // of each lane
+  };
+
   // call: without hidden states and embeddings.
   void forward(const Inputs& inputs, Call call, int threads) {
-    const int64_t hidden = shape_.hidden, rows = call.rows.count;
+    const int64_t hidden = shape_.hidden, rows = call.rows(), width = fusion_.inputs;
     float* states = given_.reserve(static_cast<size_t>(rows * hidden));
     float* embeddings = read_.reserve(static_cast<size_t>(rows * hidden));
-    for (int64_t r = 0; r < rows; ++r) {
-      inputs.target->embedding(inputs.tokens[r], embeddings + r * hidden);
-      if (!inputs.features) std::copy_n(inputs.states + inputs.sources[r] * hidden, hidden, states + r * hidden);
+    for (int64_t r = 0; r < rows; ++r) inputs.target->embedding(inputs.tokens[r], embeddings + r * hidden);
+    float* features = features_.reserve(static_cast<size_t>(rows * width));
+    float* fused = states_.reserve(static_cast<size_t>(rows * hidden));
+    int64_t read = 0;  // rows with features
+    for (size_t lane = 0; lane < call.lanes.size(); ++lane) {
+      const Rows& own = call.lanes[lane];
+      const Source& from = inputs.sources[lane];
+      if (from.features) {
+        std::copy_n(from.features, own.count * width, features + read * width);
+        read += own.count;
+      } else {
+        for (int64_t r = 0; r < own.count; ++r)
+          std::copy_n(from.states + from.sources[r] * hidden, hidden, states + (own.first + r) * hidden);
+      }
     }
-    if (inputs.features) fuse(inputs.features, rows, states, threads);
+    if (read) fuse(features, read, fused, threads);
+    for (size_t lane = 0; lane < call.lanes.size(); ++lane) {
+      const Rows& own = call.lanes[lane];
+      if (!inputs.sources[lane].features) continue;
+      std::copy_n(fused, own.count * hidden, states + own.first * hidden);
+      fused += own.count * hidden;
+    }
     call.hidden = states;
     call.embeddings = embeddings;
     forward(call, threads);
@@ -67,8 +88,9 @@ class Eagle {
 
   // On so many threads, or on fewer where those are faster.
   void forward(const Call& call, int threads) {
-    const Rows& rows = call.rows;
-    paces_.run(threads, rows.count, rows.start + rows.count, call.logits, [&](int fewer) { run(call, fewer); });
+    int64_t slots = 0;
+    for (const Rows& rows : call.lanes) slots = std::max(slots, rows.start + rows.count);
+    paces_.run(threads, call.rows(), slots, call.logits, [&](int fewer) { run(call, fewer); });
   }
 
   // The target's features, [rows][inputs of the fusion layer], as hidden states [rows][hidden].
@@ -100,17 +122,16 @@ class Eagle {
 
  private:
   void run(const Call& call, int threads) {
-    const int64_t hidden = shape_.hidden;
-    const std::vector<Rows> lanes{call.rows};
-    space_.prepare(lanes, hidden, {shape_.heads}, ropes_, threads);
+    const int64_t hidden = shape_.hidden, rows = call.rows();
+    space_.prepare(call.lanes, hidden, {shape_.heads}, ropes_, threads);
     const int64_t tiles = space_.tiles, size = hidden * kRows;
     const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
     const Input gated = space_.input(space_.third, layer_.gate.panels * kOutputs);
     float* embedded = embedded_.reserve(static_cast<size_t>(tiles * size));
     float* plain = plain_.reserve(static_cast<size_t>(tiles * size));
-    rows_to_tiles(call.hidden, hidden, call.rows.count, space_.x);
-    rows_to_tiles(call.embeddings, hidden, call.rows.count, embedded);
+    rows_to_tiles(call.hidden, hidden, rows, space_.x);
+    rows_to_tiles(call.embeddings, hidden, rows, embedded);
     const auto run_all = [&](const Team& team) {
       const Kernels& kernels = space_.kernels;
       team.each(tiles, 1, [&](Pieces& pieces) {
@@ -121,14 +142,15 @@ class Eagle {
             kernels.norm(x, hidden_norm_, hidden, shape_.eps, &both, t, hidden, shape_.norm_before_residual ? x : nullptr);
           }
       });
-      LayerRun run(team, space_, shape_.heads, lanes, Form{hidden, shape_.eps});
-      const Cache cache{call.slab, call.capacity, call.half};
-      run.run(layer_, &cache, both, attended, normed, gated);
+      LayerRun run(team, space_, shape_.heads, call.lanes, Form{hidden, shape_.eps});
+      std::vector<Cache> caches;
+      for (const Decoder::Slab& slab : call.slabs) caches.push_back({slab.data, slab.capacity, call.half});
+      run.run(layer_, caches.data(), both, attended, normed, gated);
       if (shape_.norm_recurrent || shape_.norm_logits)
         norm_tiles(team, space_, space_.x, norm_, hidden, shape_.eps, normed, plain);
       else
         copy_tiles(team, space_, space_.x, hidden, normed);
-      rows_of_tiles(team, shape_.norm_recurrent ? plain : space_.x, hidden, call.rows.count, call.states, hidden);
+      rows_of_tiles(team, shape_.norm_recurrent ? plain : space_.x, hidden, rows, call.states, hidden);
       if (call.logits) Readout(space_, head_, call.first_logits).run(team, normed, call.logits);
     };
     Pool::shared().run(threads, run_all, space_.around());
@@ -142,7 +164,7 @@ class Eagle {
   const Matrix fusion_, head_;
   const float *input_norm_, *hidden_norm_, *norm_;
   Buffer<uint32_t> normed_, fused_;
-  Buffer<float> embedded_, plain_, wide_, given_, read_;
+  Buffer<float> embedded_, plain_, wide_, given_, read_, features_, states_;
 };
 
 }  // namespace cpu

@@ -70,15 +70,16 @@ class PassCosts:
             self._column(self.draft, self.draft_growth, width, longer),
         )
 
-    def beside(self, others: int, resting: Callable[[], bool] | None = None) -> SharedCosts:
+    def beside(self, others: int, resting: Callable[[], bool] | None = None, joined: bool = False) -> SharedCosts:
         """Return the costs of one of several texts whose rows are run together, each of the others bringing one row.
 
-        A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds.
+        A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds. joined:
+        draft passes of all texts are one, of as many nodes each, that all wait for.
         """
         texts, alone = others + 1, interpolated(self.verify, others + 1)
         rows = sorted({1, *self.verify, *(n - others for n in self.verify if n > others)})
         verify = {n: alone + texts * (interpolated(self.verify, others + n) - alone) for n in rows}
-        draft = {n: texts * cost for n, cost in self.draft.items()}
+        draft = {n: interpolated(self.draft, texts * n) if joined else texts * cost for n, cost in self.draft.items()}
         changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead}
         shared = SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
         if resting is not None:

@@ -254,6 +254,20 @@ def another(drafter: Drafter) -> Drafter:
     raise InputError(f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__")
 
 
+def innermost(drafter: Drafter) -> Drafter:
+    """Return what a draft wraps, itself where it wraps none."""
+    while isinstance(drafter, Wrapped):
+        drafter = drafter.inner
+    return drafter
+
+
+def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:
+    """Take over what another draft, made by `another`, keeps of its first `count` tokens, if it keeps any."""
+    drafter, other = innermost(drafter), innermost(other)
+    if isinstance(drafter, RowDraft) and isinstance(other, RowDraft):
+        drafter.copy_from(other, count)
+
+
 def names() -> list[str]:
     """Return the names of all drafters."""
     return registry.names(sys.modules[__name__])
@@ -428,6 +442,14 @@ class RowDraft(CapturedDrafter):
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
         self.take(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
+
+    def copy_from(self, other: RowDraft, count: int) -> None:
+        """Become what another draft of the same weights is after its first `count` tokens, or those that it has run."""
+        count = min(count, other.cache.length)
+        self.cache.reserve(count)
+        self.cache.slab[:, :, :, :count] = other.cache.slab[:, :, :, :count]
+        self.cache.length, self._tokens = count, other._tokens[:count]
+        self.taken.zero_()
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""

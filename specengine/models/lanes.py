@@ -7,32 +7,52 @@ runs a forward over all their rows. What a row gives does not depend on the rows
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from specengine.models import Successors
+from specengine.models import Successors, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.native import PREFILL_ROWS, NativeLM, NativeTarget
+from specengine.models.native import PREFILL_ROWS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 
 GRACE = 0.002  # seconds that a forward waits for a text whose consumer has the turn
 LONGEST = 0.05  # seconds that a forward waits at most for texts that are being drafted for
-EPOCH, AGAIN = 0.15, 3.0  # seconds that a way is timed, and after which the other one is timed again
+EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
+MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 
 @dataclass(eq=False)
 class _Request:
-    """Rows of one text: arguments of NativeLM.run, and what became of them."""
+    """Rows of one text, and what became of them."""
 
-    owner: Any
+    owner: LaneTarget
+    error: BaseException | None = field(default=None, kw_only=True)
+    asked: float = field(default_factory=time.perf_counter, kw_only=True)
+
+
+@dataclass(eq=False)
+class _Pass(_Request):
+    """A draft pass."""
+
+    head: NativeHead
+    given: HeadRows
+
+
+@dataclass(eq=False)
+class _Rows(_Request):
+    """Arguments of NativeLM.run, and the features found."""
+
     tokens: Tensor
     positions: Tensor
     cache: KVCache
@@ -40,10 +60,33 @@ class _Request:
     features: tuple[int, ...]
     logits: Tensor | None
     best: Successors | None
-    asked: float = field(default_factory=time.perf_counter)
     states: Tensor | None = None
-    error: BaseException | None = None
-    done: bool = False
+
+
+@dataclass
+class _Rate:
+    """What a way brings."""
+
+    tokens: float = 0.0  # per second
+    timed: float = -math.inf
+    again: float = AGAIN  # seconds after which it is timed again, if the other one is faster
+
+
+class _Turn:
+    """Wakes the thread of one text: for its turn, or to look again for how long it waits."""
+
+    def __init__(self) -> None:
+        self.has = False  # whether it is this text's
+        self._signal = threading.Lock()
+        self._signal.acquire()
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # it was woken already
+            self._signal.release()
+
+    def wait(self, seconds: float = -1) -> None:
+        """Wait until the thread is woken, for so long at most; it may be woken for nothing."""
+        self._signal.acquire(timeout=seconds)
 
 
 class Gathering:
@@ -54,13 +97,19 @@ class Gathering:
 
     A forward begins once no text is expected any more: each one that is being drafted for asks soon, and so does one
     whose consumer has just taken a piece. It waits for these LONGEST and GRACE seconds at most.
+
+    Between forwards one text has the turn, and hands it on where it waits or its consumer has a piece. Threads that
+    run at once would pass the interpreter's lock to and fro at every tensor op, which takes longer than the ops.
     """
 
     def __init__(self, lm: NativeLM) -> None:
         self.lm = lm
-        self.forwards, self.rows = 0, 0  # since it was made
-        self._changed = threading.Condition()
+        self.forwards, self.rows, self.passes = 0, 0, 0  # since it was made; passes are calls of heads
+        self._guard = threading.Lock()  # of all that follows
+        self._turns = deque[_Turn]()  # that are waited for
+        self._taken = False  # whether a text has the turn
         self._waiting: list[_Request] = []
+        self._leader: _Request | None = None  # whose thread runs the next forward, unless another one comes first
         self._expected: set[Any] = set()
         self._away: dict[Any, float] = {}  # when each of them left
         self._running = False
@@ -68,31 +117,76 @@ class Gathering:
         self.rests = False  # whether texts beside others decode plainly
         self._tokens = 0  # committed, of all texts
         self._epoch = (time.perf_counter(), 0, 0)  # began, tokens then, and how many texts, as a power of two
-        self._rates: dict[
-            tuple[bool, int], tuple[float, float]
-        ] = {}  # tokens per second of a way, and when it was timed
+        self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
     @contextmanager
-    def turn_of(self, owner: Any) -> Iterator[None]:
-        """Mark a text as one that asks soon, if it was answered before; afterwards its consumer has the turn."""
-        with self._changed:
+    def turn_of(self, owner: LaneTarget) -> Iterator[None]:
+        """Give a text the turn. One that was answered before asks soon; afterwards its consumer is busy."""
+        with self._guard:
             if self._away.pop(owner, None) is not None:
                 self._expected.add(owner)
+            self._queue(owner.turn)
+        self._wait_for(owner.turn)
         try:
             yield
         finally:
-            with self._changed:
+            with self._guard:
                 if owner in self._expected:
                     self._expected.discard(owner)
                     self._away[owner] = time.perf_counter()
-                    self._changed.notify_all()
+                    self._look_again()
+                self._hand_on(owner.turn)
+
+    @contextmanager
+    def without_turn(self, turn: _Turn) -> Iterator[None]:
+        """Hand on the turn, where it is this one's, and take it again afterwards."""
+        had_turn = turn.has
+        with self._guard:
+            if had_turn:
+                self._hand_on(turn)
+        try:
+            yield
+        finally:
+            if had_turn:
+                with self._guard:
+                    self._queue(turn)
+                self._wait_for(turn)
+
+    def _queue(self, turn: _Turn) -> None:
+        if self._taken:
+            self._turns.append(turn)
+        else:
+            self._taken = turn.has = True
+
+    def _hand_on(self, turn: _Turn) -> None:
+        turn.has = self._taken = False
+        if self._turns:
+            self._taken = self._turns[0].has = True
+            self._turns.popleft().wake()
+
+    def _wait_for(self, turn: _Turn) -> None:
+        try:
+            while not turn.has:
+                turn.wait()
+        except BaseException:  # the thread was interrupted, and others wait behind it
+            with self._guard:
+                if turn.has:
+                    self._hand_on(turn)
+                else:
+                    self._turns.remove(turn)
+            raise
+
+    def _look_again(self) -> None:
+        """Wake the thread that waits for texts, if none is expected any more."""
+        if self._leader is not None and not self._expected:
+            self._leader.owner.turn.wake()
 
     def leave(self, owner: Any) -> None:
         """Expect nothing of a text for now."""
-        with self._changed:
+        with self._guard:
             self._expected.discard(owner)
             self._away.pop(owner, None)
-            self._changed.notify_all()
+            self._look_again()
 
     def committed(self, tokens: int) -> None:
         """Count tokens that a text has committed."""
@@ -104,22 +198,27 @@ class Gathering:
         began, tokens, of = self._epoch
         if of == size and now - began < EPOCH:
             return
+        own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
         if of == size:
-            self._rates[self.rests, size] = (self._tokens - tokens) / (now - began), now
-        rate, timed = self._rates.get((not self.rests, size), (0.0, 0.0))
-        if now - timed > AGAIN or rate > self._rates.get((self.rests, size), (0.0, now))[0]:
+            rate = (self._tokens - tokens) / (now - began)
+            own.tokens, own.timed = (own.tokens + rate) / 2 if own.tokens else rate, now
+            if own.tokens < other.tokens:
+                own.again = min(2 * own.again, MAX_AGAIN)
+            else:
+                own.again = AGAIN
+        if now - other.timed > other.again or other.tokens > own.tokens > 0:
             self.rests = not self.rests
         self._epoch = now, self._tokens, size
 
     def count(self, owner: Any) -> int:
         """Return the number of texts under way, this one left out."""
-        with self._changed:
+        with self._guard:
             waiting = {request.owner for request in (*self._waiting, *self._served)}
             return len((self._expected | self._away.keys() | waiting) - {owner})
 
     def run(
         self,
-        owner: Any,
+        owner: LaneTarget,
         tokens: Tensor,
         positions: Tensor,
         cache: KVCache,
@@ -130,21 +229,46 @@ class Gathering:
         best: Successors | None = None,
     ) -> Tensor | None:
         """Run rows as NativeLM.run does, with those of other texts. Returns their features."""
-        request = _Request(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
-        with self._changed:
+        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
+        self._ask(request)
+        return request.states
+
+    def run_pass(self, owner: LaneTarget, head: NativeHead, given: HeadRows) -> None:
+        """Run a draft pass as NativeHead.run does, with those of other texts that are being drafted for."""
+        with self._guard:
+            alone = not self._waiting and not self._running and self._expected <= {owner}
+        if alone:
+            head.run(given)
+        else:
+            self._ask(_Pass(owner, head, given))
+
+    def _ask(self, request: _Request) -> None:
+        """Wait until the rows were run. Draft passes come first: forwards wait for texts that are drafted for."""
+        owner = request.owner
+        had_turn = owner.turn.has
+        with self._guard:
             self._expected.discard(owner)
             self._waiting.append(request)
-            self._changed.notify_all()
-            while not request.done:
-                if self._running:
-                    self._changed.wait()
-                elif (pause := self._pause()) > 0:
-                    self._changed.wait(pause)
-                else:
-                    self._take_turn()
+            self._leader = request
+            if had_turn:
+                self._hand_on(owner.turn)
+        while not owner.turn.has:
+            with self._guard:
+                pause = -1.0 if self._leader is not request or self._running else max(self._pause(), 0.0)
+                if not pause:
+                    batch: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
+                    batch = batch or self._waiting
+                    self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
+                    self._leader, self._served, self._running = None, batch, True
+            if pause:
+                owner.turn.wait(pause)
+            else:
+                self._take(batch)
+        if not had_turn:
+            with self._guard:
+                self._hand_on(owner.turn)
         if request.error is not None:
             raise request.error
-        return request.states
 
     def _pause(self) -> float:
         """Return for how long to wait for more texts."""
@@ -152,34 +276,54 @@ class Gathering:
         self._away = {owner: left for owner, left in self._away.items() if now - left < GRACE}
         if self._expected:
             return min(request.asked for request in self._waiting) + LONGEST - now
+        if any(isinstance(request, _Pass) for request in self._waiting):
+            return 0.0
         return max((left + GRACE - now for left in self._away.values()), default=0.0)
 
-    def _take_turn(self) -> None:
-        """Run what waits, on this thread, while the others may go on asking."""
-        batch, self._waiting, self._running = self._waiting, [], True
-        self._served = batch
-        self._changed.release()
+    def _take(self, batch: list[_Request]) -> None:
+        """Run requests on this thread, while the others may go on asking; each of them has a turn then."""
+        passes = [request for request in batch if isinstance(request, _Pass)]
         try:
-            self._forward(batch)
+            if passes:
+                self._draft(passes)
+            else:
+                self._forward(cast("list[_Rows]", batch))
         except BaseException as error:
             for request in batch:
                 request.error = error
-        finally:
-            self._changed.acquire()
+        with self._guard:
             self._running, self._served = False, []
-            self._choose_way(len({request.owner for request in batch} | self._expected | self._away.keys()))
+            if not passes:
+                self._choose_way(len({request.owner for request in batch} | self._expected | self._away.keys()))
             for request in batch:
-                request.done = True
                 self._expected.add(request.owner)
-            self._changed.notify_all()
+                self._queue(request.owner.turn)
+                if request.owner.turn.has:
+                    request.owner.turn.wake()
+            if self._leader is None and self._waiting:
+                self._leader = self._waiting[-1]
+            if self._leader is not None:
+                self._leader.owner.turn.wake()
 
-    def _forward(self, batch: Sequence[_Request]) -> None:
+    def _draft(self, batch: Sequence[_Pass]) -> None:
+        """Run draft passes, those of one head's weights in one call."""
+        self.passes += 1
+        first, *others = batch
+        if not others:
+            first.head.run(first.given)
+        elif all(request.head.is_like(first.head) for request in others):
+            first.head.run_lanes([request.given for request in batch])
+        else:
+            for request in batch:
+                request.head.run(request.given)
+
+    def _forward(self, batch: Sequence[_Rows]) -> None:
         before = self.lm.seconds
         self._run(batch)
         for request in batch:
             request.owner.spent += self.lm.seconds - before
 
-    def _run(self, batch: Sequence[_Request]) -> None:
+    def _run(self, batch: Sequence[_Rows]) -> None:
         self.forwards, self.rows = self.forwards + 1, self.rows + sum(len(request.tokens) for request in batch)
         if len(batch) == 1 or batch[0].cache.memory is not None:  # states of recurrent layers are one text's
             for one in batch:
@@ -205,7 +349,7 @@ class Gathering:
 
     @staticmethod
     def _hand_out(
-        batch: Sequence[_Request], states: Tensor | None, logits: Tensor | None, best: Successors | None
+        batch: Sequence[_Rows], states: Tensor | None, logits: Tensor | None, best: Successors | None
     ) -> None:
         row = rated = 0
         for request in batch:
@@ -227,11 +371,18 @@ class LaneTarget(NativeTarget):
 
     def __init__(self, gathering: Gathering) -> None:
         self.gathering, self.spent = gathering, 0.0  # seconds in forwards that had rows of this text
+        self.turn = _Turn()
         super().__init__(gathering.lm)
         self.runs = functools.partial(gathering.run, self)
+        self.joins_passes = False  # whether passes of its draft are run with those of other texts
+
+    def join(self, head: NativeHead) -> None:
+        """Run a head's passes with those of other texts."""
+        head.runs, self.joins_passes = functools.partial(self.gathering.run_pass, self, head), True
 
     def running(self) -> AbstractContextManager[None]:
-        return _both(super().running(), self.gathering.turn_of(self))
+        """Take the turn, unless this text has it: who takes its pieces at once keeps it from piece to piece."""
+        return nullcontext() if self.turn.has else _both(super().running(), self.gathering.turn_of(self))
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]
@@ -245,6 +396,32 @@ class LaneTarget(NativeTarget):
     def is_resting(self) -> bool:
         """Return whether the texts that are answered side by side decode plainly at present."""
         return self.gathering.rests
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which others go on, and none waits for this text."""
+        self.gathering.leave(self)
+        return self.gathering.without_turn(self.turn)
+
+    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+        """Return how many of the first `tokens` another cache holds that can be copied."""
+        if self.cache.memory is not None or other._version != self.lm.version:
+            return 0
+        return common_prefix(other.tokens, tokens)
+
+    def copy_from(self, other: LaneTarget, count: int) -> None:
+        """Become what another one is after its first `count` tokens. Both have the same weights."""
+        self.cache.reserve(count)
+        self.cache.slab[:, :, :, :count] = other.cache.slab[:, :, :, :count]
+        self.cache.length, self.tokens, self._version = count, other.tokens[:count], other._version
+
+    def forget(self) -> None:
+        """Give back the memory of the cache."""
+        self.cache, self.tokens = self.lm.new_cache(1), []
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that a token takes in the cache."""
+        return self.cache.slab.nbytes // self.cache.slab.shape[3]
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         super().commit(tree, path)
@@ -271,6 +448,15 @@ class LaneTarget(NativeTarget):
             self.cache.length = length + len(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return 1 << 50
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -676,6 +676,24 @@ def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics:
 _from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = WeakKeyDictionary()
 
 
+class HeadRows(NamedTuple):
+    """Rows of one text that a head is to run, and where its results go.
+
+    rows      what they are and see; slab: the head's cache
+    features  float32 [n, features], of the target; None: rows `sources` of `states`, float32 [any, hidden]
+    out       float32 [n, hidden], filled with recurrent states
+    logits    float32 [m, draft vocabulary], filled with those of the last m rows
+    """
+
+    rows: Rows
+    slab: Tensor
+    features: Tensor | None
+    states: Tensor
+    sources: Tensor
+    out: Tensor
+    logits: Tensor
+
+
 class NativeHead:
     """Run an EAGLE head for a NativeLM. States and logits are float32, the cache is in the target's dtype.
 
@@ -693,6 +711,7 @@ class NativeHead:
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         refuse_head(config)
         self.config, self._target = config, target
+        self.runs: Callable[[HeadRows], None] = self.run
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=target.dtype)
         part = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
@@ -719,8 +738,12 @@ class NativeHead:
     def __copy__(self) -> NativeHead:
         made = object.__new__(NativeHead)
         made.__dict__.update(self.__dict__)
-        made.cache = self.cache.empty()
+        made.cache, made.runs = self.cache.empty(), made.run
         return made
+
+    def is_like(self, other: NativeHead) -> bool:
+        """Return whether both have the same weights."""
+        return self._head is other._head
 
     def refresh(self) -> None:
         """Do nothing: the head owns its weights."""
@@ -746,6 +769,12 @@ class NativeHead:
         wanted = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
         logits = states.new_empty(wanted, self.config.draft_vocab_size)
+        self.runs(HeadRows(rows, self.cache.slab, features, states, sources, out, logits))
+        return logits, out[-wanted:]
+
+    def run(self, given: HeadRows) -> None:
+        """Run the rows of one text in one C++ call."""
+        rows, slab, features, states, sources, out, logits = given
         self._head.forward(
             self._target.decoder,
             rows.positions.contiguous(),
@@ -756,12 +785,36 @@ class NativeHead:
             features,
             states,
             sources,
-            self.cache.slab,
+            slab,
             out,
             logits,
             team.get() or torch.get_num_threads(),
         )
-        return logits, out[-wanted:]
+
+    def run_lanes(self, lanes: Sequence[HeadRows]) -> None:
+        """Run rows of several texts in one C++ call; their caches are of heads with these weights."""
+        rows, slabs, features, states, sources, outs, _ = zip(*lanes, strict=True)
+        counts = [len(out) for out in outs]
+        out = torch.empty(sum(counts), self.config.hidden_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
+        self._head.forward_lanes(
+            self._target.decoder,
+            tuple(own.positions.contiguous() for own in rows),
+            [int(own.prefix) for own in rows],
+            [int(own.slot) for own in rows],
+            tuple(own.words.contiguous() for own in rows),
+            torch.cat([own.tokens for own in rows]),
+            features,
+            states,
+            sources,
+            slabs,
+            out,
+            logits,
+            team.get() or torch.get_num_threads(),
+        )
+        for lane, own, rated in zip(lanes, out.split(counts), logits.split(counts), strict=True):
+            lane.out.copy_(own)
+            lane.logits.copy_(rated[len(own) - len(lane.logits) :])
 
 
 def refuse_head(config: EagleConfig) -> None:

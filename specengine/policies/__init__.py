@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     reason         why a tree may be its root alone, for the statistics
     plain_seconds  duration of a plain cycle now, if it was measured
     reads_costs    whether `begin` reads the measured costs of this engine
+    learns         whether the policy wants this cycle's outcome
     """
 
     patience: int = 0
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     reason: str = "nothing was proposed"
     plain_seconds: float | None = None
     reads_costs: bool = False
+    learns: bool = True
 
 
 DRAFT = Plan()

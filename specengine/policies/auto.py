@@ -38,6 +38,7 @@ SURE = 0.5  # stated probability of a free path by which a cycle may do without 
 CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured costs; cycles between repricings
 
 
+SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
 PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
 DOUBT = 8.0  # tries that a prior counts for
 REST = (
@@ -67,6 +68,12 @@ class _State:
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         self.throughput = Throughput(*seconds, prices, recent, drafting, verified, torch.full_like(drafting, beside))
         ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
+
+    def share(self, other: _State) -> None:
+        """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
+        self.counts = self.counts._replace(**{name: getattr(other.counts, name) for name in SHARED})
+        self.throughput = self.throughput._replace(recent=other.throughput.recent)
         self.books = self.counts, self.notes, self.throughput
 
 
@@ -136,10 +143,12 @@ class Auto(TreePolicy):
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
+        self._rests = False  # in this cycle
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
         self._state = PerDevice(self._start)
+        self._lent: PerDevice[_State] | None = None  # of another one that it learns together with
 
     @property
     def capacity(self) -> int:
@@ -159,8 +168,12 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         plain = self._plain * self._scale[0] if self._costs.measured else None
-        resting = self._pace.resting > 0 or (isinstance(self._costs, SharedCosts) and self._costs.resting())
-        return Plan(self.patience, resting, PLAIN_REASON, plain, self.costs == MEASURED)
+        shared = self._costs if isinstance(self._costs, SharedCosts) else None  # of several texts all rest, or none
+        self._rests = self._pace.resting > 0 if shared is None else shared.resting()
+        learns = shared is None or not self._rests
+        if not learns:
+            self._count(1)
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -169,6 +182,14 @@ class Auto(TreePolicy):
         self._reprice()
         for state in self._state.values():
             state.counts.group.fill_(self._group)
+
+    def learn_with(self, other: Auto) -> None:
+        """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
+
+        So a node is drafted in the text where it promises most, over all texts.
+        """
+        self._lent = other._state
+        self._state.clear()
 
     # ---- a cycle
 
@@ -199,12 +220,12 @@ class Auto(TreePolicy):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
-        state = self._state[tree.device]
-        rested = self._pace.resting > 0 and cycle is not None
+        rested = self._rests and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *state.books)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
         if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            self._time(cycle, state, rested)
+            self._time(cycle, self._state[tree.device], rested)
+            self._count(len(cycle.tokens))
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -220,10 +241,9 @@ class Auto(TreePolicy):
                 self._scale[side] *= ratio**CORRECTION
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
-        self._count(cycle)
 
-    def _count(self, cycle: Cycle) -> None:
-        self._context += len(cycle.tokens)
+    def _count(self, tokens: int) -> None:
+        self._context += tokens
         self._timed += 1
         if self._timed % REPRICED == 0:
             self._reprice()
@@ -238,6 +258,8 @@ class Auto(TreePolicy):
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         state.counts.group.fill_(self._group)
+        if self._lent is not None:
+            state.share(self._lent[device])
         return state
 
     def _tables(self) -> CostTable:

@@ -172,7 +172,7 @@ class Worker:
     def _run(self) -> None:
         try:
             self.engine = self._load()
-            self._idle = Pool(self.engine, self._parallel).engines if self._parallel > 1 else [self.engine]
+            self._idle = [*Pool(self.engine, self._parallel).engines] if self._parallel > 1 else [self.engine]
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
@@ -289,7 +289,7 @@ class Worker:
         _score(engine, job, answer, deadline)
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
-        with contextlib.closing(generation):
+        with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
                 if piece is None:

@@ -493,6 +493,15 @@ def later_forward_of_eagle(m: Memory) -> Arguments:
     return arguments
 
 
+def lanes_of_eagle(m: Memory) -> Arguments:
+    """Return the rows of `forward_of_eagle` and one more, of another text, from an earlier state."""
+    words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
+    where = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words
+    features, states = (real(m, ROWS, 3 * HIDDEN), None), (None, real(m, 2, HIDDEN))
+    out = (slab(m, 1), slab(m, 1)), real(m, ROWS + 1, HIDDEN), real(m, ROWS + 1, VOCABULARY)
+    return [target(), *where, whole(m, 1, 2, 3, 4), features, states, (None, whole(m, 1)), *out, 1]
+
+
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
@@ -507,6 +516,7 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
         set(),
     ),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
+    "eagle, lanes": (eagle, "forward_lanes", lanes_of_eagle, {(4, 0), (4, 1), (6, 1), (7, 0), (8, 0), 11}),
     "eagle, later": (eagle, "forward", later_forward_of_eagle, {4, 11}),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import random
 import threading
 import time
@@ -16,16 +18,18 @@ from torch import Tensor
 from specengine import Engine
 from specengine.costs import PassCosts, SharedCosts
 from specengine.drafters import another
+from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool
 from specengine.errors import InputError
 from specengine.models import lanes
+from specengine.models.kv_cache import Rows
 from specengine.models.lanes import Gathering, LaneTarget
-from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget
+from specengine.models.native import WITH_PAIRS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
-from tests.toy import VOCABULARY, policy_for, random_tree, tiny
+from tests.toy import VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics": "integer"}}
@@ -97,6 +101,48 @@ def test_a_cache_off_by_one_slot_is_seen() -> None:
     right, wrong = together(lm, targets, trees), together(lm, targets, trees, off=1)
     assert not torch.equal(right[0], wrong[0])
     assert all(torch.equal(one, other) for one, other in zip(right[1:], wrong[1:], strict=True))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str) -> None:
+    if kind == "float32" and instructions in WITH_PAIRS:
+        pytest.skip("has no products in float32")
+    config, chance = head_config(), torch.Generator().manual_seed(4)
+    head = NativeHead(config, random_state(config), lm_of("llama", kind, instructions))
+    width = config.num_features * config.target_hidden_size
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=chance)
+
+    lanes = []
+    for lane, count in enumerate((1, 3, 20, 2)):
+        length = 5 * lane + 1
+        own = copy.copy(head)
+        own.cache.reserve(length + count)
+        own.cache.slab[:, :, :, :length] = normal(1, 2, 2, length, 8)
+        own.cache.slab[:, :, :, length:] = float("nan")
+        tree = random_tree(lane, count, VOCABULARY)
+        slot, live = torch.tensor([length]), torch.tensor([count], dtype=torch.int32)
+        rows = Rows(tree.tokens, tree.depths + length, tree.ancestors, slot, slot.int(), live)
+        features = normal(count, width) if lane % 2 else None
+        sources = torch.arange(count) // 2
+        out, logits = torch.full((count, 32), float("nan")), torch.full((1 if lane == 1 else count, 200), float("nan"))
+        lanes.append(HeadRows(rows, own.cache.slab, features, normal(count, 32), sources, out, logits))
+    kept = [lane.slab.clone() for lane in lanes]
+    for lane in lanes:
+        head.run(lane)
+    alone = [(lane.out.clone(), lane.logits.clone(), lane.slab.clone()) for lane in lanes]
+    for lane, slab in zip(lanes, kept, strict=True):
+        lane.slab.copy_(slab)
+        lane.out.fill_(float("nan"))
+        lane.logits.fill_(float("nan"))
+    head.run_lanes(lanes)
+    for lane, (out, logits, slab) in zip(lanes, alone, strict=True):
+        assert torch.isfinite(out).all()
+        assert torch.equal(lane.out, out)
+        assert torch.equal(lane.logits, logits)
+        assert torch.equal(lane.slab.nan_to_num(7.0), slab.nan_to_num(7.0))
 
 
 # ---- answers
@@ -234,6 +280,35 @@ def test_drafts_beside_share_no_state() -> None:
     assert second.table is not first.table
 
 
+def test_draft_passes_of_all_texts_are_run_together() -> None:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    head = NativeHead(config, random_state(config), lm)
+    engine = Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle"))
+    asked = prompts(6)
+    options = {"max_new_tokens": 24, "eos_token_id": []}
+    alone = [engine.generate(prompt, **options) for prompt in asked]
+    pool = Pool(engine, 3)
+    many = pool.generate(asked, **options)
+    assert [result.token_ids for result in many] == [result.token_ids for result in alone]
+    assert [result.stats.acceptance_histogram for result in many] == [r.stats.acceptance_histogram for r in alone]
+    passes = sum(result.stats.num_draft_passes for result in many)
+    assert 0 < pool.gathering.passes < passes
+    assert pool.gathering.forwards < sum(result.stats.num_spec_steps for result in many)
+
+
+def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    head = NativeHead(config, random_state(config), lm)
+    pool = Pool(Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle")), 3)
+    monkeypatch.setattr(NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        pool.generate(prompts(3), max_new_tokens=24, eos_token_id=[])
+    monkeypatch.undo()
+    assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
+
+
 def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
     costs = PassCosts("toy", {1: 2.0, 2: 2.5, 4: 3.5, 8: 5.5}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
     shared = costs.beside(3)
@@ -245,6 +320,9 @@ def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
         assert float(table.verify[nodes]) == pytest.approx(float(alone.verify[4]) + 4 * added)
     assert torch.allclose(table.draft[1:], 4 * alone.draft[1:])
     assert shared.overhead == pytest.approx(0.4)
+    joined = costs.beside(3, joined=True).table(4, 4, 0)
+    assert float(joined.draft[1]) == pytest.approx(float(costs.table(4, 4, 0).draft[4]))  # one pass of all four
+    assert torch.equal(joined.verify, table.verify)
 
 
 def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,17 +343,102 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
                 time.sleep(delay)
                 targets[1].verify(tree)
 
-        with targets[0].running(), targets[1].running():  # answered before: expected again
-            pass
         for target in targets:
             with target.running():
                 target.verify(tree)
         thread = threading.Thread(target=late)
-        thread.start()
-        time.sleep(delay / 4)
         with targets[0].running():
+            thread.start()
+            while not gathering._turns:  # until it waits for its turn
+                time.sleep(0.001)
             targets[0].verify(tree)
         thread.join(20)
         return gathering.forwards - before
 
     assert both(0.02) == 3  # two alone, and one for both
+
+
+def test_a_beginning_that_another_text_has_is_copied() -> None:
+    engine = engine_of()
+    system = [(7 * i + 3) % VOCABULARY for i in range(90)]
+    asked = [[*system, *range(number, number + 5)] for number in range(4)]
+    alone = [engine_of().generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
+    pool = Pool(engine, 4)
+    results = pool.generate(asked, max_new_tokens=12)
+    assert [result.token_ids for result in results] == alone
+    cached = sorted(result.stats.num_cached_prompt_tokens for result in results)
+    assert cached[0] == 0
+    assert all(count >= len(system) - 1 for count in cached[1:])  # one of them takes it in, the others wait
+
+
+def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
+    model = tiny("llama", num_hidden_layers=2).bfloat16()
+    engine = Engine.from_pretrained(model, None, "plain", backend="native")
+    pool = Pool(engine, 2)
+    prompt = [(5 * i + 1) % VOCABULARY for i in range(80)]
+    pool.engines[0].generate(prompt, max_new_tokens=4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    result = pool.engines[1].generate(prompt, max_new_tokens=4)
+    assert result.stats.num_cached_prompt_tokens == 0
+    assert result.token_ids == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+
+
+def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
+    engine = engine_of()
+    target = LaneTarget(Gathering(engine.target.lm))
+    asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
+    alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
+    longest = 30 + 20 + engine.drivers.own.eager.budget
+    pool = Pool(engine, 6, memory=int(2.5 * longest) * target.slot_bytes)  # for two of six
+    most = []
+
+    def watched(place: Any, own: Engine, tokens: int) -> Any:
+        most.append(len(pool._reserved))
+        return place(own, tokens)
+
+    place = pool.place
+    pool.place = lambda own, tokens: watched(place, own, tokens)  # type: ignore[method-assign]
+    assert [result.token_ids for result in pool.generate(asked, max_new_tokens=20)] == alone
+    assert max(most) <= 2
+    assert not pool._reserved
+    assert not pool.waiting
+    with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
+        Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
+
+
+def test_asynchronous_streams_are_answered_at_once() -> None:
+    engine, asked = engine_of(), prompts(6)
+    alone = [engine_of().generate(prompt, max_new_tokens=16) for prompt in asked]
+
+    async def one(prompt: list[int]) -> tuple[list[int], Any]:
+        stream = engine.astream(prompt, parallel=3, max_new_tokens=16)
+        pieces = [piece async for piece in stream]
+        return [token for piece in pieces for token in piece.cycle.tokens], stream.result
+
+    async def all_of_them() -> list[tuple[list[int], Any]]:
+        return await asyncio.gather(*map(one, asked))
+
+    for (tokens, result), own in zip(asyncio.run(all_of_them()), alone, strict=True):
+        assert tokens == result.token_ids == own.token_ids
+    assert len(engine._beside[1].get().pool.engines) == 3
+
+
+@pytest.mark.parametrize("backend", ["native", "huggingface"])
+def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
+    engine = Engine.from_pretrained(tiny("llama", num_hidden_layers=2), "recycling", backend=backend)
+
+    async def several() -> None:
+        for _ in range(3):
+            async with engine.astream([1, 2, 3], parallel=1, max_new_tokens=200) as stream:
+                async for _ in stream:
+                    break
+        with pytest.raises(InputError, match="max_new_tokens"):
+            await anext(engine.astream([1, 2, 3], parallel=1, max_new_tokens=-1))
+        stream = engine.astream([1, 2, 3], parallel=1, max_new_tokens=4)
+        assert len([piece async for piece in stream])
+        assert len(stream.result.token_ids) == 4
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(several())

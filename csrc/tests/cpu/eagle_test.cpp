@@ -66,11 +66,13 @@ class ToyEagle {
     const Guarded<float> hidden(hidden_.data() + first * shape_.hidden, count * shape_.hidden);
     const Guarded<float> embeddings(embeddings_.data() + first * shape_.hidden, count * shape_.hidden);
     cpu::Eagle::Call call{};
-    call.rows.count = count, call.rows.positions = positions.data();
-    call.rows.start = start, call.rows.prefix = seen ? at : start;
-    if (seen) call.rows.seen = seen->data(), call.rows.words = static_cast<int64_t>(seen->size()) / count;
+    cpu::Rows own;
+    own.count = count, own.positions = positions.data();
+    own.start = start, own.prefix = seen ? at : start;
+    if (seen) own.seen = seen->data(), own.words = static_cast<int64_t>(seen->size()) / count;
+    call.lanes = {own};
     call.hidden = hidden.data(), call.embeddings = embeddings.data();
-    call.slab = slab.data(), call.capacity = kCapacity, call.half = shape_.half;
+    call.slabs = {{slab.data(), kCapacity}}, call.half = shape_.half;
     call.states = states.data(), call.logits = logits.data(), call.first_logits = 0;
     eagle.forward(call, threads);
     return {in_rows(states, count), in_rows(logits, count)};

@@ -1,0 +1,113 @@
+"""A policy that rests: the drafter is handed several plain cycles at once, and proposes what it would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from specengine import Engine, cycle
+from specengine.drafters import Drafter
+from specengine.drafters.eagle import Eagle
+from specengine.drafters.lookup import Lookup
+from specengine.drafters.ngram import NGram
+from specengine.drafters.recycling import Recycling
+from specengine.drafters.small_model import SmallModel
+from specengine.models.native import NativeTarget
+from specengine.policies import Plan
+from specengine.policies.fixed import Fixed
+from tests.models.native_engines import native_lm, needs_extension
+from tests.toy import head_config, near_copy, tiny, tiny_head
+
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
+
+
+class Sometimes(Fixed):
+    """Draft in two of `every` cycles."""
+
+    every = 7
+    _asked = 0
+
+    def plan(self) -> Plan:
+        self._asked += 1
+        return Plan(rests=self._asked % self.every > 2)
+
+
+@cache
+def weights() -> tuple[Any, Any]:
+    """Return a target and a smaller model, both native."""
+    return native_lm(tiny(num_hidden_layers=4).bfloat16()), native_lm(near_copy(num_hidden_layers=1).bfloat16())
+
+
+def drafter_of(kind: str) -> Drafter:
+    lm, small = weights()
+    made: dict[str, Callable[[], Drafter]] = {
+        "ngram": lambda: NGram(2, 1),
+        "recycling": lambda: Recycling(3),
+        "small model": lambda: SmallModel(small),
+        "head": lambda: Eagle(tiny_head(head_config()), lm),
+        "head with lookup and recycling": lambda: Lookup(Eagle(tiny_head(head_config()), lm), Recycling(3)),
+    }
+    return made[kind]()
+
+
+def trees(kind: str, most: int, every: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
+    """Return tokens, parents, scores and path of all cycles of two answers, the second one from the first one's end."""
+    monkeypatch.setattr(cycle, "MOST_PUT_OFF", most)
+    policy = Sometimes((3, 2))
+    policy.every = every
+    engine, found = Engine(NativeTarget(weights()[0]), drafter_of(kind), policy), []
+    prompt = [5, 6, 7, 5, 6, 8, 5]
+    for _ in range(2):
+        stream = engine.stream(prompt, max_new_tokens=50, eos_token_id=[], **options)
+        for piece in stream:
+            tree = piece.cycle.tree
+            found.append((tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist(), piece.cycle.path))
+        prompt = prompt + stream.result.token_ids
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}])
+@pytest.mark.parametrize("kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"])
+def test_trees_do_not_depend_on_when_the_drafter_takes_in_plain_cycles(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for every, most in ((7, 3), (7, 16), (25, 16)):
+        at_once = trees(kind, 1, every, monkeypatch, **options)
+        assert trees(kind, most, every, monkeypatch, **options) == at_once
+        if kind != "recycling" or not options:  # a draw gives no successors while its policy rests
+            assert any(len(tokens) > 1 for tokens, *_ in at_once)
+
+
+def test_joined_cycles_are_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Recycling, "accept", lambda self, cycle: seen.append(cycle))
+    policy = Sometimes((3, 2))
+    policy.every = 10**6
+    engine = Engine(NativeTarget(weights()[0]), Recycling(3), policy)
+    result = engine.generate([1, 2, 3], max_new_tokens=20, eos_token_id=[])
+    roots, tokens = [3, *result.token_ids[:-1]], result.token_ids
+    assert [token for one in seen for token in one.tokens] == tokens
+    assert [token for one in seen for token in one.tree.tokens.tolist()] == roots
+    assert [len(one.tree) for one in seen] == [16, 4]
+    for one in seen:
+        count = len(one.tree)
+        assert one.path == list(range(count))
+        assert one.tree.parents.tolist() == list(range(-1, count - 1))
+        assert one.successors is not None
+        assert one.successors.tokens.shape == (count, 3)
+        assert torch.equal(one.successors.tokens[:, 0], torch.tensor(one.tokens))
+
+
+def test_a_text_that_is_left_leaves_nothing_to_the_next_one() -> None:
+    policy = Sometimes((3, 2))
+    policy.every = 10**6
+    engine = Engine(NativeTarget(weights()[0]), NGram(2, 1), policy)
+    with engine.stream([1, 2, 3], max_new_tokens=40, eos_token_id=[]) as stream:
+        for _ in range(5):
+            next(stream)
+    assert engine.drivers.own.eager._put_off == []
+    assert engine.generate([4, 5], max_new_tokens=5, eos_token_id=[]).stats.num_generated_tokens == 5
