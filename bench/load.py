@@ -2,8 +2,9 @@
 
     python -m bench.load --guidellm .venv-load/bin/guidellm --out FILE
 
-The server answers one request at a time, so more clients only add waiting. No prompt occurs twice in a run, so each
-number of clients gets other prompts. Runs with --clients in another order separate the two effects.
+Without --parallel the server answers one request at a time, so more clients only add waiting. No prompt occurs twice in
+a run, so each number of clients gets other prompts. Runs with --clients in another order separate the two effects.
+bench.servers compares servers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--guidellm", required=True, help="path of the guidellm program")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, default=8, help="for each number of clients")
+    parser.add_argument("--parallel", type=int, default=1, help="answers of the server at once")
     add_arguments(parser, "out", max_new_tokens=64)
     parser.add_argument("--port", type=int, default=8093)
     args = parser.parse_args()
@@ -38,6 +40,7 @@ def main() -> None:
     if len(texts) < args.requests * len(args.clients):
         parser.error(f"--requests: {len(texts)} prompts ship, and none is to come twice")
     command = [sys.executable, "-m", "specengine", "serve", "--served-model-name", "default", "--port", str(args.port)]
+    command += ["--parallel", str(args.parallel)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             _wait(server, f"http://127.0.0.1:{args.port}/health")
@@ -68,6 +71,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
         "first_token_ms_p50": at("time_to_first_token_ms", "p50", 0),
         "first_token_ms_p95": at("time_to_first_token_ms", "p95", 0),
         "between_tokens_ms_p50": at("inter_token_latency_ms", "p50", 1),
+        "between_tokens_ms_p95": at("inter_token_latency_ms", "p95", 1),
         "answer_s_p50": at("request_latency", "p50", 2),
         "answer_s_p95": at("request_latency", "p95", 2),
     }

@@ -48,7 +48,8 @@ cpu::Activation activation_of(const std::string& name) {
   if (name == "silu") return cpu::Activation::silu;
   if (name == "gelu_tanh") return cpu::Activation::gelu_tanh;
   if (name == "clamped") return cpu::Activation::clamped;
-  throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh or clamped");
+  if (name == "relu") return cpu::Activation::relu;
+  throw std::invalid_argument("activation: got " + name + ", accepted silu, gelu_tanh, clamped or relu");
 }
 
 cpu::Rope rope(std::vector<float> frequencies, float factor, const std::string& numerics) {
@@ -241,19 +242,21 @@ struct Draft {
   std::mutex turn;
 };
 
-// sizes: channels and taps of convolutions, heads of keys and of values, and the sizes of both; empty where all layers attend.
+// sizes: channels and taps of convolutions, heads of keys and of values, the sizes of both, and groups of heads that are
+// normed together; empty where no layer has a state.
 cpu::Recurrence recurrence_of(const std::vector<int64_t>& sizes) {
   cpu::Recurrence of;
   if (sizes.empty()) return of;
-  require_sizes(sizes, 6);
+  require_sizes(sizes, 7);
   of.channels = sizes[0], of.taps = sizes[1], of.key_heads = sizes[2], of.heads = sizes[3];
-  of.key_size = sizes[4], of.value_size = sizes[5];
+  of.key_size = sizes[4], of.value_size = sizes[5], of.norms = sizes[6];
   require(of.channels >= 1, "channels", of.channels, "1 or more");
   require(of.taps >= 1 && of.taps <= kMostCount, "taps", of.taps, "1 to " + std::to_string(kMostCount));
   if (!of.heads) return of;
   require(of.key_heads >= 1 && of.heads % of.key_heads == 0, "value heads", of.heads, "a multiple of the key heads");
-  for (const int64_t size : {of.key_size, of.value_size})
-    require(size >= 1 && size % cpu::kRows == 0, "head size", size, "a multiple of 16");
+  require(of.key_size >= 1 && of.key_size % 4 == 0, "key size", of.key_size, "a multiple of 4");
+  require(of.value_size >= 1 && of.value_size % cpu::kRows == 0, "value size", of.value_size, "a multiple of 16");
+  require(of.norms == 0 || of.heads % of.norms == 0, "norms", of.norms, "0 or a divisor of the value heads");
   const int64_t channels = 2 * of.key_heads * of.key_size + of.heads * of.value_size;
   require(of.channels == channels, "channels", of.channels, std::to_string(channels));
   return of;
@@ -305,12 +308,22 @@ LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t s
 // What a forward gives: for all rows, one lane's behind another's.
 struct Wanted {
   const std::vector<int64_t>& features;
-  handle states, logits, chosen, chosen_logits;
+  handle states, logits, chosen, chosen_logits, added, routing;
 };
 
-void forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
-             int64_t threads, Kept* memory, int64_t committed) {
-  const auto& [features, states, logits, chosen, chosen_logits] = wanted;
+// Takes what is wanted of a forward's experts: of each row what it adds, and its routing in each layer that has experts.
+cpu::ExpertReads take_reads(const Model& model, const Wanted& wanted, int64_t rows, int64_t layers) {
+  const int64_t routed = model.decoder.routed(layers), each = routed ? model.decoder.shape().form.routing.chosen : 0;
+  cpu::ExpertReads reads;
+  reads.added = take_or_none<int32_t>(wanted.added, "added", {rows}).at();
+  reads.routing = take_or_none<int32_t>(wanted.routing, "routing", {routed, rows, each}).at();
+  return reads;
+}
+
+// Returns how many distinct experts were read, over all layers.
+int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
+                int64_t threads, Kept* memory, int64_t committed) {
+  const auto& [features, states, logits, chosen, chosen_logits, added, routing] = wanted;
   const cpu::Shape& shape = model.decoder.shape();
   cpu::Decoder::Call call{};
   int64_t rows = 0;
@@ -338,21 +351,27 @@ void forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, cons
   call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
   call.layers = layers, call.memory = memory ? &memory->memory : nullptr, call.committed = committed;
+  cpu::ExpertReads reads = take_reads(model, wanted, rows, layers);
+  call.reads = &reads;
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(model.turn);
-  if (!memory) return model.decoder.forward(call, team);
-  memory->locked([&] { model.decoder.forward(call, team); });
+  if (memory)
+    memory->locked([&] { model.decoder.forward(call, team); });
+  else
+    model.decoder.forward(call, team);
+  return reads.distinct;
 }
 
-void run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
-         const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-         int64_t layers, int64_t threads, Kept* memory, int64_t committed) {
+int64_t run(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle tokens, handle slab,
+            const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+            int64_t layers, int64_t threads, Kept* memory, int64_t committed, handle added, handle routing) {
   const cpu::Shape& shape = model.decoder.shape();
   require(layers >= 0 && layers <= shape.layers, "layers", layers, "0 to " + std::to_string(shape.layers));
   require_memory(model, memory, committed);
   const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, layers);
-  forward(model, {lane}, tokens, {features, states, logits, chosen, chosen_logits}, layers, threads, memory, committed);
+  const Wanted wanted{features, states, logits, chosen, chosen_logits, added, routing};
+  return forward(model, {lane}, tokens, wanted, layers, threads, memory, committed);
 }
 
 // Return how many lanes there are; sizes: of what there is one of each lane.
@@ -365,17 +384,18 @@ size_t require_lanes(const py::tuple& positions, const std::vector<size_t>& size
 }
 
 // Of each lane positions, prefix, start, words and slab, as in run; tokens and results are of all lanes' rows.
-void run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
-               const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
-               const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-               int64_t threads) {
+int64_t run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
+                  const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
+                  const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
+                  int64_t threads) {
   const cpu::Shape& shape = model.decoder.shape();
   require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none beside other lanes");
   const size_t count = require_lanes(positions, {prefixes.size(), starts.size(), words.size(), slabs.size()});
   std::vector<LaneOf> lanes;
   for (size_t i = 0; i < count; ++i)
     lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
-  forward(model, lanes, tokens, {features, states, logits, chosen, chosen_logits}, shape.layers, threads, nullptr, 0);
+  const Wanted wanted{features, states, logits, chosen, chosen_logits, py::none(), py::none()};
+  return forward(model, lanes, tokens, wanted, shape.layers, threads, nullptr, 0);
 }
 
 // One lane of a head's forward, and what its hidden states are.
@@ -461,7 +481,7 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 14;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 16;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;

@@ -374,7 +374,7 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
     path, tokens, features, successors, logprobs = verdict
     proposed = draft.drafted, features, draft.grown, draft.kept
-    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs)
+    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs, driver.target.experts)
     if driver.drafter is not None and driver.policy is not None:
         if plan.rests:
             driver.put_off(cycle)

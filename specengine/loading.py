@@ -231,7 +231,7 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
 def _default(target: HuggingFaceTarget | NativeTarget) -> str:
     """Return the draft for a target: the head that ships for it, or its own MTP head, else its own tokens, recycled."""
     folder = embedded.draft_head(target.name) if target.name else None
-    if folder is None and mtp.is_stored(target.name, target.lm.config):
+    if folder is None and mtp.is_stored(target.name, target.lm):
         return "mtp"
     return "recycling" if folder is None else str(folder)
 

@@ -68,6 +68,8 @@ class Cycle:
     origins  by node of `grown`: draft, copied, recycled or forced (by a grammar); None for the root and for nodes
              drafted in graphs. Set if TextGeneration.origins is
     logprobs log-probabilities of `tokens`, if requested
+    experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
+             did; None where they are not counted
     """
 
     tree: TokenTree
@@ -81,6 +83,7 @@ class Cycle:
     successors: Successors | None = field(default=None, repr=False, compare=False)
     origins: list[str | None] | None = field(default=None, repr=False, compare=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
+    experts: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

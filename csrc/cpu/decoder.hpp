@@ -10,6 +10,7 @@
 
 #include "cpu/gated_delta.hpp"
 #include "cpu/layer.hpp"
+#include "cpu/mamba2.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/short_convolution.hpp"
 
@@ -104,13 +105,14 @@ class Weights {
     return found;
   }
 
-  // inputs: of queries, keys and values; attends: whether there are such; own_keys: else another layer's are read;
-  // own_values: else they are what keys are made of.
-  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool attends = true,
+  // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention. A layer has one of them,
+  // or a network, or both. own_keys: else another layer's are read; own_values: else they are what keys are made of.
+  Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false,
               bool own_keys = true, bool own_values = true) const {
     Layer one;
     one.heads = heads;
-    if (attends) {
+    const bool dense = has(prefix + "mlp.up_proj"), feeds = dense || has(prefix + "mlp.router");
+    if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
       if (own_keys) one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
       if (own_keys && own_values) one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
@@ -120,10 +122,7 @@ class Weights {
       if (has(gate)) one.head_gate = matrix(gate, heads.queries * (by_head ? 1 : heads.size), inputs);
     }
     one.experts = experts(prefix + "mlp.", hidden);
-    if (!one.experts.any() || has(prefix + "mlp.gate_proj")) {
-      const GatedNetwork network = gated(prefix + "mlp.", hidden);
-      one.gate = network.gate, one.up = network.up, one.down = network.down;
-    }
+    if (dense) one.network = network(prefix + "mlp.", hidden);
     one.input_norm = vector(prefix + "input_layernorm.weight", hidden);
     one.post_norm = vector(prefix + "post_attention_layernorm.weight", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
@@ -141,11 +140,11 @@ class Weights {
     return one;
   }
 
-  GatedNetwork gated(const std::string& prefix, int64_t hidden) const {
-    GatedNetwork found;
-    found.gate = matrix(prefix + "gate_proj", 0, hidden);
+  Network network(const std::string& prefix, int64_t hidden) const {
+    Network found;
+    if (has(prefix + "gate_proj")) found.gate = matrix(prefix + "gate_proj", 0, hidden);
     found.up = matrix(prefix + "up_proj", found.gate.outputs, hidden);
-    found.down = matrix(prefix + "down_proj", hidden, found.gate.outputs);
+    found.down = matrix(prefix + "down_proj", hidden, found.up.outputs);
     return found;
   }
 
@@ -157,9 +156,9 @@ class Weights {
     found.choice = vector(prefix + "router.choice", found.router.outputs);
     found.scales = vector(prefix + "router.scales", found.router.outputs);
     for (int64_t e = 0; e < found.router.outputs; ++e)
-      found.each.push_back(gated(prefix + "experts." + std::to_string(e) + ".", hidden));
-    found.shared = has(prefix + "shared.gate_proj");
-    if (found.shared) found.each.push_back(gated(prefix + "shared.", hidden));
+      found.each.push_back(network(prefix + "experts." + std::to_string(e) + ".", hidden));
+    found.shared = has(prefix + "shared.up_proj");
+    if (found.shared) found.each.push_back(network(prefix + "shared.", hidden));
     if (found.shared && has(prefix + "shared.gate")) found.shared_gate = matrix(prefix + "shared.gate", 1, hidden);
     return found;
   }
@@ -173,10 +172,14 @@ class Weights {
           of, in("b_proj"), in("c_proj"), in("x_proj"), matrix(convolution + "out_proj", hidden, of.channels),
           needed(convolution + "conv.weight", of.taps * of.channels), vector(convolution + "conv.bias", of.channels));
     }
+    if (has(prefix + "mamba.in_proj_xbc")) return mamba(prefix + "mamba.", of, hidden, eps);
     if (!has(delta + "in_proj_qkv")) return nullptr;
     if (!of.heads) throw std::invalid_argument(delta + "in_proj_qkv: the recurrence has no heads");
+    if (of.key_size % kRows)
+      throw std::invalid_argument(delta + "in_proj_qkv: keys of " + std::to_string(of.key_size) +
+                                  " channels, accepted multiples of 16");
     GatedDelta::Parts parts;
-    const int64_t values = of.heads * of.value_size;
+    const int64_t values = of.values();
     parts.qkv = matrix(delta + "in_proj_qkv", of.channels, hidden);
     parts.z = matrix(delta + "in_proj_z", values, hidden);
     parts.b = matrix(delta + "in_proj_b", of.heads, hidden);
@@ -187,6 +190,22 @@ class Weights {
     parts.dt_bias = needed(delta + "dt_bias", of.heads);
     parts.norm = needed(delta + "norm.weight", of.value_size);
     return std::make_unique<GatedDelta>(of, parts, eps);
+  }
+
+  std::unique_ptr<Mixer> mamba(const std::string& prefix, const Recurrence& of, int64_t hidden, float eps) const {
+    if (!of.heads || !of.norms) throw std::invalid_argument(prefix + "in_proj_xbc: the recurrence has no heads or norms");
+    Mamba2::Parts parts;
+    parts.gates = matrix(prefix + "in_proj_z", of.values(), hidden);
+    parts.xbc = matrix(prefix + "in_proj_xbc", of.channels, hidden);
+    parts.dt = matrix(prefix + "in_proj_dt", of.heads, hidden);
+    parts.out = matrix(prefix + "out_proj", hidden, of.values());
+    parts.taps = needed(prefix + "conv1d.weight", of.taps * of.channels);
+    parts.bias = vector(prefix + "conv1d.bias", of.channels);
+    parts.a_log = needed(prefix + "A_log", of.heads);
+    parts.dt_bias = needed(prefix + "dt_bias", of.heads);
+    parts.skip = needed(prefix + "D", of.heads);
+    parts.norm = needed(prefix + "norm.weight", of.values());
+    return std::make_unique<Mamba2>(of, parts, eps);
   }
 
   size_t bytes() const { return arena_.taken(); }
@@ -273,13 +292,13 @@ class Decoder {
       const Place& place = places[static_cast<size_t>(i)];
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
-      layers_.push_back(weights.layer(prefix, heads_of(shape, place), shape.hidden, shape.hidden, !mixer,
+      layers_.push_back(weights.layer(prefix, heads_of(shape, place), shape.hidden, shape.hidden, mixer,
                                       place.reads == Place::kOwn, weights.has(prefix + "self_attn.v_proj")));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
-      add_place(place, !mixer);
+      add_place(place, layers_.back().attends());
       add_own_parts(weights, prefix);
       require_routing(layers_.back().experts, shape.form.routing);
-      gated_.try_emplace(layers_.back().gate.panels);
+      gated_.try_emplace(layers_.back().network.wide().panels);
     }
     if (kinds_.empty()) kinds_.push_back({shape.heads, 0});
   }
@@ -312,6 +331,7 @@ class Decoder {
     int64_t layers;        // that are run
     Memory* memory = nullptr;  // of layers without attention
     int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
+    ExpertReads* reads = nullptr;  // is filled, where there is one
   };
 
   // On so many threads, or on fewer where those are faster.
@@ -343,14 +363,15 @@ class Decoder {
 
   const Shape& shape() const { return shape_; }
 
+  // Return how many of the first so many layers have experts.
+  int64_t routed(int64_t layers) const {
+    return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.experts.any(); });
+  }
+
   // Return how many of the first so many layers have keys and values of a kind.
   int64_t attending(int64_t layers, size_t kind) const {
-    int64_t count = 0;
-    for (int64_t i = 0; i < layers; ++i) {
-      const Kept& kept = kept_[static_cast<size_t>(i)];
-      count += kept.attends && kept.own && kept.kind == kind;
-    }
-    return count;
+    return std::count_if(kept_.begin(), kept_.begin() + layers,
+                         [&](const Kept& kept) { return kept.attends && kept.own && kept.kind == kind; });
   }
   const Kernels& kernels() const { return space_.kernels; }
 
@@ -451,6 +472,8 @@ class Decoder {
     if (call.count) leaders.clear(threads, space_.tiles);
     float* normed = normed_.reserve(static_cast<size_t>(space_.tiles * hidden * kRows));
     Input mixed{};
+    space_.experts.reads = call.reads;
+    if (call.reads) call.reads->begin(space_.rows);
     if (call.memory) {
       lineage_.begin(*call.memory, call.lanes[0], call.committed);
       mixed = space_.input(scratch_.mixed, mixers_width());
@@ -459,19 +482,23 @@ class Decoder {
       embed(team, call.tokens);
       if (own_.size) make_own_inputs(team, call.tokens, in, inputs);
       std::vector<Cache> caches(call.lanes.size());
-      int64_t mixed_layers = 0;
+      int64_t mixing = 0;  // layers so far
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
         const Layer& layer = layers_[static_cast<size_t>(i)];
-        norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
+        const Mixer* mixer = mixers_[static_cast<size_t>(i)].get();
         LayerRun run(team, space_, layer.heads, call.lanes, shape_.form);
-        const Input& network = gated[layer.gate.panels];
-        if (const Mixer* mixer = mixers_[static_cast<size_t>(i)].get()) {
-          mixer->run(team, space_, lineage_, mixed_layers++, in, scratch_, mixed);
-          run.add_rows(layer, mixed, in, network);
-        } else {
+        const Input& network = gated[layer.network.wide().panels];
+        if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
+        if (mixer) {
+          mixer->run(team, space_, lineage_, mixing++, in, scratch_, mixed);
+          run.add_rows(layer, mixed);
+          run.feed_rows(layer, in, network);
+        } else if (layer.attends()) {
           for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call, lane, i);
           run.run(layer, caches.data(), in, attended[layer.heads.queries * layer.heads.size], in, network);
+        } else {
+          run.feed_rows(layer, in, network);
         }
         run.add_own(layer, inputs + i * own_.size * kRows, shape_.layers * own_.size, in, own);
       }

@@ -127,7 +127,7 @@ class Eagle {
     const int64_t tiles = space_.tiles, size = hidden * kRows;
     const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);
-    const Input gated = space_.input(space_.third, layer_.gate.panels * kOutputs);
+    const Input gated = space_.input(space_.third, layer_.network.wide().panels * kOutputs);
     float* embedded = embedded_.reserve(static_cast<size_t>(tiles * size));
     float* plain = plain_.reserve(static_cast<size_t>(tiles * size));
     rows_to_tiles(call.hidden, hidden, rows, space_.x);

@@ -25,15 +25,19 @@ struct Routing {
   int64_t groups = 1, kept = 1;  // experts of the `kept` groups alone are chosen whose two best are the best
 };
 
-struct GatedNetwork {
+// A feed-forward network. Without gates, of no panels, its activation is that of the products by `up`.
+struct Network {
   Matrix gate, up, down;
+
+  const Matrix& wide() const { return gate.panels ? gate : up; }
+  int count() const { return gate.panels ? 2 : 1; }  // of matrices that read the input
 };
 
 struct Experts {
   Matrix router;
   const float* choice = nullptr;    // [experts], added to scores where experts are chosen, not to their weights
   const float* scales = nullptr;    // [experts], of the weights of those that were chosen
-  std::vector<GatedNetwork> each;   // and, where it is `shared`, one more that all rows use
+  std::vector<Network> each;   // and, where it is `shared`, one more that all rows use
   bool shared = false;
   Matrix shared_gate;               // [1][hidden]: whose sigmoid is its weight; no panels: that is 1
 
@@ -51,6 +55,18 @@ inline double power_of_e(double x) {
   for (int i = 13; i > 0; --i) sum = sum * r / i + 1.0;
   return std::ldexp(sum, static_cast<int>(n));
 }
+
+// What is told of a forward's experts, the shared one left out.
+struct ExpertReads {
+  int64_t distinct = 0;         // experts that some row used, over all layers
+  int32_t* added = nullptr;     // [rows], or null: experts that no row before used, over all layers
+  int32_t* routing = nullptr;   // [layers with experts][rows][chosen], ascending, or null
+
+  void begin(int64_t rows) {
+    distinct = 0;
+    if (added) std::fill_n(added, rows, 0);
+  }
+};
 
 // What forwards share: which rows use which expert, and what these give.
 struct ExpertSpace {
@@ -81,6 +97,7 @@ struct ExpertSpace {
   Buffer<uint32_t> gated;
   Buffer<float> given;             // [members][hidden, in whole panels]
   std::vector<Scratch> threads;
+  ExpertReads* reads = nullptr;    // of the forward under way; those of some layer go behind those before
 };
 
 // Run the experts of one layer. `rate` has filled the logits.
@@ -110,6 +127,7 @@ class ExpertsRun {
   void run(const Input& in, float* to, int64_t hidden, bool adds, float factor) {
     choose();
     group();
+    if (space_.reads) tell(*space_.reads);
     gate(in);
     give(hidden);
     add_up(to, hidden, adds, factor);
@@ -207,12 +225,12 @@ class ExpertsRun {
     space_.places.resize(static_cast<size_t>(all));
     int64_t start = 0, gates = 0, downs = 0, words = 0;
     const auto add = [&](int64_t e, int64_t rows) {
-      const GatedNetwork& network = experts_.each[static_cast<size_t>(e)];
+      const Network& network = experts_.each[static_cast<size_t>(e)];
       Input gated;
-      gated.stride = (network.gate.panels + network.gate.panels % 2) * kOutputs * kRows / (kernels_.pairs ? 2 : 1);
+      gated.stride = (network.wide().panels + network.wide().panels % 2) * kOutputs * kRows / (kernels_.pairs ? 2 : 1);
       gated.rows = rows;
       space_.slots.push_back({e, start, rows, rows == rows_, gates, downs, gated});
-      start += rows, gates += network.gate.panels, downs += network.down.panels;
+      start += rows, gates += network.wide().panels, downs += network.down.panels;
       words += gated.stride * space_.slots.back().tiles();
     };
     for (int64_t e = 0; e < experts_.count(); ++e) {
@@ -241,6 +259,16 @@ class ExpertsRun {
     gates_ = gates, downs_ = downs, members_ = all;
   }
 
+  // A slot's first member is the first row that uses the expert, as rows are placed in their order.
+  void tell(ExpertReads& reads) const {
+    for (const Slot& slot : space_.slots) {
+      if (slot.expert == experts_.count()) continue;  // the shared one
+      ++reads.distinct;
+      if (reads.added) ++reads.added[space_.members[static_cast<size_t>(slot.start)]];
+    }
+    if (reads.routing) reads.routing = std::copy(space_.chosen.begin(), space_.chosen.end(), reads.routing);
+  }
+
   using Slot = ExpertSpace::Slot;
   using Scratch = ExpertSpace::Scratch;
 
@@ -251,7 +279,7 @@ class ExpertsRun {
     return *(behind - 1);
   }
 
-  const GatedNetwork& network(const Slot& slot) const { return experts_.each[static_cast<size_t>(slot.expert)]; }
+  const Network& network(const Slot& slot) const { return experts_.each[static_cast<size_t>(slot.expert)]; }
 
   // The rows of a slot, side by side.
   Input input_of(const Slot& slot, const Input& in, Scratch& mine) const {
@@ -284,10 +312,10 @@ class ExpertsRun {
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
           const Slot& of = slot_at(i, &Slot::gates);
-          const GatedNetwork& matrices = network(of);
+          const Network& matrices = network(of);
           if (&of != slot) {
             rows = input_of(of, in, mine);
-            scratch = prepare(of, matrices.gate, matrices.up, rows, mine);
+            scratch = prepare(of, matrices.wide(), matrices.up, rows, mine);
           }
           slot = &of;
           gate_panel(of, matrices, i - of.gates, rows, scratch, mine);
@@ -295,18 +323,19 @@ class ExpertsRun {
     });
   }
 
-  void gate_panel(const Slot& slot, const GatedNetwork& network, int64_t panel, const Input& in, uint8_t* scratch,
+  void gate_panel(const Slot& slot, const Network& network, int64_t panel, const Input& in, uint8_t* scratch,
                   Scratch& mine) const {
     const int64_t tiles = slot.tiles(), size = tiles * kOutputs * kRows;
     float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
-    float* const to[2] = {sums, sums + size};
-    const Matrix* matrices[2] = {&network.gate, &network.up};
+    const int count = network.count();
+    float* const to[2] = {sums, count == 2 ? sums + size : sums};
+    const Matrix* matrices[2] = {&network.wide(), &network.up};
     const int64_t panels[2] = {panel, panel};
-    kernels_.products(matrices, panels, 2, in, tiles, slot.rows, to, scratch);
+    kernels_.products(matrices, panels, count, in, tiles, slot.rows, to, scratch);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t at = t * kOutputs * kRows;
       kernels_.gate(to[0] + at, to[1] + at, slot.gated, t, panel * kOutputs, activation_);
-      if (panel + 1 < network.gate.panels || network.gate.panels % 2 == 0) continue;
+      if (panel + 1 < network.wide().panels || network.wide().panels % 2 == 0) continue;
       const int64_t words = kOutputs * kRows / (kernels_.pairs ? 2 : 1);  // half a block that no output fills
       std::fill_n(slot.gated.data + (t + 1) * slot.gated.stride - words, words, 0u);
     }

@@ -18,7 +18,7 @@ inline double exp_of(double x) {
 
 // The natural logarithm of a positive finite number.
 inline double log_of(double x) {
-  int power;
+  int power = 0;
   double m = std::frexp(x, &power);
   if (m < 0x1.6a09e667f3bcdp-1) m *= 2.0, --power;
   const double s = (m - 1.0) / (m + 1.0), squared = s * s;

@@ -31,13 +31,13 @@ class GatedDelta : public Mixer {
     float* outs = scratch.outs.reserve(static_cast<size_t>(space.rows * values()));
     multiply(team, space, in, rows, gates);
     convolve(team, space, lineage, rows, convolved);
-    update(team, space, lineage, rows, layer, convolved, outs);
+    update_states(team, space, lineage, of_, rows, layer, convolved, {0, keys(), 2 * keys(), true}, outs);
     gate(team, space, outs, gates, mixed);
   }
 
  private:
-  int64_t keys() const { return of_.key_heads * of_.key_size; }
-  int64_t values() const { return of_.heads * of_.value_size; }
+  int64_t keys() const { return of_.keys(); }
+  int64_t values() const { return of_.values(); }
 
   void multiply(const Team& team, Workspace& space, const Input& in, const MixerRows& rows, float* gates) const {
     float *to = rows.own(), *scalars = rows.own_scalars();
@@ -107,43 +107,6 @@ class GatedDelta : public Mixer {
       float& rate = scalars[of_.heads + h];
       rate = static_cast<float>(sigmoid_of(static_cast<double>(rate)));
     }
-  }
-
-  // By head and 16 columns of its state: what is committed goes into the state, and each node of a tree from its parent's to
-  // one of its own, which is forgotten with the columns.
-  void update(const Team& team, Workspace& space, const Lineage& lineage, const MixerRows& rows, int64_t layer,
-              const float* convolved, float* outs) const {
-    const int64_t blocks = of_.blocks(), size = of_.block_floats(), shared = of_.heads / of_.key_heads;
-    team.each(of_.heads * blocks, 1, [&](Pieces& pieces) {
-      ThreadScratch& mine = space.threads[static_cast<size_t>(pieces.index())];
-      float* states = mine.floats.reserve(static_cast<size_t>((lineage.inner() + 1) * size));
-      float* leaf = states + lineage.inner() * size;
-      while (pieces.next())
-        for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          const int64_t head = i / blocks, column = head * of_.value_size + i % blocks * kRows;
-          const int64_t key = head / shared * of_.key_size;
-          float* state = lineage.state(layer, head, i % blocks);
-          UpdateTask task{};
-          task.size = of_.key_size;
-          for (int64_t at = 0; at < lineage.count(); ++at) {
-            const Lineage::Item& item = lineage.items()[static_cast<size_t>(at)];
-            const float *x = convolved + at * of_.width(), *scalars = rows.scalars(at);
-            task.before = task.after = state;
-            if (at >= lineage.chain()) {
-              if (item.parent >= lineage.chain())
-                task.before = states + lineage.items()[static_cast<size_t>(item.parent)].inner * size;
-              task.after = item.inner == Lineage::kLeaf ? leaf : states + item.inner * size;
-            }
-            task.query = x + key;
-            task.key = x + keys() + key;
-            task.value = x + 2 * keys() + column;
-            task.decay = scalars[head];
-            task.rate = scalars[of_.heads + head];
-            task.out = item.row == Lineage::kEarlier ? nullptr : outs + item.row * values() + column;
-            space.kernels.update(task);
-          }
-        }
-    });
   }
 
   // Norms what the heads give and multiplies it by the activated gates.

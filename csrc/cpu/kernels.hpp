@@ -93,8 +93,9 @@ struct AttendTask {
 };
 
 // Select the activation of a gated network. Each is x times a sigmoid: of x, of twice the argument of GELU's tanh, or of
-// 1.702 x; this one is of at most 7, and times one more than what is within 7 of zero. Or it is a sigmoid alone.
-enum class Activation : int { silu, gelu_tanh, clamped, sigmoid };
+// 1.702 x; this one is of at most 7, and times one more than what is within 7 of zero. Or it is a sigmoid alone, or x where
+// that is positive, by which networks without gates multiply x itself.
+enum class Activation : int { silu, gelu_tanh, clamped, sigmoid, relu };
 
 // A causal convolution of one row: of each channel, its last inputs by weights of its own.
 struct ConvolveTask {
@@ -107,15 +108,16 @@ struct ConvolveTask {
   float* out;        // [channels]
 };
 
-// The gated delta rule of one row, in 16 columns of a head's state, [size][16]: the state decays, moves what it gives for
-// the key towards the value, and is read by the query.
+// One row's update of 16 columns of a head's state, [size][16]: the state decays, adds the value under the key, and is read
+// by the query. By the delta rule it adds the value less what it gives for the key.
 struct UpdateTask {
   const float* before;
   float* after;  // may be `before`
-  int64_t size;  // a multiple of 16
+  bool delta;
+  int64_t size;  // a multiple of 4
   const float *key, *query;  // [size]
   const float* value;        // [16]
-  float decay, rate;         // of the state, and of the movement
+  float decay, rate;         // of the state, and of what is added
   float* out;                // [16]; null: not read
 };
 
@@ -152,6 +154,8 @@ struct Kernels {
   // divides a row's channels, a multiple of 16, by the root of 1e-6 and the sum of their squares, and multiplies by `factor`
   void (*unit)(float* x, int64_t size, float factor);
   void (*update)(const UpdateTask& task);
+  // y + skip * x, times the activated gates where there are any, to y; channels of a row, a multiple of 16
+  void (*skip)(const float* x, float by, const float* gates, int64_t channels, float* y);
 };
 
 // The bytes of `products`' scratch for a matrix of so many blocks: weights that it makes, then what `prepare` makes, as floats

@@ -39,8 +39,9 @@ struct Heads {
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
   Heads heads;
-  Matrix q, k, v, o, gate, up, down;  // without v: values are what keys are made of; without k: another layer's are read
-  Experts experts;  // where there are any: instead of gate, up and down, or, where there are those too, beside them
+  Matrix q, k, v, o;  // without v: values are what keys are made of; without k: another layer's are read
+  Network network;
+  Experts experts;  // where there are any: instead of the network, or, where there is one too, beside it
   Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
   const float *input_norm = nullptr, *post_norm = nullptr;        // [hidden]: of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: of what they add
@@ -57,6 +58,9 @@ struct Layer {
   int64_t window = 0;  // of attention: places that a row sees, its own included; 0: all
 
   static constexpr int kNone = -1;
+
+  bool attends() const { return q.panels; }
+  bool feeds() const { return network.up.panels || experts.any(); }
 };
 
 // How all layers of a network compute.
@@ -426,7 +430,7 @@ void products_of(const Team& team, Workspace& space, const std::vector<const Mat
   });
 }
 
-// The layer behind its input norm: attention over the cache and the rows themselves, then the gated network; both add to
+// The layer behind its input norm: attention over the cache and the rows themselves, then its network; both add to
 // the residual stream. `in` is what queries, keys and values are made of.
 class LayerRun {
  public:
@@ -437,7 +441,8 @@ class LayerRun {
   void run(const Layer& layer, const Cache* caches, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
     attend_rows(layer, caches, in, attended);
-    add_rows(layer, attended, normed, gated);
+    add_rows(layer, attended);
+    feed_rows(layer, normed, gated);
   }
 
   // Attention's heads, side by side.
@@ -463,15 +468,18 @@ class LayerRun {
     if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
-  // Adds what stands in the place of attention, and then the gated network.
-  void add_rows(const Layer& layer, const Input& attended, const Input& normed, const Input& gated) {
-    add(layer.o, attended, layer.attention_norm);
+  // Adds attention, or what stands in its place.
+  void add_rows(const Layer& layer, const Input& attended) { add(layer.o, attended, layer.attention_norm); }
+
+  // Adds the network, or the experts, if there are any.
+  void feed_rows(const Layer& layer, const Input& normed, const Input& gated) {
+    if (!layer.feeds()) return;
     norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
-    const bool mixed = layer.experts.any(), dense = layer.gate.panels;
+    const bool mixed = layer.experts.any(), dense = layer.network.up.panels;
     if (dense) feed_forward(layer, normed, gated);
     if (mixed && dense) mix_beside(layer, normed, gated);
     else if (mixed) mix(layer, normed);
-    else add(layer.down, gated, layer.network_norm);
+    else add(layer.network.down, gated, layer.network_norm);
   }
 
   // Adds what the layer makes of its own inputs, [tiles][stride][16], and scales all that it gives. in, own: inputs of
@@ -697,8 +705,8 @@ class LayerRun {
   void mix_beside(const Layer& layer, const Input& in, const Input& gated) {
     const int64_t size = form_.hidden * kRows;
     float* dense = space_.beside.reserve(static_cast<size_t>(space_.tiles * size));
-    products_of(team_, space_, {&layer.down}, gated, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
-      const int64_t live = std::min<int64_t>(kOutputs, layer.down.outputs - panel * kOutputs) * kRows;
+    products_of(team_, space_, {&layer.network.down}, gated, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, layer.network.down.outputs - panel * kOutputs) * kRows;
       for (int64_t t = 0; t < space_.tiles; ++t)
         std::copy_n(sums + t * kOutputs * kRows, live, dense + (t * form_.hidden + panel * kOutputs) * kRows);
     });
@@ -719,19 +727,21 @@ class LayerRun {
   }
 
   void feed_forward(const Layer& layer, const Input& in, const Input& gated) {
-    team_.each(layer.gate.panels, 1, [&](Pieces& pieces) {
+    const Network& network = layer.network;
+    team_.each(network.wide().panels, 1, [&](Pieces& pieces) {
       const int64_t size = space_.tiles * kOutputs * kRows;
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       float* sums = mine.sums.reserve(static_cast<size_t>(2 * size));
-      uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(layer.gate.blocks, space_.tiles)));
-      space_.kernels.prepare(layer.gate, in, space_.rows, scratch);
-      if (layer.up.kind != layer.gate.kind) space_.kernels.prepare(layer.up, in, space_.rows, scratch);
-      const Matrix* matrices[2] = {&layer.gate, &layer.up};
-      float* to[2] = {sums, sums + size};
+      uint8_t* scratch = mine.bytes.reserve(static_cast<size_t>(scratch_bytes(network.up.blocks, space_.tiles)));
+      space_.kernels.prepare(network.wide(), in, space_.rows, scratch);
+      if (network.up.kind != network.wide().kind) space_.kernels.prepare(network.up, in, space_.rows, scratch);
+      const Matrix* matrices[2] = {&network.wide(), &network.up};
+      const int count = network.count();
+      float* to[2] = {sums, count == 2 ? sums + size : sums};
       while (pieces.next())
         for (int64_t panel = pieces.first; panel < pieces.last; ++panel) {
           const int64_t panels[2] = {panel, panel};
-          space_.kernels.products(matrices, panels, 2, in, space_.tiles, space_.rows, to, scratch);
+          space_.kernels.products(matrices, panels, count, in, space_.tiles, space_.rows, to, scratch);
           for (int64_t t = 0; t < space_.tiles; ++t) {
             const int64_t at = t * kOutputs * kRows;
             space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs, form_.activation);

@@ -9,6 +9,7 @@ namespace cpu {
 struct MixerScratch {
   Buffer<float> rows, scalars;  // of a forward whose rows are committed as they come, [rows][...]
   Buffer<float> tiles;          // [tiles][channels][16]
+  Buffer<float> gates;          // [rows][channels]
   Buffer<float> convolved;      // [items][width]
   Buffer<float> outs;           // [rows][channels]
   Buffer<uint32_t> mixed;
@@ -85,6 +86,50 @@ class Mixer {
  private:
   const Matrix out_;
 };
+
+// Where the queries, keys and values of a convolved row begin, and how its states take values up.
+struct Update {
+  int64_t query, key, value;
+  bool delta;
+};
+
+// By head and 16 columns of its state: what is committed goes into the state, and each node of a tree from its parent's to
+// one of its own, which is forgotten with the columns. outs: [rows][values], what the queries read.
+inline void update_states(const Team& team, Workspace& space, const Lineage& lineage, const Recurrence& of,
+                          const MixerRows& rows, int64_t layer, const float* convolved, const Update& from, float* outs) {
+  const int64_t blocks = of.blocks(), size = of.block_floats(), shared = of.heads / of.key_heads;
+  team.each(of.heads * blocks, 1, [&](Pieces& pieces) {
+    ThreadScratch& mine = space.threads[static_cast<size_t>(pieces.index())];
+    float* states = mine.floats.reserve(static_cast<size_t>((lineage.inner() + 1) * size));
+    float* leaf = states + lineage.inner() * size;
+    while (pieces.next())
+      for (int64_t i = pieces.first; i < pieces.last; ++i) {
+        const int64_t head = i / blocks, column = head * of.value_size + i % blocks * kRows;
+        const int64_t key = head / shared * of.key_size;
+        float* state = lineage.state(layer, head, i % blocks);
+        UpdateTask task{};
+        task.delta = from.delta;
+        task.size = of.key_size;
+        for (int64_t at = 0; at < lineage.count(); ++at) {
+          const Lineage::Item& item = lineage.items()[static_cast<size_t>(at)];
+          const float *x = convolved + at * of.width(), *scalars = rows.scalars(at);
+          task.before = task.after = state;
+          if (at >= lineage.chain()) {
+            if (item.parent >= lineage.chain())
+              task.before = states + lineage.items()[static_cast<size_t>(item.parent)].inner * size;
+            task.after = item.inner == Lineage::kLeaf ? leaf : states + item.inner * size;
+          }
+          task.query = x + from.query + key;
+          task.key = x + from.key + key;
+          task.value = x + from.value + column;
+          task.decay = scalars[head];
+          task.rate = scalars[of.heads + head];
+          task.out = item.row == Lineage::kEarlier ? nullptr : outs + item.row * of.values() + column;
+          space.kernels.update(task);
+        }
+      }
+  });
+}
 
 // Rows [rows][stride] to a tile [channels][16]; what no row fills is zero.
 inline void rows_to_tile(const float* rows, int64_t stride, int64_t count, int64_t channels, float* tile) {

@@ -67,10 +67,11 @@ struct ThroughputParts {
   int32_t* noted;  // the verified nodes of the present tree
   int64_t verified;  // the same as an index
   float overhead;
+  const float* experts;  // of a row their seconds and their share, and ratios by relation; null of a target without any
 };
 
 ThroughputParts take_throughput(handle object) {
-  const Parts parts(object, "throughput", 7), prices(parts[2], "prices", 3);
+  const Parts parts(object, "throughput", 8), prices(parts[2], "prices", 3);
   const auto verify = take<float>(parts[0], "verify", {at_least(2)}), draft = take<float>(parts[1], "draft", {at_least(1)});
   take_input<int64_t>(prices[2], "widths", {at_least(1)});
   const spec::Throughput throughput{verify.at(),
@@ -80,9 +81,12 @@ ThroughputParts take_throughput(handle object) {
                             take<float>(parts[3], "recent", {2}).at(),
                             verify.size(0),
                             draft.size(0)};
+  const auto experts = take<float>(parts[7], "experts", {kAny});
+  const int64_t numbers = experts.size(0), wanted = 2 + spec::kRelations;
+  require(numbers == 0 || numbers == wanted, "experts", numbers, std::to_string(wanted) + " numbers or none");
   return {throughput, &take_one<float>(parts[4], "drafting"), &take_one<int32_t>(parts[5], "verified"),
           take_count(parts[5], "verified", verify.size(0) - 1),
-          take_one<float>(parts[6], "overhead")};
+          take_one<float>(parts[6], "overhead"), numbers ? experts.at() : nullptr};
 }
 
 void update_parts(const ThroughputParts& parts, int64_t committed) {
@@ -240,7 +244,7 @@ py::tuple grow_likely(handle tree, handle counters, handle frontier, handle draf
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
   const ThroughputParts books = take_throughput(throughput);
-  const Prices prices = take_prices(Parts(throughput, "throughput", 7)[2]);
+  const Prices prices = take_prices(Parts(throughput, "throughput", 8)[2]);
   const Frontier nodes = take_nodes(frontier, "frontier", kAny);
   require_below(nodes.ids.at(), nodes.live, *grown.size, "frontier");
   require(nodes.live < books.throughput.drafted, "live", nodes.live, "as many as a pass may draft from");
@@ -360,7 +364,7 @@ py::object start_search(handle tree, handle size, handle counts, handle notes, h
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);
   const ThroughputParts books = take_throughput(throughput);
-  const Prices prices = take_prices(Parts(throughput, "throughput", 7)[2]);
+  const Prices prices = take_prices(Parts(throughput, "throughput", 8)[2]);
   require_rounds(rounds);
   *books.drafting = 0;
   std::fill(noted.drafted, noted.drafted + grown.capacity, false);
@@ -426,8 +430,18 @@ py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, han
     }
     *grown.size = static_cast<int32_t>(first + entries);
   }
-  const auto ids = make<int64_t>({most});
   const int64_t there = *grown.size;
+  if (books.experts) {
+    const spec::Throughput& known = books.throughput;
+    const double rate = static_cast<double>(known.verify_price[1]) / static_cast<double>(known.verify[1]);
+    const double price = static_cast<double>(books.experts[0]) * rate, share = static_cast<double>(books.experts[1]);
+    for (int64_t node = 1; node < there; ++node) require_below(grown.arrays.parents + node, 1, node, "parents");
+    const auto found = spec::related_worth(grown.arrays, there, known.verify_price, {price, share, books.experts + 2},
+                                           std::min(most, known.verified - 1));
+    *books.noted = static_cast<int32_t>(found.size());
+    return found_of(found, most);
+  }
+  const auto ids = make<int64_t>({most});
   const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.throughput.verify_price,
                                      std::min({most, books.throughput.verified - 1, grown.capacity}));
   const int64_t kept = spec::select_best(grown.arrays.path_log_probs, there, std::min(n, most), ids.at());

@@ -14,6 +14,7 @@ namespace spec {
 
 constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
 constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
+constexpr int64_t kRelations = 6;  // see specengine/ops/worth.py
 constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 10, kLevels = 8;
 constexpr float kMinChance = 1e-4f, kMaxChance = 0.999f;    // chances
 constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
@@ -151,6 +152,61 @@ inline int64_t worth_most(const float* paths, int64_t size, const float* price, 
   if (worth.empty()) return 1;
   const double least = *std::max_element(worth.begin(), worth.end()) - kWorth;
   return 1 + (std::find_if(worth.begin(), worth.end(), [&](double value) { return value >= least; }) - worth.begin());
+}
+
+// The relation of a node below the root to those before it; later: whether a sibling is among them.
+inline int64_t relation_of(int64_t depth, bool later) { return 2 * std::clamp<int64_t>(depth, 1, kRelations / 2) - 2 + later; }
+
+// The price of a row's experts, what share of all experts these are, and how much of them is new, by a node's relation over
+// the share that no node before it has read: [kRelations].
+struct ExpertPrices {
+  double price, share;
+  const float* ratios;
+
+  double added(int64_t relation, double read) const {
+    return std::min(1.0, static_cast<double>(ratios[relation]) * (1.0 - read));
+  }
+  int64_t least() const { return std::min_element(ratios, ratios + kRelations) - ratios; }
+};
+
+// The nodes that are worth verifying, ascending, at most `most`. price, [nodes + 1]: of so many whose relation is the least.
+inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, const float* price,
+                                          const ExpertPrices& experts, int64_t most) {
+  const auto chance = [&](int64_t node) { return std::exp(static_cast<double>(tree.path_log_probs[node])); };
+  std::vector<bool> later(static_cast<size_t>(size));  // by parent: whether a child is taken
+  std::vector<int64_t> taken{0}, waiting;
+  const auto wait = [&](int64_t parent) {
+    for (int64_t node = parent + 1; node < size; ++node)
+      if (tree.parents[node] == parent) waiting.push_back(node);
+  };
+  const int64_t cheapest = experts.least();
+  double sum = chance(0), read = experts.share, least = read;
+  std::vector<double> worth{sum - price[1]};
+  wait(0);
+  while (!waiting.empty() && static_cast<int64_t>(taken.size()) < most) {
+    const double usual = experts.added(cheapest, least);
+    const auto added = [&](int64_t node) {
+      return experts.added(relation_of(tree.depths[node], later[static_cast<size_t>(tree.parents[node])]), read);
+    };
+    const auto value = [&](int64_t node) { return chance(node) - experts.price * (added(node) - usual); };
+    auto best = waiting.begin();
+    double gain = value(*best);
+    for (auto other = best + 1; other != waiting.end(); ++other)
+      if (const double its = value(*other); its > gain || (its == gain && *other < *best)) best = other, gain = its;
+    const int64_t node = *best;
+    read += experts.share * added(node);
+    least += experts.share * usual;
+    waiting.erase(best);
+    later[static_cast<size_t>(tree.parents[node])] = true;
+    taken.push_back(node);
+    wait(node);
+    worth.push_back((sum += gain) - price[taken.size()]);
+  }
+  const double enough = *std::max_element(worth.begin(), worth.end()) - kWorth;
+  taken.resize(static_cast<size_t>(std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= enough; }) -
+                                   worth.begin()) + 1);
+  std::sort(taken.begin(), taken.end());
+  return taken;
 }
 
 // [verified] and [drafted] seconds and prices; recent: tokens, seconds.

@@ -360,6 +360,22 @@ def replays(file: str, *starts: str) -> str:
     return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
 
 
+def mtp(file: str) -> str:
+    """Return trees and the best chain of an MTP head at published rates, from bench.mtp."""
+    found = [r for r in records(file) if r["record"] == "mtp replay"]
+    worlds: dict[tuple[str, str, float], dict[str, Record]] = {}
+    for r in found:
+        worlds.setdefault((r["costs"], r["rates"], r["spread"]), {})[r["way"]] = r
+    body = []
+    for (costs, rates, spread), ways in worlds.items():
+        best = max((r for way, r in ways.items() if way.startswith("chain")), key=lambda r: r["speedup"])
+        auto, length = ways["auto"], best["way"].rpartition("=")[2]
+        cells = [f"{best['speedup']:.2f} ({length})", f"{auto['speedup']:.2f}", f"{auto['gamma']:.1f}"]
+        body.append([costs, rates, str(spread), f"{ways['chain,length=1']['speedup']:.2f}", *cells])
+    header = ("costs", "rates", "spread", "1 token", "best chain (tokens)", "`auto`", "its nodes")
+    return table(header, body, file)
+
+
 def published(file: str) -> str:
     """Return the speed of `auto` under each published cost curve, next to LTD and the best other setting."""
     by_way = {r["way"]: r for r in records(file) if r["record"] == "replay"}
@@ -411,6 +427,23 @@ def load(*files: str) -> str:
     ]
     header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s per answer, p50", "s per answer, p95")
     return table(header, rows, *files)
+
+
+def servers(file: str) -> str:
+    """Return the figures of bench.servers: each server by number of clients."""
+    names = ("first_token_ms", "between_tokens_ms", "longest_pause_ms")
+    rows = [
+        [
+            r["way"],
+            str(r["clients"]),
+            number(r, "tokens_per_second", 0),
+            *(f"{r[f'{name}_p50']:.0f}, {r[f'{name}_p95']:.0f}" for name in names),
+        ]
+        for r in records(file)
+        if r["record"] == "server"
+    ]
+    header = ("server", "clients", "tokens/s", "ms to the first token", "ms between tokens", "ms, longest pause")
+    return table(header, rows, file)
 
 
 def storm(file: str) -> str:
@@ -473,7 +506,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
-        *(replays, published, compared, replicas, split),
-        *(load, storm, memory),
+        *(replays, published, mtp, compared, replicas, split),
+        *(load, servers, storm, memory),
     )
 }

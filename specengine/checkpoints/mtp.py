@@ -10,28 +10,41 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
-from specengine.checkpoints.pretrained import WEIGHT_FILES, tensors_of
+from specengine.checkpoints.pretrained import WEIGHT_FILES, GGUFSource, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
+from specengine.models.configs import family_of
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import CachedTarget
-from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, parts_in
+from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, of_head, parts_in
 from specengine.models.native import NativeLM
-from specengine.models.weights import with_buffers
+from specengine.models.weights import layer_template, with_buffers
+
+_OUTSIDE = {  # of a head's block, by their names in GGUF files
+    "fc.weight": "nextn.eh_proj.weight",
+    "embedding_norm.weight": "nextn.enorm.weight",
+    "hidden_norm.weight": "nextn.hnorm.weight",
+    "norm.weight": "nextn.shared_head_norm.weight",
+}
 
 
-def is_stored(name: str, config: Any) -> bool:
-    """Return whether the files of a model bring an MTP head; config: of the model. Fetches nothing.
+def is_stored(name: str, target: CausalLM | NativeLM) -> bool:
+    """Return whether the files of a model bring an MTP head. Fetches nothing.
 
-    name: a folder, or an id whose files the Hub's cache holds.
+    name: a folder, or an id whose files the Hub's cache holds. Of a GGUF file the native forward alone knows the head.
     """
     try:
+        if (file := _file_of(target)) is not None:
+            names = {stored for names in _names_in_file(target.config).values() for stored in names}
+            return names <= set(file.file.tensors)
         folder = _folder(name)
-        return folder is not None and bool(parts_in(_names(folder), _layers(config)))
+        return folder is not None and bool(parts_in(_names(folder), _layers(target.config)))
     except (SpecEngineError, OSError, ValueError):
         return False
 
@@ -42,23 +55,19 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
     InputError where the model's files bring none; CheckpointError, which lists them, for tensors that are missing, not
     known or of another shape.
     """
-    folder = _folder(name)
-    tensors = (
-        {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
-    )
-    names = names_in_head(tensors, _layers(target.config))
-    if not names:
+    file, folder = _file_of(target), _folder(name)
+    state = _in_folder(folder, target) if file is None else _in_file(file)
+    if not state:
         raise InputError(
-            "draft: got mtp, accepted where the model's safetensors files hold a head for multi-token prediction "
+            "draft: got mtp, accepted where the model's files hold a head for multi-token prediction "
             f"(mtp.*, or layers beyond the last one); {name or 'this model'} has none"
         )
     net = MtpLayer(target.config, target.dtype)
-    state = fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
-    _fill(net, state, target.dtype, f"{folder}: its MTP head does not fit the model's config")
+    _fill(net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config")
     return MtpHead(net.to(target.device), target)
 
 
-def _fill(net: torch.nn.Module, state: dict[str, torch.Tensor], dtype: torch.dtype, fault: str) -> None:
+def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
     """Give a network its weights in a dtype, its buffers as they are. CheckpointError, which lists them, for others."""
     wanted = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
     problems = {
@@ -99,7 +108,7 @@ def load_assistant(draft: str, target: CachedTarget, *, offline: bool = False) -
         net = Assistant(AutoConfig.from_pretrained(folder), target.dtype)
     except (OSError, ValueError, AttributeError, TypeError) as error:  # of transformers' own checks too
         raise CheckpointError(f"{draft}: no assistant can be made of its config.json: {error}") from error
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     for file in safetensors_files(folder):
         try:
             state |= load_file(file)
@@ -109,6 +118,40 @@ def load_assistant(draft: str, target: CachedTarget, *, offline: bool = False) -
     _fill(net, state, target.dtype, f"{folder}: its tensors do not fit its config")
     with_buffers(net.model)
     return AssistantHead(net.to(target.lm.device), target)
+
+
+def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Tensor]:
+    """Return the tensors of the head in a folder by their names in MtpLayer; empty where it has none."""
+    tensors = (
+        {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
+    )
+    names = names_in_head(tensors, _layers(target.config))
+    return fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
+
+
+def _in_file(source: GGUFSource) -> dict[str, Tensor]:
+    """Return the same of a GGUF file, which keeps the head in the block behind the model's own."""
+    names = _names_in_file(source.config)
+    has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
+    return {key: source.made_of(stored, key) for key, stored in names.items() if has[key] and has["fc.weight"]}
+
+
+def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
+    """Return the names of a head's tensors in GGUF files by those in MtpLayer."""
+    head, above = of_head(config), f"blk.{_layers(config)}."
+    prefix = f"{family_of(head).layers.transformers}.0."
+    names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
+    block = {
+        f"block.{name.removeprefix(prefix)}": tuple(one.replace("blk.0.", above, 1) for one in stored)
+        for name, stored in names.items()
+    }
+    return block | {key: (above + name,) for key, name in _OUTSIDE.items()}
+
+
+def _file_of(target: CausalLM | NativeLM) -> GGUFSource | None:
+    """Return the GGUF file that a model was loaded from."""
+    source = getattr(target, "source", None)
+    return source if isinstance(source, GGUFSource) else None
 
 
 def _layers(config: Any) -> int:

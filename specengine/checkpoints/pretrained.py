@@ -543,8 +543,9 @@ class GGUFSource(Source):
             stored = [self.file.tensors[stored] for stored in self._stored[name]]
             kind = stored[0].kind
             packed = kind in self.blocks and kind in blocks and len(shape) > 1
+            packed = packed and gguf.column_order(self.config, stored[0].name) is None
             if packed and all(other.kind == kind for other in stored):
-                order = gguf.row_order(self.config, stored[0].name)
+                order = self._order(name, stored)
                 shape = gguf.turned(self.config, shape)
                 yield Weight(
                     name,
@@ -556,9 +557,21 @@ class GGUFSource(Source):
             else:
                 yield upright(self.config, Weight.of(name, self.tensor(name)))
 
+    def _order(self, name: str, stored: list[gguf.GGUFTensor]) -> np.ndarray | None:
+        """Return the row of a file's tensor, or of several behind one another, for each row of transformers'."""
+        rows = family_of(self.config).orders(self.config).get(name.rpartition(".")[0]) if len(stored) > 1 else None
+        return gguf.row_order(self.config, stored[0].name) if rows is None else np.argsort(rows).astype(np.int32)
+
     def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
         """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
         name, each = stored[0].name, 0
+        if len(stored) > 1 and not gguf.is_stack(name):
+            parts, begin = [], 0
+            for one in stored:
+                own = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
+                parts += [torch.from_numpy(self.file.read_rows(one.name, *own))] if own[0] < own[1] else []
+                begin += one.shape[0]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(stored) > 1:  # rows are asked for of one matrix at a time
             each = stored[0].shape[1]
             place = first // each
@@ -567,24 +580,36 @@ class GGUFSource(Source):
         return torch.from_numpy(self.file.read_rows(name, first, last))
 
     def tensor(self, name: str) -> Tensor:
-        parts = [self._tensor(stored, exact=self.is_exact(name)) for stored in self._stored[name]]
+        return self.made_of(self._stored[name], name).reshape(self._shapes[name])
+
+    def made_of(self, stored: tuple[str, ...], name: str) -> Tensor:
+        """Return what transformers calls `name` of the file's tensors, in `dtype`."""
+        parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
         if len(parts) == 1:
             found = parts[0]
+        elif not gguf.is_stack(stored[0]):
+            order = self._order(name, [self.file.tensors[one] for one in stored])
+            found = torch.cat(parts)
+            found = found if order is None else found[torch.from_numpy(order).long()]
         elif family_of(self.config).alternating:
             found = torch.stack(parts, dim=2).flatten(1, 2)
         else:
             found = torch.cat(parts, dim=1)
-        found = found.transpose(1, 2).contiguous() if self._is_turned(found) else found
-        return found.reshape(self._shapes[name])
+        return found.transpose(1, 2).contiguous() if self._is_turned(found) else found
 
     def _is_turned(self, tensor: Tensor) -> bool:
         return tensor.ndim > 2 and family_of(self.config).alternating
 
     def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
-        if family_of(self.config).one_is_zero and numbers.ndim == 1:  # a norm, which the file has as 1 + w
-            numbers = numbers - 1.0
+        if family_of(self.config).one_is_zero and stored.endswith("norm.weight") and "ssm_norm" not in stored:
+            numbers = numbers - 1.0  # which the file has as 1 + w
+        if stored.endswith(".ssm_a"):  # which the file has as -e^a
+            with np.errstate(all="ignore"):  # a damaged file's numbers
+                numbers = np.log(-numbers)
         ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
+        if (columns := gguf.column_order(self.config, stored)) is not None:
+            ordered = np.ascontiguousarray(ordered[:, columns])
         exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
         found = torch.from_numpy(ordered)
         return found if exact else found.to(torch.bfloat16).to(self.dtype)

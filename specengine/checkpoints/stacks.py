@@ -6,14 +6,14 @@ What transformers' conversion_mapping.py says of these families, for the names t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
 _PLACES = {  # of a matrix: the stack that it is in, and its place there in each expert
     "gate_proj": (_GATE_UP, 0),
     "up_proj": (_GATE_UP, 1),
@@ -64,7 +64,7 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
             continue
         stack, place = _PLACES[match[3]]
         stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
-    for name, matrices in stacks.items():
+    for name, matrices in _without_gates(stacks):
         places = 2 if name.endswith(_GATE_UP) else 1
         wanted = [(expert, place) for expert in range(len(matrices) // places) for place in range(places)]
         shapes = {matrix.shape for matrix in matrices.values()}
@@ -75,3 +75,14 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
         else:  # no stack: loading says which tensors are not those of the model
             found |= {f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()}
     return found
+
+
+def _without_gates(
+    stacks: Mapping[str, dict[tuple[int, int], Any]],
+) -> Iterator[tuple[str, dict[tuple[int, int], Any]]]:
+    """Yield the stacks; those of gates and ups that have ups alone are stacks of these."""
+    for name, matrices in stacks.items():
+        if name.endswith(_GATE_UP) and {place for _, place in matrices} == {1}:
+            yield name.replace(_GATE_UP, _UP), {(expert, 0): matrix for (expert, _), matrix in matrices.items()}
+        else:
+            yield name, matrices

@@ -43,6 +43,10 @@ class PassCosts:
     context        tokens in the cache for which `verify` and `draft` hold
     verify_growth, draft_growth  extra cost per further token in the cache, by number of nodes; empty: none
     padded         every verification, and every draft pass, runs as many rows as the largest
+    experts        experts of the target, over all layers, that a verification of n nodes read when it was measured;
+                   empty: none were counted
+    all_experts    experts that there are, over all layers
+    expert         cost of reading one expert more, included in `verify` as often as `experts` says
     """
 
     name: str
@@ -55,6 +59,9 @@ class PassCosts:
     verify_growth: Points = field(default_factory=dict)
     draft_growth: Points = field(default_factory=dict)
     padded: bool = False
+    experts: Points = field(default_factory=dict)
+    all_experts: int = 0
+    expert: float = 0.0
 
     def table(self, nodes: int, width: int, context: int) -> CostTable:
         """Return costs of 0 to `nodes` verified nodes and draft passes of 0 to `width` nodes.
@@ -80,7 +87,9 @@ class PassCosts:
         rows = sorted({1, *self.verify, *(n - others for n in self.verify if n > others)})
         verify = {n: alone + texts * (interpolated(self.verify, others + n) - alone) for n in rows}
         draft = {n: interpolated(self.draft, texts * n) if joined else texts * cost for n, cost in self.draft.items()}
-        changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead}
+        # the others' rows read experts too: they are priced as they were when rows were measured
+        alone_read = {"experts": {}, "all_experts": 0, "expert": 0.0}
+        changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead, **alone_read}
         shared = SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
         if resting is not None:
             object.__setattr__(shared, "resting", resting)
@@ -122,7 +131,11 @@ class PassCosts:
             raise InputError(f"costs.{name}: unknown, known are {', '.join(fields)}")
         for name in ("name", "verify", "draft"):
             require(f"costs.{name}", "nothing", _READERS[name][0], name in content)
-        return cls(**{name: _read(name, value) for name, value in content.items()})
+        costs = cls(**{name: _read(name, value) for name, value in content.items()})
+        each = f"those of 1 node, and all_experts {costs.all_experts} no fewer"
+        fits = not costs.experts or 1 <= costs.experts.get(1, 0) <= costs.all_experts
+        require("costs.experts", repr(dict(costs.experts))[:80], each, fits)
+        return costs
 
     def _column(self, base: Points, growth: Points, count: int, longer: int) -> Tensor:
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
@@ -260,6 +273,10 @@ def _number(value: Any) -> float | None:
     return float(value) if fits else None
 
 
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
 def _of(kind: type) -> Any:
     return lambda value: value if type(value) is kind else None
 
@@ -273,8 +290,11 @@ _READERS: dict[str, tuple[str, Any]] = {
     "source": ("a text", _of(str)),
     "measured": ("true or false", _of(bool)),
     "overhead": ("0 or more", _number),
-    "context": ("a whole number of 0 or more", lambda value: value if type(value) is int and value >= 0 else None),
+    "context": ("a whole number of 0 or more", _count),
     "verify_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "draft_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "padded": ("true or false", _of(bool)),
+    "experts": ("numbers of experts by nodes of 1 or more", lambda value: _points(value, 0)),
+    "all_experts": ("a whole number of 0 or more", _count),
+    "expert": ("0 or more", _number),
 }

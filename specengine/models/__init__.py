@@ -35,6 +35,8 @@ class ModelFacts:
     backend: str = ""  # the forward that runs it, and why, in words
     captured: bool = False  # whether its cycles run as CUDA graphs
     model_seconds: float  # spent in model forwards since it was loaded
+    # int32 [nodes], of the last verified tree: experts that a node's row used and none before it; None: not counted
+    experts: Tensor | None = None
 
     @property
     def notes(self) -> list[str]:

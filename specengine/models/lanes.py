@@ -373,6 +373,7 @@ class LaneTarget(NativeTarget):
         self.gathering, self.spent = gathering, 0.0  # seconds in forwards that had rows of this text
         self.turn = _Turn()
         super().__init__(gathering.lm)
+        self.counts = False  # experts are read for all texts at once
         self.runs = functools.partial(gathering.run, self)
         self.joins_passes = False  # whether passes of its draft are run with those of other texts
 

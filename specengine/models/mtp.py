@@ -78,7 +78,7 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        model = empty_model(_of_head(config), dtype)
+        model = empty_model(of_head(config), dtype)
         decoder: Any = with_buffers(model).get_decoder()
         size, eps, norm = decoder.config.hidden_size, decoder.config.rms_norm_eps, type(decoder.norm)
         with torch.device("meta"):
@@ -87,7 +87,7 @@ class MtpLayer(nn.Module):
         self.block, self.rotary_emb, self.block_config = decoder.layers[0], decoder.rotary_emb, decoder.config
 
 
-def _of_head(config: PretrainedConfig) -> PretrainedConfig:
+def of_head(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of a model whose one layer is the head's: full attention, experts if the model has any."""
     fields: dict[str, Any] = {"num_hidden_layers": 1}
     if getattr(config, "layer_types", None):

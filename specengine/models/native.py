@@ -7,6 +7,7 @@ plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Attention, Factors, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -178,6 +179,8 @@ class NativeLM:
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
+        self.experts = 0  # distinct ones that the last forward read, over all layers; shared ones are left out
+        self.routes = family_of(self.config).routes(self.config)
         self._model: PreTrainedModel | None = None
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
@@ -296,7 +299,7 @@ class NativeLM:
         given = rows.tokens[:live], rows.positions[:live], cache, seen
         return logits, self.run(*given, features=features, logits=logits if live else None)
 
-    def run(
+    def run(  # noqa: PLR0913
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -307,6 +310,8 @@ class NativeLM:
         logits: Tensor | None = None,
         best: Successors | None = None,
         layers: int | None = None,
+        added: Tensor | None = None,
+        routing: Tensor | None = None,
     ) -> Tensor | None:
         """Run rows in one C++ call.
 
@@ -317,6 +322,9 @@ class NativeLM:
         logits              float32 [n, vocabulary], filled with those of the last n rows
         best                [rows, count], filled with the largest finite logits and their tokens
         layers              number of layers to run; all by default
+        added               int32 [rows], filled with the number of experts that each row uses and none before it does,
+                            over all layers; they add up to `experts`
+        routing             int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
 
         Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
         """
@@ -328,7 +336,7 @@ class NativeLM:
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
-            self.decoder.forward(
+            self.experts = self.decoder.forward(
                 positions.contiguous(),
                 prefix,
                 start,
@@ -344,6 +352,8 @@ class NativeLM:
                 team.get() or torch.get_num_threads(),
                 cache.memory,
                 0 if cache.memory is None else cache.length,
+                added,
+                routing,
             )
         self.seconds += time.perf_counter() - began
         return states
@@ -388,14 +398,16 @@ class NativeLM:
             if place.rope is not None
         }
         turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
-        parts = _parts_of(self.config, wanted)
+        parts, orders = _parts_of(self.config, wanted), family.orders(self.config)
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
         kept = [
             add_weight(self._weights, self._packed(part, turned), kinds)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
-            for part in self._as_it_is_read(self._whole_heads(weight), parts[weight.name]).parts(parts[weight.name])
+            for part in self._in_order(
+                self._as_it_is_read(weight, parts[weight.name]), orders.get(weight.name.rpartition(".")[0])
+            ).parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         self._add_value_norms(at)
@@ -422,7 +434,7 @@ class NativeLM:
     def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
         """Add weights of one for values that are normed by none."""
         for number, layer in enumerate(family_of(self.config).layers_of(self.config)):
-            if layer.attention.v_normed and layer.attention.reads is None:
+            if isinstance(own := layer.first, Attention) and own.v_normed and own.reads is None:
                 ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
                 self._weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
 
@@ -480,15 +492,15 @@ class NativeLM:
         pairs = heads[:, :turned].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
         return weight._replace(order=torch.cat((pairs, heads[:, turned:]), dim=1).flatten())
 
-    def _whole_heads(self, weight: Weight) -> Weight:
-        """Return queries with all heads' gates behind them, which a file has behind each head's queries."""
-        attention = family_of(self.config).attention
-        if not (attention.gated and weight.name.rpartition(".")[0].endswith(attention.q.transformers)):
+    def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
+        """Return a weight with its rows in the order of its parts, which a file may have by head."""
+        if rows is None:
             return weight
-        count = weight.shape[0]
-        rows = torch.arange(count, dtype=torch.int64, device="cpu") if weight.order is None else weight.order.long()
-        rows = rows.view(self.shape.heads, 2, -1).transpose(0, 1).flatten()
-        return weight._replace(rows=lambda first, last: weight.rows(0, count)[rows[first:last]], order=None)
+        order = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        order = order if weight.order is None else weight.order.long()[order]
+        whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
+        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])  # blocks are bytes
+        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -555,7 +567,7 @@ class NativeLM:
     @property
     def _chooses(self) -> bool:
         """Whether rounding may change which experts a token goes to; that is tried in float32 as well."""
-        return family_of(self.config).routing(self.config).chosen > 0 and self.numerics != "float32"
+        return self.routes.layers > 0 and self.numerics != "float32"
 
     def _distance(self, own: Tensor, other: Tensor) -> float:
         """Return the distance of hidden states as a share of their length; where tokens choose, that of most tokens."""
@@ -865,6 +877,7 @@ class NativeTarget(CachedTarget):
     def __init__(self, lm: NativeLM) -> None:
         super().__init__(lm)
         self.runs: Callable[..., Tensor | None] = lm.run
+        self.counts = lm.routes.layers > 0  # whether the experts of trees are counted
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -913,4 +926,7 @@ class NativeTarget(CachedTarget):
         tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
         given = tokens, depths + start, cache, (start, start, words)
-        return self.runs(*given, features=self._features, logits=logits, best=best)
+        if not self.counts:
+            return self.runs(*given, features=self._features, logits=logits, best=best)
+        self.experts = torch.empty(live, dtype=torch.int32, device="cpu")
+        return self.runs(*given, features=self._features, logits=logits, best=best, added=self.experts)

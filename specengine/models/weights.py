@@ -207,13 +207,14 @@ def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
 
 
 def _of_few_layers(config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]) -> PretrainedConfig:
-    family, lists = family_of(config), {}
+    family, given, lists = family_of(config), config.to_dict(), {}
     for name in _BY_LAYER:
-        if kinds := getattr(config, name, None):
+        # without lists that a config makes of other fields
+        if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
             lists[name] = [kinds[number] for number in numbers]
     sizes: dict[str, Any] = {family.fields.layers: len(numbers), family.fields.vocabulary: vocabulary}
     sizes |= lists | family.alone(config, numbers[-1])
-    given, ids = config.to_dict(), {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if (by_layer := given.get("per_layer_config")) is not None:
         sizes["per_layer_config"] = {i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)}
     found = type(config).from_dict(given | sizes | ids)

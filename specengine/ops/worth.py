@@ -69,6 +69,9 @@ class Throughput(NamedTuple):
     recent         float32 [2]: tokens committed, and the seconds that they took, newer cycles weighing more
     drafting       float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
     overhead       float32 [1], seconds of a cycle outside verification and passes
+    experts        float32 [2 + RELATIONS]: seconds of reading a row's experts, what share of all experts these are, and
+                   by a node's relation how much of them is new, over the share that no node before it has read.
+                   `verify` has those of nodes of the least relation. [0] of a target without experts
     """
 
     verify: Tensor
@@ -78,10 +81,12 @@ class Throughput(NamedTuple):
     drafting: Tensor
     verified: Tensor
     overhead: Tensor
+    experts: Tensor
 
 
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
 PLACES = 10  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, then 4
+RELATIONS = 6  # of nodes at depth 1, 2 and deeper: the first of its siblings, then a later one
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
 MIN_CHANCE, MAX_CHANCE = 1e-4, 0.999  # chances
@@ -128,6 +133,11 @@ def cell_of(group: int, source: int, depth: int, place: int) -> int:
 
 def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:
     return ((group * SOURCES + source) * DEPTHS + deep) * RANKS + rank
+
+
+def relation_of(depth: int, later: bool) -> int:
+    """Return the relation of a node below the root to those before it. later: whether a sibling is among them."""
+    return 2 * min(max(depth, 1), RELATIONS // 2) - 2 + later
 
 
 def level_of(chances: Tensor, levels: int) -> Tensor:
@@ -227,6 +237,9 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throu
     if len(notes.stated) <= len(tree[0]):
         raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
     require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
+    require("experts: float32 [numbers]", throughput.experts)
+    if len(throughput.experts) not in (0, 2 + RELATIONS):
+        raise InputError(f"experts: got {describe(throughput.experts)}, accepted {2 + RELATIONS} numbers or none")
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -473,6 +486,10 @@ def keep_likely(
     asked: of how many waiting nodes, how many continuations, and their least log-probability. Their edges are
     log-chances, and notes has them; throughput.verified is the number of selected nodes. With a source of these it
     reads the tree on the host.
+
+    Where throughput.experts has entries, a node's price also depends on how it is related to those before it. Then
+    nodes are taken one after the other, below taken ones, each the one that is worth the most beyond its own experts
+    (ties: the first), and as many of these are selected as are worth the most.
     """
     if run := native.keep_likely[size.device]:
         return Nodes(*run(tree, size, counts, notes, throughput, free, asked, most))
@@ -489,9 +506,42 @@ def keep_likely(
             edges = chances(stated, cells, counts.table).tolist()
             new = graft(tree, size, found.parents, found.tokens, edges).ids
             notes.stated[new], notes.cells[new] = stated, cells
-    kept = select_worth(tree[4], size, throughput.prices.verify, most)
+    if throughput.experts.numel():
+        kept = _select_related(tree, int(size), throughput, most)
+    else:
+        kept = select_worth(tree[4], size, throughput.prices.verify, most)
     throughput.verified.copy_(kept.live)
     return kept
+
+
+def _select_related(tree: Arrays, size: int, throughput: Throughput, most: int) -> Nodes:
+    _, parents, depths, _, paths, _ = (array[:size].tolist() for array in tree)
+    price = throughput.prices.verify.tolist()
+    seconds, share, *ratios = throughput.experts.tolist()
+    seconds *= price[1] / throughput.verify[1].item()
+    chances, later = [math.exp(path) for path in paths], [False] * size
+    taken, waiting = [0], [node for node in range(1, size) if parents[node] == 0]
+    total, worth, read, least = chances[0], [chances[0] - price[1]], share, share
+    while waiting and len(taken) < min(most, len(price) - 1):
+        new = [min(1.0, ratio * (1.0 - read)) for ratio in ratios]
+        usual = min(1.0, min(ratios) * (1.0 - least))
+
+        def relation(node: int) -> int:
+            return relation_of(depths[node], later[parents[node]])
+
+        values = {node: chances[node] - seconds * (new[relation(node)] - usual) for node in waiting}
+        best = min(waiting, key=lambda node: (-values[node], node))
+        total += values[best]
+        read += share * new[relation(best)]
+        least += share * usual
+        later[parents[best]] = True
+        taken.append(best)
+        waiting = [node for node in waiting if node != best]
+        waiting += [node for node in range(best + 1, size) if parents[node] == best]
+        worth.append(total - price[len(taken)])
+    count = 1 + next(n for n, value in enumerate(worth) if value >= max(worth) - WORTH)
+    ids = torch.tensor(sorted(taken[:count]), device=tree[0].device, dtype=torch.int64)
+    return Nodes(padded(ids, most), torch.full((1,), count, device=ids.device, dtype=torch.int32))
 
 
 MEMORY = 0.97  # of recent tokens and seconds, per cycle

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs
+from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs, interpolated
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, TokenTree
-from specengine.ops.worth import DEPTHS, KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, RANKS, SOURCES, Source
+from specengine.ops.worth import (
+    DEPTHS,
+    KNOTS,
+    LEVELS,
+    MAX_CHANCE,
+    MIN_CHANCE,
+    ODDS,
+    RANKS,
+    RELATIONS,
+    SOURCES,
+    Source,
+    relation_of,
+)
 from specengine.policies import PerDevice, Plan, TreePolicy, require
 
 if TYPE_CHECKING:
@@ -66,8 +79,14 @@ class _State:
         recent = torch.cat([torch.ones_like(plain), plain]) * DOUBT
         self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
-        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, torch.full_like(drafting, beside))
+        others = torch.full_like(drafting, beside), drafting.new_zeros(0)
+        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, *others)
         ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
+
+    def relate(self, experts: Tensor) -> None:
+        """Price nodes by their relation as well, as Throughput has it."""
+        self.throughput = self.throughput._replace(experts=experts)
         self.books = self.counts, self.notes, self.throughput
 
     def share(self, other: _State) -> None:
@@ -141,6 +160,10 @@ class Auto(TreePolicy):
         require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._costs = ASSUMED if self.costs == MEASURED else _costs_of(self.costs)
+        self._learnt: ExpertReads | None = None
+        self._reads: ExpertReads | None = None  # the same, where the costs price experts
+        self._added: list[float] = []  # experts that the costs take each node to add
+        self._count_experts()
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
         self._rests = False  # in this cycle
@@ -223,9 +246,22 @@ class Auto(TreePolicy):
         rested = self._rests and cycle is not None
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
-        if cycle is not None and self.costs == MEASURED and cycle.seconds.split:
-            self._time(cycle, self._state[tree.device], rested)
+        if cycle is None:
+            return
+        state, timed = self._state[tree.device], self.costs == MEASURED and cycle.seconds.split
+        if self._reads is not None and cycle.experts is not None:
+            self._read(cycle, state, self._reads, cycle.experts.tolist(), rested)
+        if timed:
+            self._time(cycle, state, rested)
+        if timed or self._reads is not None:
             self._count(len(cycle.tokens))
+
+    def _read(self, cycle: Cycle, state: _State, reads: ExpertReads, added: list[int], rested: bool) -> None:
+        """Learn from the experts that a tree read, and count the seconds of those that the costs had not."""
+        reads.learn(cycle.tree.parents.tolist(), cycle.tree.depths.tolist(), added)
+        self._more = self._scale[0] * self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
+        if not rested:
+            state.throughput.recent[1] += self._more
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
         """Correct the measured costs by the time that a cycle took."""
@@ -234,6 +270,8 @@ class Auto(TreePolicy):
         if not shared:
             self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
         expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
+        if self._reads is not None:  # the experts that were read are known by now
+            expected = expected[0] + self._more, expected[1]
         took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
         for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
             if predicted > 0 and (side or not shared):
@@ -258,6 +296,8 @@ class Auto(TreePolicy):
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         state.counts.group.fill_(self._group)
+        if self._reads is not None:
+            state.relate(self._related(device))
         if self._lent is not None:
             state.share(self._lent[device])
         return state
@@ -265,18 +305,52 @@ class Auto(TreePolicy):
     def _tables(self) -> CostTable:
         tables = self._costs.table(self.budget, self.width, self._context)
         self._plain = float(tables.verify[1])
+        if self._reads is not None:
+            tables = self._with_experts(tables, self._reads)
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
         if self._find is not None and (found := self._find()) is not self._costs:
             both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
             self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
+            self._count_experts()
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify)
             state.throughput.draft.copy_(tables.draft)
             state.throughput.overhead.fill_(self._costs.overhead)
+            if self._reads is not None or state.throughput.experts.numel():
+                state.relate(self._related(state.throughput.experts.device))
             ops.update_throughput(state.throughput, state.none)
+
+    # ---- experts
+
+    def _count_experts(self) -> None:
+        """Begin to count experts where the costs price them, or go on if they are those of the same target."""
+        costs, self._more = self._costs, 0.0
+        priced, known = costs.expert > 0 and bool(costs.experts), self._learnt
+        if priced and (known is None or (known.each, known.existing) != (costs.experts[1], costs.all_experts)):
+            self._learnt = ExpertReads(int(costs.experts[1]), costs.all_experts)
+        self._reads = self._learnt if priced else None
+
+    def _with_experts(self, tables: CostTable, reads: ExpertReads) -> CostTable:
+        """Return costs of verifications that read as many experts as trees do here, not as when they were measured.
+
+        Each node counts as one of the relation that adds the fewest: such a node is mostly there to be drafted.
+        """
+        self._added = reads.least(self.budget)
+        read = torch.tensor([0.0, *itertools.accumulate(self._added)])
+        measured = torch.tensor([0.0, *(interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))])
+        verify = tables.verify + self._costs.expert * (read - measured)
+        return tables._replace(verify=verify.clamp(min=0))
+
+    def _related(self, device: torch.device) -> Tensor:
+        """Return what experts cost and how many are new, as Throughput has it."""
+        if (reads := self._reads) is None:
+            return torch.zeros(0, device=device, dtype=torch.float32)
+        seconds = self._scale[0] * self._costs.expert * reads.each
+        numbers = seconds, reads.each / reads.existing, *reads.ratios()
+        return torch.tensor(numbers, device=device, dtype=torch.float32)
 
 
 def _source(tree: TokenTree) -> Source:
@@ -344,3 +418,83 @@ class Pace:
             self.resting, self._new = self._length, False
         elif self._gain < SMALL_GAIN and self._new:
             self.resting, self._new = TIMED, False
+
+
+WIDER_ROWS = 4.0  # that a wider count stands for in a narrower one
+COUNTED_ROWS = 1000.0  # that a count remembers
+
+
+class ExpertReads:
+    """Predict how many experts each node of a tree adds to those that the nodes before it use.
+
+    each, existing: experts that a row uses, and that there are, over all layers.
+
+    Where a share of all experts is read already, so large a share of a row's is not new if its experts are independent
+    of them: that is what it begins with, and n rows read all * (1 - (1 - each / all)^n). Texts are not like that: a
+    token uses some of its parent's experts, and alternatives at one place some of each other's. So it counts how many
+    experts were new, over how many would have been: for first and for later siblings, and for each relation to the
+    nodes before (ops.worth.relation_of). The narrower count is trusted as it grows.
+    """
+
+    def __init__(self, each: int, existing: int) -> None:
+        self.each, self.existing = each, existing
+        self._counts = [_Count() for _ in range(RELATIONS)]
+
+    def learn(self, parents: Sequence[int], depths: Sequence[int], added: Sequence[int]) -> None:
+        """Count a verified tree: of each node its parent, its depth, and the experts that it added; the root first."""
+        read = added[0]
+        for relation, new in zip(relations(parents, depths), added[1:], strict=True):
+            self._counts[relation].add(new, self.each * (1 - read / self.existing))
+            read += new
+
+    def ratios(self) -> list[float]:
+        """Return how many experts were new over how many would have been, by relation."""
+        kinds = [_Count.sum(self._counts[kind::2]).ratio(1.0) for kind in range(2)]
+        return [count.ratio(kinds[relation % 2]) for relation, count in enumerate(self._counts)]
+
+    def predict(self, parents: Sequence[int], depths: Sequence[int]) -> list[float]:
+        """Return how many experts each node of a tree adds, the root first."""
+        ratios = self.ratios()
+        return self._added(ratios[relation] for relation in relations(parents, depths))
+
+    def least(self, nodes: int) -> list[float]:
+        """Return the same for so many nodes of the relation that adds the fewest."""
+        return self._added([min(self.ratios())] * (nodes - 1))
+
+    def _added(self, ratios: Iterable[float]) -> list[float]:
+        found, read = [float(self.each)], float(self.each)
+        for ratio in ratios:
+            found.append(self.each * min(1.0, ratio * (1 - read / self.existing)))
+            read += found[-1]
+        return found
+
+
+class _Count:
+    """Sums over rows: new experts, how many of independent rows would have been, and the rows."""
+
+    def __init__(self, new: float = 0.0, independent: float = 0.0, rows: float = 0.0) -> None:
+        self.new, self.independent, self.rows = new, independent, rows
+
+    @classmethod
+    def sum(cls, counts: Iterable[_Count]) -> _Count:
+        parts = [(count.new, count.independent, count.rows) for count in counts]
+        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+
+    def add(self, new: float, independent: float) -> None:
+        kept = min(1.0, COUNTED_ROWS / (self.rows + 1))
+        self.new, self.independent = kept * self.new + new, kept * self.independent + independent
+        self.rows = kept * self.rows + 1
+
+    def ratio(self, wider: float) -> float:
+        """Return new over independent experts; `wider`, that of a wider count, stands for WIDER_ROWS rows."""
+        beside = WIDER_ROWS * (self.independent / self.rows if self.independent else 1.0)
+        return (self.new + beside * wider) / (self.independent + beside)
+
+
+def relations(parents: Sequence[int], depths: Sequence[int]) -> list[int]:
+    """Return the relation of each node below the root to the nodes before it."""
+    seen, found = set[int](), list[int]()
+    for parent, depth in zip(parents[1:], depths[1:], strict=True):
+        found.append(relation_of(depth, parent in seen))
+        seen.add(parent)
+    return found

@@ -181,7 +181,7 @@ def _problem(error: Exception) -> RequestError:
 log = logging.getLogger("specengine.serve")
 APPLICATION = "specengine"
 _ERROR = re.compile(r"^(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)$", re.MULTILINE)
-AT_ONCE = 2  # requests that a replica has: the one that it answers and the next; the others wait for whoever is free
+NEXT = 1  # request that waits at a replica beside those that it answers; the others wait for whoever is free
 
 
 def run(
@@ -231,8 +231,8 @@ def run(
 def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
     """Return the handle of replicas on the cluster that this process has joined. Raises Ray Serve's errors."""
     if scale.most > scale.replicas:
-        target = {"min_replicas": scale.replicas, "max_replicas": scale.most, "target_ongoing_requests": 1}
-        count: dict[str, Any] = {"autoscaling_config": target}
+        bounds = {"min_replicas": scale.replicas, "max_replicas": scale.most}
+        count: dict[str, Any] = {"autoscaling_config": bounds | {"target_ongoing_requests": settings.parallel}}
     else:
         count = {"num_replicas": scale.replicas}
     made: Any = serve.deployment(Replica)
@@ -240,7 +240,7 @@ def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
     replicas = made.options(
         name="engine",
         ray_actor_options=cluster.needs(scale),
-        max_ongoing_requests=min(AT_ONCE, 1 + settings.queue),
+        max_ongoing_requests=settings.parallel + min(NEXT, settings.queue),
         max_queued_requests=settings.queue,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.5,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
+from specengine.engine import Pool
 from specengine.protocol.completion import Completion
 
+SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -42,6 +48,10 @@ class Metrics:
         self.queued = seconds("request_queue_time", "Spent waiting for the engine")
         self.whole = seconds("e2e_request_latency", "From the request to its last token")
 
+    def watch(self, pool: Pool) -> None:
+        """Report the answers of a pool too: rows of forward passes and use of caches."""
+        self.registry.register(_AtOnce(pool))
+
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
         """Count one generation; ended: stop, length or abort; waited, whole: seconds since the request came."""
         stats = answer.stats
@@ -64,11 +74,35 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class _AtOnce(Collector):
+    """Figures of a pool's forward passes and caches, read when they are asked for."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        pool, gathering = self._pool, self._pool.gathering
+        targets: list[Any] = [engine.target for engine in pool.engines]
+        busy = [engine.is_busy and engine not in pool.waiting for engine in pool.engines]
+        slots = [target.cache.length * target.slot_bytes for target in targets]
+        share = sum(itertools.compress(slots, busy)) / pool.memory
+        held = sum(target.cache.nbytes for target in targets)
+        yield GaugeMetricFamily(
+            f"specengine:kv_cache_usage{SHARE}", "Memory of the prompts and answers under way", share
+        )
+        yield GaugeMetricFamily("specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held)
+        rows = "Rows of each forward pass, of all requests"
+        yield SummaryMetricFamily("specengine:iteration_tokens_total", rows, gathering.forwards, gathering.rows)
+
+
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Added:
-    """Sums over replicas; what one of them had counted stays when it has gone, what it was just doing does not."""
+    """Sums over replicas, and means of shares.
+
+    What a replica had counted stays when it has gone, what it was just doing does not.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, list[Metric]] = {}
@@ -82,20 +116,23 @@ class Added:
 
     def collect(self) -> Iterator[Metric]:
         sums: dict[str, tuple[Metric, dict[Key, float]]] = {}
+        shares = Counts[str]()  # replicas that tell of each
         for replica, families in self._latest.items():
             for family in families:
                 if replica in self._gone and family.type == "gauge":
                     continue
                 made = Metric(family.name, family.documentation, family.type)
                 _, samples = sums.setdefault(family.name, (made, {}))
+                shares[family.name] += 1
                 for sample in family.samples:
                     key = sample.name, tuple(sorted(sample.labels.items()))
                     created = sample.name.endswith("_created")
                     known = samples.get(key, float("inf") if created else 0.0)
                     samples[key] = min(known, sample.value) if created else known + sample.value
         for metric, samples in sums.values():
+            count = shares[metric.name] if metric.name.endswith(SHARE) else 1
             for (name, labels), value in samples.items():
-                metric.add_sample(name, dict(labels), value)
+                metric.add_sample(name, dict(labels), value / count)
             yield metric
 
     def text(self) -> bytes:

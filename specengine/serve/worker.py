@@ -87,6 +87,7 @@ class Worker:
         self._parallel = parallel
         self._answered: set[Job] = set()  # at present
         self._idle: list[Engine] = []
+        self._pool: Pool | None = None
         self._short: ModelLimits | None = None  # for texts that are read by whoever answers them, in turn
         self._reading = threading.Lock()
         self._changed = threading.Condition()
@@ -95,6 +96,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
         self._others: list[threading.Thread] = []
         self._reader = threading.Thread(target=self._read_all, name="specengine-reader", daemon=True)
+        metrics.running.set_function(lambda: len(self._answered) - self._without_room)
+        metrics.waiting.set_function(lambda: len(self._jobs) + self._without_room)
 
     def start(self) -> None:
         self._thread.start()
@@ -112,7 +115,6 @@ class Worker:
             for job in jobs:
                 job.cancelled = True
             self._jobs.clear()
-            self._gauge()
         for job in jobs:
             job.deliver(Failed(unavailable("stopping")))
 
@@ -137,7 +139,6 @@ class Worker:
             if waiting >= self._most + self._parallel - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
             self._jobs.append(job)
-            self._gauge()
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
@@ -146,7 +147,6 @@ class Worker:
             job.cancelled = True
             if job in self._jobs:
                 self._jobs.remove(job)
-                self._gauge()
 
     @property
     def alive(self) -> bool:
@@ -164,6 +164,11 @@ class Worker:
             return not self._jobs and not self._answered
 
     @property
+    def _without_room(self) -> int:
+        """The number of jobs that have an engine but wait for memory for its cache."""
+        return 0 if self._pool is None else len(self._pool.waiting)
+
+    @property
     def retry_seconds(self) -> int:
         """Return the seconds until the queue is likely empty, by the recent time of answers."""
         turns = (len(self._jobs) + len(self._answered)) / self._parallel
@@ -172,7 +177,11 @@ class Worker:
     def _run(self) -> None:
         try:
             self.engine = self._load()
-            self._idle = [*Pool(self.engine, self._parallel).engines] if self._parallel > 1 else [self.engine]
+            self._idle = [self.engine]
+            if self._parallel > 1:
+                self._pool = Pool(self.engine, self._parallel)
+                self._idle = [*self._pool.engines]
+                self.metrics.watch(self._pool)
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
@@ -199,7 +208,6 @@ class Worker:
                 self._idle.append(engine)
                 self._answered.discard(job)
                 self._mean_seconds += 0.3 * (time.perf_counter() - began - self._mean_seconds)
-                self._gauge()
 
     def _engine_for(self, job: Job) -> Engine:
         """Take the idle engine that holds most of the prompt, else the one that has been idle for longest.
@@ -223,7 +231,6 @@ class Worker:
             if job is not None:
                 self._answered.add(job)
                 self._jobs.remove(job)
-                self._gauge()
             return job
 
     def _first(self, suits: Callable[[Job], bool]) -> Job | None:
@@ -247,7 +254,6 @@ class Worker:
                     gone = job not in self._jobs
                     if not gone:
                         self._jobs.remove(job)
-                    self._gauge()
                 if not gone:
                     self._failure(job, error)
             with self._changed:
@@ -323,10 +329,6 @@ class Worker:
             # without the error's text, which may quote what was asked
             log.error("%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
         job.deliver(Failed(error))
-
-    def _gauge(self) -> None:
-        self.metrics.waiting.set(len(self._jobs))
-        self.metrics.running.set(len(self._answered))
 
 
 def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> None:

@@ -16,10 +16,12 @@ from bench.cpu import answers, forwards, goals
 from bench.cpu import rows as cpu_rows
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, Unavailable
+from specengine import Engine
 from specengine.benchmark import llama
 from specengine.benchmark.tables import NOTHING
 from specengine.benchmark.ways import EngineDecoder
 from specengine.ops.tree import TokenTree
+from tests.models.native_engines import needs_extension
 from tests.toy import Tables, ToyTarget, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -245,6 +247,15 @@ def test_rows_of_a_file_are_measured_in_processes_of_their_own(tmp_path: Path) -
     assert "portable, integer" in ours["backend"]
     assert ours["over_1_row"]["1"] == 1.0
     assert set(ours["ms"]) == {"1", "3"}
+
+
+@needs_extension
+def test_a_random_file_of_experts_is_one_that_loads(tmp_path: Path) -> None:
+    file, experts = tmp_path / "experts.gguf", random_gguf.Experts(6, 2, 32)
+    random_gguf.write(file, "Q4_0", hidden=64, inner=96, layers=2, heads=(4, 2), words=96, head=32, experts=experts)
+    engine = Engine.from_pretrained(str(file), None, policy="plain")
+    assert engine.target.backend.startswith("native")
+    assert (engine.target.lm.routes.layers, engine.target.lm.routes.all) == (2, 12)
 
 
 def test_ratios_of_rows_are_those_within_a_round() -> None:

@@ -228,7 +228,8 @@ def chances(m: Memory) -> Arguments:
 def throughput(m: Memory) -> tuple[Any, ...]:
     verify, draft, *priced = (m.put(torch.rand(size) + 0.5) for size in (9, 4, 9, 4))
     real_ones = one(m, 0.3, torch.float32), one(m, 3), one(m, 0.1, torch.float32)
-    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones
+    experts = m.put(torch.rand(8) / 4)
+    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones, experts
 
 
 @call(optional=((3, 1), (3, 3)))
@@ -392,7 +393,26 @@ def forward_of_decoder(m: Memory) -> Arguments:
     best = m.put(torch.zeros(ROWS, 2, dtype=torch.int64)), real(m, ROWS, 2)
     out = real(m, ROWS, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
     given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]])), whole(m, 1, 2, 3), slab(m)
-    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0]
+    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0, m.put(torch.zeros(ROWS, dtype=torch.int32)), None]
+
+
+def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that make the first layer's network one of experts."""
+    prefix = "model.layers.0.mlp."
+    found: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (count, HIDDEN)}
+    for above in (*(f"experts.{expert}" for expert in range(count)), "shared"):
+        found |= {f"{prefix}{above}.{part}_proj.weight": (GATED, HIDDEN) for part in ("gate", "up")}
+        found |= {f"{prefix}{above}.down_proj.weight": (HIDDEN, GATED)}
+    return found | {f"{prefix}{name}": shape for name, shape in wrong.items()}
+
+
+def routed(cpu: Any) -> Any:
+    """Return a decoder whose first layer has experts, of which each row uses two."""
+    return decoder(cpu, weights(cpu, **sparse()), routing=("softmax", [2, 1, 1], [0.0, 1.0]))
+
+
+def forward_of_routed(m: Memory) -> Arguments:
+    return [*forward_of_decoder(m)[:-1], m.put(torch.zeros(1, ROWS, 2, dtype=torch.int32))]
 
 
 def lanes_of_decoder(m: Memory) -> Arguments:
@@ -437,7 +457,7 @@ def forward_of_uneven(m: Memory) -> Arguments:
     return arguments
 
 
-DELTA = [96, 4, 1, 1, 32, 32]  # channels and taps of a convolution, heads of keys and values, sizes of both
+DELTA = [96, 4, 1, 1, 32, 32, 0]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
 
 
 def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:
@@ -458,20 +478,70 @@ def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) 
     return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
 
 
-def forward_of_hybrid(m: Memory) -> Arguments:
-    network = made_hybrid()
+MAMBA = [80, 4, 1, 2, 24, 16, 2]
+
+
+def mamba(cpu: Any, recurrence: list[int] = MAMBA, **changes: tuple[int, ...]) -> Any:
+    """Return a decoder whose second layer has Mamba-2, with other shapes of its tensors."""
+    prefix, channels, heads, values = "model.layers.1.mamba.", MAMBA[0], MAMBA[3], MAMBA[3] * MAMBA[5]
+    own: dict[str, tuple[int, ...]] = {
+        "in_proj_z.weight": (values, HIDDEN),
+        "in_proj_xbc.weight": (channels, HIDDEN),
+        "in_proj_dt.weight": (heads, HIDDEN),
+        "out_proj.weight": (HIDDEN, values),
+        "conv1d.weight": (MAMBA[1] * channels,),
+        "conv1d.bias": (channels,),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "D": (heads,),
+        "norm.weight": (values,),
+    }
+    shapes = {prefix + name: shape for name, shape in (own | changes).items()}
+    return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
+
+
+MEMORY_OF = 13  # the place of a memory in the arguments of a forward; how many of its slots are committed stands behind
+
+
+def forward_of_mamba(m: Memory) -> Arguments:
+    return forward_of_hybrid(m, made_mamba())
+
+
+def forward_of_hybrid(m: Memory, network: Any = None) -> Arguments:
+    network = network or made_hybrid()
     memory = network.memory()
     network.forward(
-        whole(m, 0, 1), 0, 0, None, whole(m, 3, 4), slab(m), [], None, None, None, None, LAYERS, 1, memory, 0
+        whole(m, 0, 1),
+        0,
+        0,
+        None,
+        whole(m, 3, 4),
+        slab(m),
+        [],
+        None,
+        None,
+        None,
+        None,
+        LAYERS,
+        1,
+        memory,
+        0,
+        None,
+        None,
     )
     arguments = forward_of_decoder(m)
-    arguments[1:3], arguments[-2:] = [2, 2], [memory, 2]
+    arguments[1:3], arguments[MEMORY_OF : MEMORY_OF + 2] = [2, 2], [memory, 2]
     return arguments
 
 
 @cache
 def made_hybrid() -> Any:
     return hybrid(importlib.import_module("specengine._cpu"))
+
+
+@cache
+def made_mamba() -> Any:
+    return mamba(importlib.import_module("specengine._cpu"))
 
 
 @cache
@@ -503,12 +573,14 @@ def lanes_of_eagle(m: Memory) -> Arguments:
 
 
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
-    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13}),
+    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15, 16}),
+    "routed": (routed, "forward", forward_of_routed, {3, 8, 9, 13, 15, 16}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
-    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9}),
+    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
+    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
-    "uneven": (uneven, "forward", forward_of_uneven, {3, 8, 9, 13}),
+    "uneven": (uneven, "forward", forward_of_uneven, {3, 8, 9, 13, 15, 16}),
     "own_embedding": (
         uneven,
         "own_embedding",

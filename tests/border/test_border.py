@@ -19,7 +19,9 @@ from tests.border.calls import (
     HEADS,
     HIDDEN,
     LAYERS,
+    MAMBA,
     MEMORY,
+    MEMORY_OF,
     NO_ROUTING,
     NUMBERS,
     OPS,
@@ -34,8 +36,11 @@ from tests.border.calls import (
     eagle,
     forward_of_uneven,
     hybrid,
+    mamba,
     misaligned,
     replaced,
+    routed,
+    sparse,
     spread,
     tensors_of,
     uneven,
@@ -82,7 +87,8 @@ def test_every_function_is_called() -> None:
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
-    kinds = {make: "Decoder" if make in (hybrid, uneven) else make.__name__.capitalize() for make, *_ in CPU.values()}
+    decoders = {hybrid, mamba, routed, uneven}
+    kinds = {make: "Decoder" if make in decoders else make.__name__.capitalize() for make, *_ in CPU.values()}
     assert methods == {
         "Decoder.memory",
         "Decoder.own_channels",
@@ -391,7 +397,7 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
     for name, shape in wrong.items():
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, **{name: shape}))
-    needed = [norm, f"{layer}mlp.gate_proj.weight"]
+    needed = [norm, f"{layer}self_attn.k_proj.weight", f"{layer}mlp.down_proj.weight"]
     for name in (*needed, *[f"{layer}post_attention_layernorm.weight"] * (kind is eagle)):  # a decoder may lack it
         with pytest.raises(ValueError, match="no weights"):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, without=name))
@@ -437,7 +443,7 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"places": [(0, 0), (-2, 0)]}, "positions: got -2"),
         ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
         ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
-        ({"activation": "relu"}, "activation: got relu, accepted silu, gelu_tanh or clamped"),
+        ({"activation": "gelu"}, "activation: got gelu, accepted silu, gelu_tanh, clamped or relu"),
         ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 7"),
         ({"numbers": [1e-5, -1.0, *NUMBERS[2:]]}, "attention scale: got -1"),
         ({"numbers": [1e-5, 0.0, math.inf, *NUMBERS[3:]]}, "factors: got inf"),
@@ -462,16 +468,6 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
 def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         decoder(_cpu, **changes)
-
-
-def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that make the first layer's network one of experts."""
-    prefix = "model.layers.0.mlp."
-    found: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (count, HIDDEN)}
-    for above in (*(f"experts.{expert}" for expert in range(count)), "shared"):
-        found |= {f"{prefix}{above}.{part}_proj.weight": (GATED, HIDDEN) for part in ("gate", "up")}
-        found |= {f"{prefix}{above}.down_proj.weight": (HIDDEN, GATED)}
-    return found | {f"{prefix}{name}": shape for name, shape in wrong.items()}
 
 
 @pytest.mark.parametrize(
@@ -504,7 +500,7 @@ def test_experts_of_other_sizes_are_refused() -> None:
     for name, shape in wrong.items():
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             decoder(_cpu, weights(_cpu, **sparse(**{name: shape})), routing=routing)
-    with pytest.raises(ValueError, match=r"no weights model\.layers\.0\.mlp\.experts\.6\.gate_proj"):
+    with pytest.raises(ValueError, match=r"no weights model\.layers\.0\.mlp\.experts\.6\.up_proj"):
         decoder(_cpu, weights(_cpu, **sparse(**{"router.weight": (7, HIDDEN)})), routing=routing)
 
 
@@ -584,24 +580,52 @@ def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
 @pytest.mark.parametrize(
     ("recurrence", "refusal"),
     [
-        ([96, 4, 1, 1, 32], "sizes: got 5, accepted 6 numbers"),
-        ([97, 4, 1, 1, 32, 32], "channels: got 97, accepted 96"),
-        ([0, 4, 0, 0, 0, 0], "channels: got 0"),
-        ([96, 0, 1, 1, 32, 32], "taps: got 0"),
-        ([96, 5, 1, 1, 32, 32], "accepted .480."),
-        ([96, 1 << 20, 1, 1, 32, 32], "taps: got 1048576"),
-        ([96, 4, 0, 1, 32, 32], "value heads: got 1"),
-        ([96, 4, 2, 1, 16, 32], "value heads: got 1, accepted a multiple of the key heads"),
-        ([96, 4, 1, 1, 40, 16], "head size: got 40, accepted a multiple of 16"),
-        ([96, 4, 1, 1, 1 << 33, 32], "sizes: got 8589934592"),
-        ([96, 4, 0, 0, 0, 0], "the recurrence has no heads"),
-        ([128, 4, 1, 2, 32, 32], "accepted"),
+        ([96, 4, 1, 1, 32, 32], "sizes: got 6, accepted 7 numbers"),
+        ([97, 4, 1, 1, 32, 32, 0], "channels: got 97, accepted 96"),
+        ([0, 4, 0, 0, 0, 0, 0], "channels: got 0"),
+        ([96, 0, 1, 1, 32, 32, 0], "taps: got 0"),
+        ([96, 5, 1, 1, 32, 32, 0], "accepted .480."),
+        ([96, 1 << 20, 1, 1, 32, 32, 0], "taps: got 1048576"),
+        ([96, 4, 0, 1, 32, 32, 0], "value heads: got 1"),
+        ([96, 4, 2, 1, 16, 32, 0], "value heads: got 1, accepted a multiple of the key heads"),
+        ([96, 4, 1, 1, 42, 16, 0], "key size: got 42, accepted a multiple of 4"),
+        ([96, 4, 1, 1, 40, 16, 0], "keys of 40 channels, accepted multiples of 16"),
+        ([96, 4, 1, 1, 32, 40, 0], "value size: got 40, accepted a multiple of 16"),
+        ([96, 4, 1, 1, 32, 32, 2], "norms: got 2, accepted 0 or a divisor"),
+        ([96, 4, 1, 1, 1 << 33, 32, 0], "sizes: got 8589934592"),
+        ([96, 4, 0, 0, 0, 0, 0], "the recurrence has no heads"),
+        ([128, 4, 1, 2, 32, 32, 0], "accepted"),
     ],
 )
 def test_recurrences_of_other_sizes_are_refused(recurrence: list[int], refusal: str) -> None:
     assert hybrid(_cpu).memory().bytes > 0
     with pytest.raises(ValueError, match=refusal):
         hybrid(_cpu, recurrence)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "changes", "refusal"),
+    [
+        ([80, 4, 1, 2, 24, 16, 0], {}, "the recurrence has no heads or norms"),
+        ([80, 4, 0, 0, 0, 0, 0], {}, "the recurrence has no heads or norms"),
+        (MAMBA, {"in_proj_xbc.weight": (79, HIDDEN)}, r"mamba\.in_proj_xbc"),
+        (MAMBA, {"in_proj_z.weight": (33, HIDDEN)}, r"mamba\.in_proj_z"),
+        (MAMBA, {"in_proj_dt.weight": (1, HIDDEN)}, r"mamba\.in_proj_dt"),
+        (MAMBA, {"out_proj.weight": (HIDDEN, 31)}, r"mamba\.out_proj"),
+        (MAMBA, {"conv1d.weight": (80,)}, r"mamba\.conv1d"),
+        (MAMBA, {"conv1d.bias": (79,)}, r"mamba\.conv1d\.bias"),
+        (MAMBA, {"norm.weight": (16,)}, r"mamba\.norm"),
+        (MAMBA, {"A_log": (1,)}, r"mamba\.A_log"),
+        (MAMBA, {"dt_bias": (3,)}, r"mamba\.dt_bias"),
+        (MAMBA, {"D": (1,)}, r"mamba\.D"),
+    ],
+)
+def test_state_spaces_of_other_sizes_are_refused(
+    recurrence: list[int], changes: dict[str, tuple[int, ...]], refusal: str
+) -> None:
+    assert mamba(_cpu).memory().bytes > 0
+    with pytest.raises(ValueError, match=refusal):
+        mamba(_cpu, recurrence, **changes)
 
 
 def test_a_memory_is_one_of_its_decoder() -> None:
@@ -611,21 +635,21 @@ def test_a_memory_is_one_of_its_decoder() -> None:
     right = build(Memory())
     for memory in (None, object(), 3):
         with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
-            network.forward(*right[:-2], memory, 2)
+            network.forward(*replaced(right, (MEMORY_OF,), memory))
     with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
-        decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:-2], right[-2], 2)
+        decoder(_cpu).forward(*replaced(CPU["decoder"][2](Memory()), (MEMORY_OF,), right[MEMORY_OF]))
     for committed in (-1, 1, 3, 1 << 40):
         with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
-            network.forward(*right[:-1], committed)
-    assert network.forward(*right) is None
-    assert (right[-2].folded, right[-2].marked) == (2, 0)
+            network.forward(*replaced(right, (MEMORY_OF + 1,), committed))
+    assert network.forward(*right) == 0  # experts
+    assert (right[MEMORY_OF].folded, right[MEMORY_OF].marked) == (2, 0)
 
 
 def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
     network = hybrid(_cpu)
     arguments = CPU["hybrid"][2](Memory())
     network.forward(*arguments)
-    memory = arguments[-2]
+    memory = arguments[MEMORY_OF]
     for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
         with pytest.raises(ValueError, match=r"path: |length: "):
             memory.keep(length, torch.tensor(path), count)

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.costs import PassCosts, interpolated, measuring
-from specengine.costs.measuring import stored
+from specengine.costs.measuring import SyntheticCycles, stored
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -24,6 +25,7 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
 from specengine.models import Target
+from specengine.models.families import Routes
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
@@ -129,6 +131,8 @@ def test_json_round_trip(points: dict[int, float], growth: Any, context: int, ov
         ({"overhead": True}, "costs.overhead"),
         ({"context": 1.5}, "costs.context"),
         ({"prefill": 1.0}, "costs.prefill: unknown"),
+        ({"experts": {"2": 8.0}, "all_experts": 64}, "costs.experts"),
+        ({"experts": {"1": 8.0}, "all_experts": 4}, "costs.experts"),
     ],
 )
 def test_malformed_json_is_refused_by_field(change: dict[str, Any], message: str) -> None:
@@ -251,6 +255,39 @@ def test_steps_and_the_contexts_part_are_found(clock: Clock) -> None:
     assert float(table[17] - table[16]) == pytest.approx(0.001, rel=0.05)
     assert abs(table[32] - table[17]) < 0.0001
     assert costs.verify_growth[1] == pytest.approx(1e-5, rel=0.05)
+
+
+class Sparse(Slow):
+    """Each token has two experts of 200 to itself, and reading one takes 0.2 ms."""
+
+    EXPERT = 0.0002
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock, 0.001)
+        self.vocab_size, self.lm = 100, SimpleNamespace(routes=Routes(1, 2, 200))
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
+        found = super().verify(tree)
+        tokens = tree.tokens.tolist()
+        self.experts = torch.tensor([0 if token in tokens[:i] else 2 for i, token in enumerate(tokens)])
+        self.clock.now += self.EXPERT * float(self.experts.sum())
+        return found
+
+
+def test_the_price_of_an_expert_is_found(clock: Clock) -> None:
+    target = Sparse(clock)
+    costs = measuring.measure(target, None, seconds=3.0)
+    assert costs.expert == pytest.approx(Sparse.EXPERT, rel=0.02)
+    assert costs.all_experts == 200
+    assert costs.experts[1] == 2
+    assert costs.experts.keys() == costs.verify.keys()
+    tree = SyntheticCycles(target, None, 64)._tree_of(16)
+    assert costs.experts[16] == 2 * len(set(tree.tokens.tolist()))
+    assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert not costs.beside(2).experts
+    assert clock.now < 4
+    dense = measuring.measure(Slow(clock, 0.001), None, seconds=3.0)
+    assert (dense.experts, dense.all_experts, dense.expert) == ({}, 0, 0.0)
 
 
 def test_a_slow_target_keeps_to_its_time(clock: Clock) -> None:

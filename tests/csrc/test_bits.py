@@ -113,7 +113,7 @@ class Tiny:
         logits, states = torch.empty(rows, VOCABULARY), torch.empty(rows, 2 * HIDDEN)
         mask, layers = None if seen is None else words, [1, LAYERS]
         given = position, prefix, start, mask, token, slab, layers, states, logits, None, None
-        self.decoder.forward(*given, LAYERS, threads, None, 0)
+        self.decoder.forward(*given, LAYERS, threads, None, 0, None, None)
         assert logits.isfinite().all()
         return torch.cat((logits, states), 1).view(torch.int32)
 

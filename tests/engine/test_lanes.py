@@ -28,6 +28,7 @@ from specengine.models.kv_cache import Rows
 from specengine.models.lanes import Gathering, LaneTarget
 from specengine.models.native import WITH_PAIRS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
+from tests.engine import schedules
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
 from tests.toy import VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
 
@@ -173,41 +174,11 @@ def test_many_answers_are_those_given_one_by_one(draft: str | None, options: dic
     assert all(result.finish_reason == "length" for result in many)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**16))
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, schedules.BLOCK - 1))
 def test_any_schedule_gives_the_same_answers(seed: int) -> None:
-    """Requests begin at any cycle, end early, are abandoned, and differ in their options."""
-    chance = random.Random(seed)
-    engine = engine_of(policy=chance.choice(["eagle", "chain", "auto"]))
-    asked = prompts(8, seed)
-    ways = [{"do_sample": True, "seed": seed} if chance.random() < 0.5 else {"repetition_penalty": 1.2} for _ in asked]
-    options = [{"max_new_tokens": chance.choice([1, 7, 25]), "eos_token_id": [], **way} for way in ways]
-    alone = [engine.generate(prompt, **given).token_ids for prompt, given in zip(asked, options, strict=True)]
-    pool, found = Pool(engine, 3), dict[int, list[int]]()
-    left = [number for number in range(len(asked)) if chance.random() < 0.25]
-    waits = [chance.random() * 0.01 for _ in asked]
-
-    def work(own: Engine, numbers: list[int]) -> None:
-        for number in numbers:
-            time.sleep(waits[number])
-            tokens: list[int] = []
-            with own.stream(asked[number], **options[number]) as pieces:
-                for piece in pieces:
-                    tokens += piece.cycle.tokens
-                    if number in left and len(tokens) > 3:
-                        break
-            found[number] = tokens
-
-    parts = [list(range(number, len(asked), 3)) for number in range(3)]
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(pool.engines, parts, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    for number, tokens in enumerate(alone):
-        got = found[number]
-        assert got == (tokens[: len(got)] if number in left else tokens), number
+    """Requests begin at any forward, end early, are abandoned, go on in caches, and differ in their options."""
+    assert schedules.run(seed).total() >= 3
 
 
 def test_rows_of_several_texts_run_in_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.toy import CPU, head_config, policy_for, random_state
 INSTRUCTION_SETS = native.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
+    "bamba",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
@@ -36,10 +37,12 @@ OTHERS = (  # of blocks that those have not
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "mixtral",
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -48,6 +51,7 @@ OTHERS = (  # of blocks that those have not
     "qwen3_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 )

@@ -137,6 +137,52 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "bamba": ("bamba", {}),
+    "bamba biases": (
+        "bamba",
+        {
+            "attn_layer_indices": [0],
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True},
+    ),
+    "granitemoehybrid of attention": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h biases": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"],
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "ssm_state_size": 12,
+            "conv_kernel": 3,
+            "mamba_head_dim": 48,
+        },
+    ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next other scores": (
+        "qwen3_next",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "linear_num_value_heads": 6},
+    ),
     **{
         f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
         for size in range(1, 9)
@@ -155,6 +201,8 @@ def model_of(variant: str) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("scale"):
                 weight.uniform_(0.5, 1.5)
+            if name.endswith((".D", ".A_log")):
+                weight.normal_()
             weight.copy_(weight.bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -28,7 +28,19 @@ from tests.models.native_variants import PROMPT, VARIANTS, native_logits, own_lo
 from tests.toy import VOCABULARY, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-SPARSE = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SPARSE = (
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoehybrid",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 KINDS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 
 
@@ -285,3 +297,75 @@ def test_the_control_experts_differ() -> None:
     after = native_logits(from_model(model), PROMPT, tree)
     assert (before - after).abs().max() > 0.1
     assert (after - own_logits(model, PROMPT, tree)).abs().max() < 1e-4 * after.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------- counts
+
+
+@torch.inference_mode()
+def counted(lm: NativeLM, tree: TokenTree) -> tuple[int, Tensor, Tensor]:
+    """Return the experts of a tree's forward behind PROMPT: how many are distinct, what each row adds, the routing."""
+    target, rows = NativeTarget(lm), len(tree)
+    target.prefill(PROMPT)
+    target.cache.reserve(len(PROMPT) + rows)
+    added, (layers, each, _) = torch.full((rows,), -1, dtype=torch.int32), lm.routes
+    routing = torch.full((layers, rows, each // layers), -1, dtype=torch.int32)
+    where = len(PROMPT), len(PROMPT), tree.ancestors
+    lm.run(tree.tokens, tree.depths + len(PROMPT), target.cache, where, added=added, routing=routing)
+    return lm.experts, added, routing
+
+
+def new_by_row(routing: Tensor) -> list[int]:
+    """Return what each row adds to those before it, from the numbers of its experts."""
+    found = [0] * routing.shape[1]
+    for layer in routing.tolist():
+        seen = set[int]()
+        for row, chosen in enumerate(layer):
+            found[row] += len(set(chosen) - seen)
+            seen |= set(chosen)
+    return found
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "gpt_oss"])
+def test_a_forward_tells_which_experts_it_read(variant: str) -> None:
+    lm = from_model(model_of(variant))
+    for rows in (1, 2, 33):
+        distinct, added, routing = counted(lm, random_tree(rows, rows, VOCABULARY, root=3))
+        assert added.tolist() == new_by_row(routing)
+        assert distinct == int(added.sum()) == sum(len(layer.unique()) for layer in routing)
+        assert int(added[0]) == lm.routes.each
+        assert 0 <= int(routing.min()) <= int(routing.max()) < lm.routes.all // lm.routes.layers
+        assert torch.equal(routing, routing.sort(-1).values)
+
+
+def test_the_routing_is_that_of_the_routers_of_transformers() -> None:
+    model = model_of("mixtral")
+    tree = random_tree(9, 9, VOCABULARY, root=3)
+    _, _, routing = counted(from_model(model), tree)
+    path = [int(tree.depths.argmax())]
+    while path[0]:
+        path.insert(0, int(tree.parents[path[0]]))
+    ids = torch.tensor([PROMPT + tree.tokens[path].tolist()])
+    with torch.inference_mode():
+        logits = model(ids, output_router_logits=True).router_logits
+    each = routing.shape[2]
+    for layer, scores in enumerate(logits):
+        wanted = scores[-len(path) :].topk(each).indices.sort(-1).values
+        assert torch.equal(routing[layer, path].long(), wanted)
+
+
+def test_cycles_have_the_count_and_dense_models_have_none() -> None:
+    tree = random_tree(12, 12, VOCABULARY, root=3)
+    for model in (model_of("olmoe"), tiny("llama")):
+        target = NativeTarget(from_model(model))
+        target.prefill(PROMPT)
+        with torch.inference_mode():
+            target.choose(tree)
+        assert (target.experts is None) == (target.lm.routes.layers == 0)
+        if target.experts is not None:
+            assert target.experts.tolist() == counted(target.lm, tree)[1].tolist()
+    engine = Engine.from_pretrained(model_of("olmoe"), "recycling", policy="fixed", backend="native")
+    for cycle in engine.answer([*PROMPT, *PROMPT], max_new_tokens=12):
+        assert cycle.experts is not None
+        assert len(cycle.experts) == len(cycle.tree)
+        assert int(cycle.experts[0]) == engine.target.lm.routes.each

@@ -116,7 +116,7 @@ def test_places_are_those_of_the_modules() -> None:
 def test_frequencies_of_a_config_are_those_of_the_modules(name: str) -> None:
     model = tiny(name)
     decoder = model.get_decoder()
-    rotary = decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
+    rotary: Any = next((getattr(decoder, own) for own in ("rotary_emb", "pos_emb") if hasattr(decoder, own)), None)
     for key in {place.rope for place in family_of(model.config).places(model.config)} - {None}:
         frequencies, scale = rope_of(model.config, key)
         prefix = f"{key}_" if key else ""

@@ -85,7 +85,7 @@ def test_a_stored_head_is_the_default_draft(stored: tuple[Path, Any, MtpModel]) 
 def test_a_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     model, _ = checkpoint("glm4_moe", tmp_path)
     edited(tmp_path, lambda tensors: [tensors.pop(key) for key in parts_in(list(tensors), 2)])
-    assert not mtp.is_stored(str(tmp_path), model.config)
+    assert not mtp.is_stored(str(tmp_path), model)
     with pytest.raises(InputError, match=r"draft: got mtp, accepted where .* hold a head for multi-token prediction"):
         Engine.from_pretrained(str(tmp_path), "mtp")
 

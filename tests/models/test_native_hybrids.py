@@ -33,7 +33,17 @@ from tests.models.test_native_blocks import PROMPT, alone
 from tests.toy import VOCABULARY, near_copy, nodes_of, policy_for, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-HYBRIDS = ("lfm2", "lfm2_moe", "lfm3", "qwen3_5_moe_text", "qwen3_5_text")
+HYBRIDS = (
+    "bamba",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 HOW: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 5})
 NUMERICS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),

@@ -231,8 +231,9 @@ def throughput_of(draw: Draw, nodes: int, width: int) -> ops.Throughput:
     widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
     scale = draw.one_of([0.0, 0.02, 0.2])
     prices = ops.Prices(verify * scale, draft * scale, widths)
-    beside = torch.rand(1, generator=draw.random)
-    return ops.Throughput(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside)
+    beside, related = torch.rand(1, generator=draw.random), draw.normal(2 + worth.RELATIONS).abs()
+    experts = draw.one_of([torch.zeros(0), related / 2, related.round(decimals=1) / 4])
+    return ops.Throughput(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside, experts)
 
 
 def copies_of(draw: Draw, tree: tuple, size: int, ids: Tensor | None) -> Any:

@@ -308,7 +308,7 @@ def throughput_of(nodes=9, width=3, seconds=0.0):
     """Verification that costs nothing, and passes of so many seconds; nothing was earned yet."""
     verify, draft = torch.zeros(nodes + 1), torch.full((width + 1,), seconds)
     prices = Prices(verify.clone(), torch.zeros(width + 1), torch.tensor([width]))
-    return Throughput(verify, draft, prices, torch.ones(2), torch.zeros(1), count(0), torch.zeros(1))
+    return Throughput(verify, draft, prices, torch.ones(2), torch.zeros(1), count(0), torch.zeros(1), torch.zeros(0))
 
 
 class TestGrowLikely:

@@ -119,16 +119,20 @@ class World:
         """A tree that the target went down, as the policy has learnt."""
         draft = drafted(self.policy, self.drafter)
         assert draft.kept is not None
-        path, chosen = [0], list[int]()
-        while True:
-            token = self._choose(draft.tree, path[-1])
-            chosen.append(token)
-            below = self._children(draft.tree, path[-1])
-            if token not in below:
-                break
-            path.append(below[token])
+        path, chosen = self.walk(draft.tree)
         self.policy.learn(Outcome(draft.grown, Nodes.of(draft.kept[torch.tensor(path)]), torch.tensor(chosen), None))
         return draft
+
+    def walk(self, tree: TokenTree) -> tuple[list[int], list[int]]:
+        """The nodes that the target goes down, and the tokens that it chooses."""
+        path, chosen = [0], list[int]()
+        while True:
+            token = self._choose(tree, path[-1])
+            chosen.append(token)
+            below = self._children(tree, path[-1])
+            if token not in below:
+                return path, chosen
+            path.append(below[token])
 
     def expected(self, tree: TokenTree) -> float:
         """Tokens that its verification commits on average."""

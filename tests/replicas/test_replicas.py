@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,6 +177,25 @@ def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None
     assert server.metric("generation_tokens_total") >= counted, "what a lost replica had counted stays"
 
 
+@pytest.mark.slow
+def test_each_replica_answers_several_at_once(model: Path, address: str) -> None:
+    engine = Engine.from_pretrained(str(model))
+    messages = [chat(f"c{number}")["messages"] for number in range(24)]
+    long: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+    expected = [engine.generate(asked, max_new_tokens=300, eos_token_id=[]).token_ids for asked in messages]
+    with replicated(model, address, parallel=2, queue=CHATS) as server, ThreadPoolExecutor(24) as many:
+
+        def ask(number: int) -> tuple[list[int], int]:
+            answer = server.client.post("/v1/chat/completions", json=chat(f"c{number}", **long)).json()
+            return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"]["num_spec_steps"]
+
+        jobs = [many.submit(ask, number) for number in range(24)]
+        until(lambda: server.metric("num_requests_running") == 4)
+        tokens, cycles = zip(*(job.result() for job in jobs), strict=True)
+        assert list(tokens) == expected
+        assert server.metric("iteration_tokens_total_count") < 0.8 * sum(cycles), "one pass serves several"
+
+
 # ---- without a cluster
 
 
@@ -223,6 +243,14 @@ def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
     added.take([("b", second.text().decode())])
     assert _value(added, "generation_tokens_total") == 8
     assert _value(added, "num_requests_running") == 1
+
+
+def test_a_share_of_several_replicas_is_their_mean() -> None:
+    added = Added()
+    text = "# TYPE specengine:kv_cache_usage_perc gauge\nspecengine:kv_cache_usage_perc {}\n"
+    front = "# TYPE specengine:num_requests_running gauge\nspecengine:num_requests_running 0\n"
+    added.take([("front", front), ("a", text.format(0.5)), ("b", text.format(0.1))])
+    assert _value(added, "kv_cache_usage_perc") == pytest.approx(0.3)
 
 
 def _value(added: Added, name: str) -> float:

@@ -1,6 +1,9 @@
 """Crowds of clients that behave badly, and what becomes of each; then many requests in a row, and the server's memory.
 
     python -m tests.serve.storm --out bench/results/server-storm.jsonl
+    python -m tests.serve.storm --parallel 16 --requests 5000 --out bench/results/server-storm-parallel.jsonl
+
+With --parallel the many requests come from twice as many clients, of whom half leave at any time.
 
 The server runs in a process of its own with a tiny model. Every client ends in one of these:
     right       the tokens that the engine gives for its seed
@@ -36,6 +39,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 PROMPTS = ("Hello there", "once upon a time", "Hello there, and once more: hello there")
 TOKENS = 24  # of an answer
 MAX_BODY = 20_000  # bytes, what the server is told to accept
+OPTIONS = ("--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--queue", "32")
 
 
 @dataclass
@@ -62,6 +66,23 @@ class Crowd:
             if rude:
                 kinds = 3 * kinds + [self.slow, self.leaves, self.leaves_a_stream, self.hangs_up, self.wrong]
             await asyncio.gather(*(self._one(chance.choice(kinds), client, index) for index in range(count)))
+
+    async def keep_coming(self, count: int, clients: int, pid: int, every: int = 500) -> list[dict[str, Any]]:
+        """Ask so many times, from so many clients of whom half leave; return the process' memory after each `every`."""
+        rows, turns = list[dict[str, Any]](), iter(range(1, count + 1))
+        kinds: list[Callable[..., Awaitable[str]]] = [self.whole, self.streamed, self.leaves, self.leaves_a_stream]
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.address, limits=limits, headers=HEADERS, timeout=120) as client:
+
+            async def one() -> None:
+                for turn in turns:
+                    chance = random.Random(turn)
+                    self.outcomes[await chance.choice(kinds)(client, chance)] += 1
+                    if turn % every == 0:
+                        rows.append(_memory(turn, pid))
+
+            await asyncio.gather(*(one() for _ in range(clients)))
+        return rows
 
     async def _one(self, kind: Callable[..., Awaitable[str]], client: httpx.AsyncClient, index: int) -> None:
         chance = random.Random(index)
@@ -234,20 +255,25 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--storms", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2000, help="in a row")
+    parser.add_argument("--parallel", type=int, default=1, help="answers of the server at once")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = [provenance("python -m tests.serve.storm", sys.argv[1:])]
     with tempfile.TemporaryDirectory() as temporary, open(Path(temporary) / "log", "w") as log:
         folder = save(Path(temporary) / "tiny")
-        limits = ["--api-key", KEY, "--max-body-bytes", str(MAX_BODY), "--queue", "32"]
+        options = [*OPTIONS, "--parallel", str(args.parallel)]
         port = free_port()
         expected = expected_of(Engine.from_pretrained(str(folder)), TOKENS)
-        with running([str(folder), *limits], port=port, log=log) as process:
+        with running([str(folder), *options], port=port, log=log) as process:
             address = f"http://127.0.0.1:{port}"
             for seed in range(args.storms + 1):
                 rude = seed < args.storms
                 rows += [_storm(Crowd(address, expected, TOKENS), args.clients, seed, rude=rude)]
-            rows += _in_a_row(Crowd(address, expected, TOKENS), args.requests, process.pid)
+            crowd = Crowd(address, expected, TOKENS)
+            if args.parallel > 1:
+                rows += asyncio.run(crowd.keep_coming(args.requests, 2 * args.parallel, process.pid))
+            else:
+                rows += _in_a_row(crowd, args.requests, process.pid)
     if args.out:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -272,9 +298,14 @@ def _in_a_row(crowd: Crowd, count: int, pid: int) -> list[dict[str, Any]]:
             answer = client.post(CHAT, json=crowd.body(*keys[turn % len(keys)], stream=turn % 2 == 0))
             assert answer.status_code == 200
             if turn % 500 == 0:
-                rows.append({"record": "memory", "requests": turn, "resident_mb": round(resident(pid) / 1e6, 1)})
-                print(json.dumps(rows[-1]))
+                rows.append(_memory(turn, pid))
     return rows
+
+
+def _memory(requests: int, pid: int) -> dict[str, Any]:
+    row = {"record": "memory", "requests": requests, "resident_mb": round(resident(pid) / 1e6, 1)}
+    print(json.dumps(row))
+    return row
 
 
 if __name__ == "__main__":

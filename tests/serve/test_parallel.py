@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import threading
 import time
@@ -12,10 +13,14 @@ import httpx
 import pytest
 
 from specengine import Engine
+from specengine import engine as engine_module
 from specengine.drafters.recycling import Recycling
+from specengine.engine import Pool
 from specengine.errors import InputError
+from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
+from specengine.serve.metrics import Added, Metrics
 from tests.models.native_engines import native_lm, needs_extension
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, until
 from tests.toy import byte_tokenizer, policy_for, tiny
@@ -23,9 +28,38 @@ from tests.toy import byte_tokenizer, policy_for, tiny
 pytestmark = needs_extension
 
 
-def native_engine() -> Engine:
-    target = NativeTarget(native_lm(tiny(max_position_embeddings=512)))
+TEXTS = "/v1/completions"
+
+
+def native_engine(context: int = 512) -> Engine:
+    target = NativeTarget(native_lm(tiny(max_position_embeddings=context)))
     return Engine(target, Recycling(), policy_for("eagle"), byte_tokenizer())
+
+
+class Steps:
+    """Forward passes of engines at once, which wait until they are allowed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        run = Gathering._run
+
+        def held(gathering: Gathering, batch: Any) -> None:
+            assert self._allowed.acquire(timeout=30)
+            run(gathering, batch)
+
+        patch.setattr(Gathering, "_run", held)
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def slot_bytes() -> int:
+    return Pool(native_engine(), 1).engines[0].target.slot_bytes  # type: ignore[attr-defined]
 
 
 def asked(number: int) -> dict[str, Any]:
@@ -46,11 +80,11 @@ def test_answers_at_once_are_those_given_alone() -> None:
 def test_a_request_starts_while_another_is_answered() -> None:
     with served(native_engine, parallel=2) as server:
         long = TEXT | {"max_tokens": 450, "stream": True, "ignore_eos": True}
-        with server.client.stream("POST", "/v1/completions", json=long) as stream:
+        with server.client.stream("POST", TEXTS, json=long) as stream:
             lines = stream.iter_lines()
             next(lines)
             until(lambda: server.metric("num_requests_running") == 1)
-            short = server.post(TEXT | {"max_tokens": 5}, "/v1/completions")
+            short = server.post(TEXT | {"max_tokens": 5}, TEXTS)
             assert short.json()["usage"]["completion_tokens"] <= 5
             until(lambda: server.metric("num_requests_running") == 1)  # the long one goes on
             rest = [line for line in lines if line.startswith("data: {")]
@@ -60,11 +94,11 @@ def test_a_request_starts_while_another_is_answered() -> None:
 def test_the_queue_begins_behind_the_answers_at_once() -> None:
     with served(native_engine, parallel=2, queue=1) as server, ThreadPoolExecutor(4) as many:
         long = TEXT | {"max_tokens": 480, "ignore_eos": True}
-        running = [many.submit(server.post, long, "/v1/completions") for _ in range(2)]
+        running = [many.submit(server.post, long, TEXTS) for _ in range(2)]
         until(lambda: server.metric("num_requests_running") == 2)
-        waiting = many.submit(server.post, long, "/v1/completions")
+        waiting = many.submit(server.post, long, TEXTS)
         until(lambda: server.metric("num_requests_waiting") == 1 or running[0].done())
-        refused = server.post(TEXT, "/v1/completions")
+        refused = server.post(TEXT, TEXTS)
         if not running[0].done():
             assert refused.status_code == 429
         assert all(job.result().status_code == 200 for job in (*running, waiting))
@@ -88,7 +122,7 @@ def test_clients_that_leave_free_their_places() -> None:
         def leave() -> None:
             with httpx.Client(base_url=server.address) as client:
                 body = TEXT | {"max_tokens": 480, "stream": True, "ignore_eos": True}
-                with client.stream("POST", "/v1/completions", json=body) as stream:
+                with client.stream("POST", TEXTS, json=body) as stream:
                     next(stream.iter_lines())
 
         threads = [threading.Thread(target=leave) for _ in range(6)]
@@ -103,13 +137,150 @@ def test_clients_that_leave_free_their_places() -> None:
 def test_stopping_ends_all_answers() -> None:
     with served(native_engine, parallel=3) as server, ThreadPoolExecutor(3) as many:
         body = TEXT | {"max_tokens": 480, "ignore_eos": True}
-        jobs = [many.submit(server.post, body, "/v1/completions") for _ in range(3)]
+        jobs = [many.submit(server.post, body, TEXTS) for _ in range(3)]
         until(lambda: server.worker.busy)
         server.stop()
         assert {job.result().status_code for job in jobs} <= {200, 503}
         began = time.monotonic()
     assert time.monotonic() - began < 20
     assert not server.worker.alive
+
+
+def test_figures_of_answers_at_once(steps: Steps) -> None:
+    with served(native_engine, parallel=3) as server:
+        assert server.metric("iteration_tokens_total_count") == server.metric("kv_cache_usage_perc") == 0
+        steps.allow(4)
+        with server.client.stream("POST", TEXTS, json=TEXT | {"stream": True}) as stream:
+            next(stream.iter_lines())
+            assert server.metric("num_requests_running") == 1
+            assert 0 < server.metric("kv_cache_usage_perc") < 1
+            steps.allow(1000)
+        until(lambda: server.worker.idle)
+        assert server.metric("kv_cache_usage_perc") == 0  # what is kept for the next turn can be had
+        assert server.metric("kv_cache_bytes") > 0
+        generated = server.metric("generation_tokens_total")
+        assert 0 < server.metric("iteration_tokens_total_count") <= generated + 3
+        assert server.metric("iteration_tokens_total_sum") >= generated
+    with served(native_engine) as server:
+        assert "iteration_tokens" not in server.client.get("/metrics").text
+
+
+def test_use_of_caches_is_their_share_of_the_memory() -> None:
+    pool, metrics = Pool(native_engine(), 2, memory=1 << 20), Metrics()
+    metrics.watch(pool)
+    with pool.engines[0].stream("once upon a time", max_new_tokens=40) as pieces:
+        next(pieces)
+        target: Any = pool.engines[0].target
+        share = target.cache.length * target.slot_bytes / (1 << 20)
+        assert share > 0
+        assert f"kv_cache_usage_perc {share}" in metrics.text().decode()
+    assert "kv_cache_usage_perc 0.0" in metrics.text().decode()
+
+
+def test_rows_of_forward_passes_are_added_over_replicas() -> None:
+    pool = Pool(native_engine(), 2)
+    metrics = Metrics()
+    metrics.watch(pool)
+    pool.generate(["one", "two"], max_new_tokens=4)
+    added = Added()
+    added.take([("a", metrics.text().decode()), ("b", metrics.text().decode())])
+    lines = added.text().decode().splitlines()
+    assert f"specengine:iteration_tokens_total_count {2.0 * pool.gathering.forwards}" in lines
+    assert f"specengine:iteration_tokens_total_sum {2.0 * pool.gathering.rows}" in lines
+
+
+def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(engine_module, "free_memory", lambda: 2 * room)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
+        jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
+        until(lambda: server.metric("num_requests_waiting") == 1)
+        assert server.metric("num_requests_running") == 1
+        steps.allow(1000)
+        assert all(job.result().status_code == 200 for job in jobs)
+        assert server.metric("num_requests_waiting") == 0
+
+
+# ---- all places taken
+
+
+MANY = 16
+LONG = TEXT | {"max_tokens": 60, "ignore_eos": True}
+
+
+def test_an_answer_waits_for_one_forward_and_one_piece_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While 7,000 tokens come in: whoever asks is in the next forward but one, in which a prompt has one piece."""
+    started: list[float] = []
+    late: list[int] = []  # forwards that began after a request was asked for and before it was run
+    pieces: list[int] = []
+    run = Gathering._run
+
+    def watched(gathering: Gathering, batch: Any) -> None:
+        late.extend(len(started) - bisect.bisect(started, request.asked) for request in batch)
+        started.append(time.perf_counter())
+        if len(batch) > 1:
+            pieces.append(max(len(request.tokens) for request in batch))
+        run(gathering, batch)
+
+    monkeypatch.setattr(Gathering, "_run", watched)
+    with served(lambda: native_engine(8192), parallel=3) as server, ThreadPoolExecutor(3) as many:
+        answers = [many.submit(server.post, LONG | {"max_tokens": 1500, "seed": seed}, TEXTS) for seed in range(2)]
+        until(lambda: len(pieces) > 0)
+        pieces.clear()
+        prompt = many.submit(server.post, TEXT | {"prompt": 1000 * "long   ", "max_tokens": 1}, TEXTS)
+        assert prompt.result().json()["usage"]["prompt_tokens"] == 7000
+        assert all(answer.result().status_code == 200 for answer in answers)
+    assert pieces.count(64) > 20, "the prompt came in beside the answers"
+    assert max(pieces) == 64
+    assert max(late) <= 1
+
+
+def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> None:
+    with served(native_engine, parallel=MANY, queue=4) as server, ThreadPoolExecutor(MANY + 2) as many:
+        gone = threading.Event()
+
+        def leave() -> None:
+            asked = LONG | {"stream": True}
+            with httpx.Client(base_url=server.address) as own, own.stream("POST", TEXTS, json=asked) as stream:
+                next(stream.iter_lines())
+                gone.wait(20)
+
+        leaving = [many.submit(leave) for _ in range(MANY)]
+        until(lambda: server.metric("num_requests_running") == MANY)
+        waiting = [many.submit(server.post, LONG, TEXTS) for _ in range(2)]
+        until(lambda: server.metric("num_requests_waiting") == 2)
+        steps.allow(6)
+        until(lambda: server.metric("kv_cache_usage_perc") > 0)
+        gone.set()
+        until(lambda: any(job.cancelled for job in server.worker._answered))
+        steps.allow(10_000)
+        texts = [job.result().json()["choices"][0]["text"] for job in waiting]
+        assert [job.result() for job in leaving] == [None] * MANY
+        until(lambda: server.worker.idle)
+        assert server.metric('request_success_total{finished_reason="abort"}') > 0
+    with served(native_engine) as server:
+        assert texts == [server.post(LONG, TEXTS).json()["choices"][0]["text"]] * 2
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, in_time: bool) -> None:
+    drain = 20.0 if in_time else 0.3
+    with served(native_engine, parallel=MANY, drain_seconds=drain) as server, ThreadPoolExecutor(MANY + 2) as many:
+        jobs = [many.submit(httpx.post, server.address + TEXTS, json=LONG, timeout=60) for _ in range(MANY + 2)]
+        until(lambda: server.metric("num_requests_waiting") == 2)
+        assert server.metric("num_requests_running") == MANY
+        server.stop()
+        if in_time:
+            until(lambda: server.worker.state == "stopping")
+            steps.allow(10_000)
+        answers = [job.result() for job in jobs]
+        steps.allow(10_000)
+    if in_time:
+        assert [answer.status_code for answer in answers] == [200] * (MANY + 2)
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    else:
+        assert [answer.json()["error"]["code"] for answer in answers] == ["stopping"] * (MANY + 2)
 
 
 def test_wrong_numbers_are_refused() -> None:

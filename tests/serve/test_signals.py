@@ -37,10 +37,14 @@ async def told_to_stop(process: Any, client: httpx.AsyncClient, count: int) -> t
 
 
 @pytest.mark.slow
-def test_killed_it_starts_again_on_its_port_and_a_signal_lets_it_answer_what_it_has(folder: Path) -> None:
-    port = free_port()
+@pytest.mark.parametrize("parallel", [1, 16])
+def test_killed_it_starts_again_on_its_port_and_a_signal_lets_it_answer_what_it_has(
+    folder: Path, parallel: int
+) -> None:
+    port, count = free_port(), parallel + 5
+    options = [str(folder), "--draft", "none", "--parallel", str(parallel)]
     stream = httpx.stream("POST", f"http://127.0.0.1:{port}{PATH}", json=LONG | {"stream": True})
-    with running([str(folder), "--draft", "none"], port=port) as process, stream as answer:
+    with running(options, port=port) as process, stream as answer:
         next(answer.iter_lines())
         process.kill()
         process.wait(10)
@@ -48,12 +52,12 @@ def test_killed_it_starts_again_on_its_port_and_a_signal_lets_it_answer_what_it_
 
     async def stop(process: Any) -> tuple[list[httpx.Response], Any]:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            return await told_to_stop(process, client, 6)
+            return await told_to_stop(process, client, count)
 
-    with running([str(folder), "--draft", "none"], port=port) as process:
+    with running(options, port=port) as process:
         late, *answers = asyncio.run(stop(process))
         process.wait(10)
-    assert [answer.status_code for answer in answers] == [200] * 6
+    assert [answer.status_code for answer in answers] == [200] * count
     assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
     assert all(answer.json()["usage"]["completion_tokens"] == 400 for answer in answers)
     assert (late.status_code, late.json()["error"]["code"]) == (503, "stopping")

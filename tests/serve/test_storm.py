@@ -1,12 +1,15 @@
 """Crowds of badly behaved clients: none is lost, and what the counters say adds up."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from specengine import Engine
+from tests.serve.processes import free_port, running
 from tests.serve.served import served, tiny_engine
-from tests.serve.storm import KEY, MAX_BODY, Crowd, expected_of, settled
+from tests.serve.storm import KEY, MAX_BODY, OPTIONS, Crowd, expected_of, settled
+from tests.serve.tiny_model import save
 
 TOKENS = 8
 
@@ -41,3 +44,18 @@ def test_counters_are_the_sums_of_what_answers_said() -> None:
         assert crowd.outcomes["right"] == 50
         assert {name: counted[name] for name in crowd.figures} == crowd.figures
         assert crowd.figures["spec_decode_num_draft_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_answers_at_once_take_no_memory_with_them(tmp_path: Path) -> None:
+    """Half of the clients leave at any time; what the others get is right, and memory stays where it was."""
+    folder, port = save(tmp_path / "tiny"), free_port()
+    expected = expected_of(Engine.from_pretrained(str(folder)), TOKENS)
+    with running([str(folder), *OPTIONS, "--parallel", "16"], port=port) as process:
+        crowd = Crowd(f"http://127.0.0.1:{port}", expected, TOKENS)
+        asyncio.run(crowd.come(100))
+        assert crowd.outcomes["lost"] == 0, crowd.outcomes
+        early, late = asyncio.run(crowd.keep_coming(600, 32, process.pid, every=300))
+        assert min(crowd.outcomes[outcome] for outcome in ("right", "left")) > 100
+        settled(crowd.address)
+    assert late["resident_mb"] - early["resident_mb"] < 4

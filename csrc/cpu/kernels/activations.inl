@@ -14,6 +14,7 @@ CPU_INLINE vf activated(vf gate, vf up) {
     return gated(gate, gate * 1.702f, up + 1.0f);
   }
   if (Of == Activation::sigmoid) return gated(set(1.0f), gate, up);
+  if (Of == Activation::relu) return (gate < 0.0f ? set(0.0f) : gate) * up;
   return gated(gate, gate * mac(gate * gate, 0.0713548163f, 1.59576912f), up);
 }
 
@@ -49,5 +50,6 @@ static void gate(const float* gates, const float* ups, const Input& out, int64_t
   if (activation == Activation::silu) return gate_by<Activation::silu>(gates, ups, out, tile, first_channel);
   if (activation == Activation::clamped) return gate_by<Activation::clamped>(gates, ups, out, tile, first_channel);
   if (activation == Activation::sigmoid) return gate_by<Activation::sigmoid>(gates, ups, out, tile, first_channel);
+  if (activation == Activation::relu) return gate_by<Activation::relu>(gates, ups, out, tile, first_channel);
   gate_by<Activation::gelu_tanh>(gates, ups, out, tile, first_channel);
 }

@@ -1,4 +1,4 @@
-// Recurrent mixers: causal convolutions, norms of heads and the gated delta rule, over rows whose channels stand side by
+// Recurrent mixers: causal convolutions, norms of heads and updates of states, over rows whose channels stand side by
 // side. Each channel, and each column of a state, has a lane of its own, so its sums do not depend on the vectors' width.
 
 // Sums of a channel's inputs by its weights, the oldest first.
@@ -33,17 +33,20 @@ constexpr int kSums = 4;
 
 CPU_INLINE vf sum_of(const vf* sums) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
 
-// The decayed state is made twice, which costs less than to keep it in between.
+// By the delta rule the decayed state is made twice, which costs less than to keep it in between.
 static void update(const UpdateTask& task) {
   for (int v = 0; v < V; ++v) {
     const float* from = task.before + v * W;
     float* to = task.after + v * W;
-    vf sums[kSums] = {};
-    for (int64_t i = 0; i < task.size; i += kSums)
+    vf sums[kSums] = {}, added = load(task.value + v * W);
+    if (task.delta) {
+      for (int64_t i = 0; i < task.size; i += kSums)
 #pragma GCC unroll 4
-      for (int s = 0; s < kSums; ++s)
-        sums[s] = mac(load(from + (i + s) * kRows) * task.decay, task.key[i + s], sums[s]);
-    const vf added = (load(task.value + v * W) - sum_of(sums)) * task.rate;
+        for (int s = 0; s < kSums; ++s)
+          sums[s] = mac(load(from + (i + s) * kRows) * task.decay, task.key[i + s], sums[s]);
+      added = added - sum_of(sums);
+    }
+    added = added * task.rate;
     if (!task.out) {
       for (int64_t i = 0; i < task.size; ++i)
         store(to + i * kRows, mac(added, task.key[i], load(from + i * kRows) * task.decay));
@@ -58,5 +61,12 @@ static void update(const UpdateTask& task) {
         sums[s] = mac(state, task.query[i + s], sums[s]);
       }
     store(task.out + v * W, sum_of(sums));
+  }
+}
+
+static void skip(const float* x, float by, const float* gates, int64_t channels, float* y) {
+  for (int64_t c = 0; c < channels; c += W) {
+    const vf sum = mac(load(x + c), by, load(y + c)), gate = gates ? load(gates + c) : sum;
+    store(y + c, gates ? gated(gate, gate, sum) : sum);
   }
 }

@@ -11,5 +11,5 @@
 static constexpr Kernels table(const char* name, void (*attend)(const AttendTask&), const char* numerics = kBfloat16,
                                void (*expand)(const Matrix&, int64_t, float*) = weights) {
   return {name,   numerics, kPairs, begin,  end,  prepare, products, expand, norm,
-          copy, gate,     rotate, attend, best, write,   add,      convolve, unit, update};
+          copy, gate,     rotate, attend, best, write,   add,      convolve, unit, update, skip};
 }

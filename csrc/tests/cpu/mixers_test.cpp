@@ -202,6 +202,17 @@ Blocks deltas(int64_t taps, int64_t key_heads, int64_t heads, int64_t key_size, 
   return blocks;
 }
 
+// single: the layer without a mixer is a network alone, without gates, and the other one has none.
+Blocks mambas(int64_t taps, int64_t groups, int64_t heads, int64_t size, int64_t head_size, int64_t norms, bool single) {
+  Blocks blocks;
+  blocks.mixers = {single ? Mixes::none : Mixes::mamba, single ? Mixes::mamba : Mixes::none};
+  blocks.plain = blocks.single = single;
+  cpu::Recurrence& of = blocks.recurrence;
+  of.taps = taps, of.key_heads = groups, of.heads = heads, of.key_size = size, of.value_size = head_size, of.norms = norms;
+  of.channels = 2 * of.keys() + of.values();
+  return blocks;
+}
+
 void test_exponents() {
   for (double x = -40.0; x < 40.0; x += 0.37) {
     const auto near = [&](double got, double exact) { return std::fabs(got - exact) <= 4e-15 * std::fabs(exact); };
@@ -232,6 +243,10 @@ void test_mixers() {
       {{K::f32, K::f32, 34, 40, 53, {3, 1, 10}, false, false, true, true, deltas(3, 1, 3, 32, 16, false)}, 2, 70},
       {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, true, true, false, deltas(4, 2, 2, 48, 16, true)}, 33, 19},
       {{K::i8, K::i8, 64, 64, 53, {4, 2, 16}, true, false, true, true, deltas(2, 1, 4, 16, 48, false)}, 18, 33},
+      {{K::f32, K::f32, 48, 37, 53, {2, 2, 16}, false, false, false, false, mambas(4, 2, 4, 12, 32, 2, false)}, 21, 19},
+      {{K::f32, K::f32, 34, 40, 53, {2, 1, 8}, false, true, false, true, mambas(3, 1, 3, 32, 16, 1, true)}, 2, 70},
+      {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, true, true, false, mambas(4, 2, 8, 16, 48, 4, false)}, 33, 19},
+      {{K::i8, K::i8, 64, 64, 53, {4, 2, 16}, true, false, false, true, mambas(2, 1, 2, 64, 16, 1, true)}, 18, 33},
   };
   for (const auto& [shape, prompt, nodes] : cases) {
     const ToyDecoder toy(shape);

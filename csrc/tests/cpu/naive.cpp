@@ -43,7 +43,7 @@ void Toy::bias(const std::string& name, int64_t count) {
 }
 
 void Toy::network(const std::string& prefix, const ToyShape& shape) {
-  matrix(prefix + "gate_proj", shape.kind, shape.inner, shape.hidden);
+  if (!shape.blocks.plain) matrix(prefix + "gate_proj", shape.kind, shape.inner, shape.hidden);
   matrix(prefix + "up_proj", shape.other, shape.inner, shape.hidden);
   matrix(prefix + "down_proj", shape.other, shape.hidden, shape.inner);
   if (!shape.blocks.clamped) return;
@@ -74,6 +74,23 @@ void Toy::mix(const std::string& prefix, const ToyShape& shape, Mixes mixer) {
     if (shape.biases) vector(prefix + "short_conv.conv.bias", of.channels, 0.0, 0.3);
     return;
   }
+  if (mixer == Mixes::mamba) {
+    const std::string mamba = prefix + "mamba.";
+    matrix(mamba + "in_proj_z", shape.other, of.values(), shape.hidden);
+    matrix(mamba + "in_proj_xbc", shape.kind, of.channels, shape.hidden);
+    matrix(mamba + "in_proj_dt", shape.kind, of.heads, shape.hidden);
+    matrix(mamba + "out_proj", shape.kind, shape.hidden, of.values());
+    vector(mamba + "conv1d.weight", of.taps * of.channels, 0.0, 0.6);
+    if (shape.biases) {
+      vector(mamba + "conv1d.bias", of.channels, 0.0, 0.3);
+      bias(mamba + "in_proj_dt", of.heads);
+    }
+    vector(mamba + "A_log", of.heads, 0.0, 1.0);
+    vector(mamba + "dt_bias", of.heads, -2.0, 1.0);
+    vector(mamba + "D", of.heads, 0.5, 1.0);
+    vector(mamba + "norm.weight", of.values(), 1.0, 0.2);
+    return;
+  }
   const std::string delta = prefix + "linear_attn.";
   matrix(delta + "in_proj_qkv", shape.kind, of.channels, shape.hidden);
   matrix(delta + "in_proj_z", shape.other, of.heads * of.value_size, shape.hidden);
@@ -89,9 +106,9 @@ void Toy::mix(const std::string& prefix, const ToyShape& shape, Mixes mixer) {
 void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer) {
   const std::string attention = prefix + "self_attn.";
   const int64_t size = shape.heads.size, queries = shape.heads.queries * size, keys = shape.heads.keys * size;
-  if (mixer != Mixes::none) {
-    mix(prefix, shape, mixer);
-  } else {
+  const bool attends = mixer == Mixes::none && !shape.blocks.single, feeds = mixer == Mixes::none || !shape.blocks.single;
+  if (mixer != Mixes::none) mix(prefix, shape, mixer);
+  if (attends) {
     matrix(attention + "q_proj", shape.kind, queries, width);
     matrix(attention + "k_proj", shape.kind, keys, width);
     matrix(attention + "v_proj", shape.other, keys, width);
@@ -99,23 +116,24 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width,
     const int64_t gates = shape.blocks.by_head ? shape.heads.queries : queries;
     if (shape.blocks.gated) matrix(attention + "gate_proj", shape.other, gates, width);
   }
+  if (!feeds) return;
   if (shape.blocks.experts)
     experts(prefix + "mlp.", shape);
   else
     network(prefix + "mlp.", shape);
-  if (shape.blocks.clamped && mixer == Mixes::none) vector(attention + "sinks", shape.heads.queries, 0.5, 1.0);
+  if (shape.blocks.clamped && attends) vector(attention + "sinks", shape.heads.queries, 0.5, 1.0);
   if (shape.blocks.input_norms) vector(prefix + "post_attention_layernorm.weight", shape.hidden, 1.0, 0.2);
   if (shape.blocks.output_norms) {
     vector(prefix + "attention_output_norm.weight", shape.hidden, 0.7, 0.2);
     vector(prefix + "mlp_output_norm.weight", shape.hidden, 0.7, 0.2);
   }
-  if (shape.biases && mixer == Mixes::none) {
+  if (shape.biases && attends) {
     bias(attention + "q_proj", queries);
     bias(attention + "k_proj", keys);
     bias(attention + "v_proj", keys);
     bias(attention + "o_proj", shape.hidden);
   }
-  if (shape.head_norms && mixer == Mixes::none) {
+  if (shape.head_norms && attends) {
     vector(attention + "q_norm.weight", shape.blocks.whole_norms ? queries : size, 1.0, 0.2);
     vector(attention + "k_norm.weight", shape.blocks.whole_norms ? keys : size, 1.0, 0.2);
   }
@@ -181,21 +199,24 @@ void shorten(Row& x, int64_t first, int64_t size, double length) {
   for (int64_t i = first; i < first + size; ++i) x[static_cast<size_t>(i)] *= length / std::sqrt(squares);
 }
 
-// One head's state after a path, and what it gives for the last row; scalars: decays and rates of the path's rows.
-Row given_by_state(const std::vector<Row>& path, const std::vector<Row>& scalars, int64_t head, const cpu::Recurrence& of) {
+// One head's state after a path, and what it gives for the last row; scalars: decays and rates of the path's rows. By the
+// delta rule the path's rows are queries, keys and values, else values, keys and queries.
+Row given_by_state(const std::vector<Row>& path, const std::vector<Row>& scalars, int64_t head, const cpu::Recurrence& of,
+                   bool delta) {
   const int64_t keys = of.key_heads * of.key_size, key = head / (of.heads / of.key_heads) * of.key_size;
   std::vector<Row> state(static_cast<size_t>(of.key_size), Row(static_cast<size_t>(of.value_size), 0.0));
   Row out(static_cast<size_t>(of.value_size), 0.0);
   for (size_t r = 0; r < path.size(); ++r) {
-    const double *query = path[r].data() + key, *k = path[r].data() + keys + key;
-    const double* value = path[r].data() + 2 * keys + head * of.value_size;
+    const double *query = path[r].data() + (delta ? 0 : of.values() + keys) + key;
+    const double *k = path[r].data() + (delta ? keys : of.values()) + key;
+    const double* value = path[r].data() + (delta ? 2 * keys : 0) + head * of.value_size;
     const double decay = scalars[r][static_cast<size_t>(head)], rate = scalars[r][static_cast<size_t>(of.heads + head)];
     for (size_t j = 0; j < out.size(); ++j) {
       double given = 0.0;
       for (size_t i = 0; i < state.size(); ++i) state[i][j] *= decay, given += state[i][j] * k[i];
       out[j] = 0.0;
       for (size_t i = 0; i < state.size(); ++i) {
-        state[i][j] += k[i] * (value[j] - given) * rate;
+        state[i][j] += k[i] * (value[j] - (delta ? given : 0.0)) * rate;
         out[j] += state[i][j] * query[i];
       }
     }
@@ -203,10 +224,63 @@ Row given_by_state(const std::vector<Row>& path, const std::vector<Row>& scalars
   return out;
 }
 
+// The norm of a row by groups of its channels.
+Row normed_by_groups(const Row& x, const Row& weight, int64_t groups) {
+  const auto size = static_cast<int64_t>(x.size()) / groups;
+  Row found;
+  for (int64_t first = 0; first < static_cast<int64_t>(x.size()); first += size) {
+    const Row part = norm({x.begin() + first, x.begin() + first + size}, {weight.begin() + first, weight.begin() + first + size});
+    found.insert(found.end(), part.begin(), part.end());
+  }
+  return found;
+}
+
 }  // namespace
+
+// Mamba-2: like `mix`, which the other mixers share.
+std::vector<Row> mix_by_mamba(const Toy& toy, const std::string& own, const cpu::Recurrence& of, const std::vector<Row>& inputs,
+                              const Context& context) {
+  const auto dense = [&](const std::string& name, const Row& x) { return toy.dense.at(own + name)(x); };
+  const auto vector = [&](const char* name, size_t i) { return toy.vectors.at(own + name)[i]; };
+  std::vector<Row> rows, scalars, heads, found;
+  for (const Row& x : inputs) {
+    rows.push_back(dense("in_proj_xbc", x));
+    Row steps = dense("in_proj_dt", x), decays;
+    for (size_t h = 0; h < steps.size(); ++h) {
+      steps[h] = std::log1p(std::exp(steps[h] + vector("dt_bias", h)));
+      decays.push_back(std::exp(-std::exp(vector("A_log", h)) * steps[h]));
+    }
+    decays.insert(decays.end(), steps.begin(), steps.end());
+    scalars.push_back(decays);
+  }
+  const auto bias = toy.vectors.find(own + "conv1d.bias");
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    std::vector<const Row*> path;
+    std::vector<Row> along, steps;
+    for (size_t other = 0; other < inputs.size(); ++other)
+      if (context.sees[r][other]) path.push_back(&rows[other]), steps.push_back(scalars[other]);
+    heads.push_back(convolved(path, toy.vectors.at(own + "conv1d.weight"), of.taps));
+    for (size_t c = 0; c < heads[r].size(); ++c) {
+      heads[r][c] += bias == toy.vectors.end() ? 0.0 : bias->second[c];
+      heads[r][c] *= sigmoid(heads[r][c]);
+    }
+    for (size_t other = 0; other <= r; ++other)
+      if (context.sees[r][other]) along.push_back(heads[other]);
+    const Row gates = dense("in_proj_z", inputs[r]);
+    Row out;
+    for (int64_t h = 0; h < of.heads; ++h)
+      for (const double value : given_by_state(along, steps, h, of, false)) {
+        const double x = heads[r][out.size()], gate = gates[out.size()];
+        out.push_back((value + vector("D", static_cast<size_t>(h)) * x) * gate * sigmoid(gate));
+      }
+    found.push_back(dense("out_proj", normed_by_groups(out, toy.vectors.at(own + "norm.weight"), of.norms)));
+  }
+  return found;
+}
 
 std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, const cpu::Recurrence& of,
                      const std::vector<Row>& inputs, const Context& context) {
+  if (mixer == Mixes::mamba) return mix_by_mamba(toy, prefix + "mamba.", of, inputs, context);
   const std::string own = prefix + (mixer == Mixes::convolution ? "short_conv." : "linear_attn.");
   const auto dense = [&](const std::string& name, const Row& x) { return toy.dense.at(own + name)(x); };
   std::vector<Row> rows, scalars, found;
@@ -249,7 +323,7 @@ std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, con
     const Row gates = dense("in_proj_z", inputs[r]);
     found.emplace_back();
     for (int64_t h = 0; h < of.heads; ++h) {
-      const Row out = norm(given_by_state(along, steps, h, of), toy.vectors.at(own + "norm.weight"));
+      const Row out = norm(given_by_state(along, steps, h, of, true), toy.vectors.at(own + "norm.weight"));
       for (const double value : out) {
         const double gate = gates[found.back().size()];
         found.back().push_back(value * gate * sigmoid(gate));
@@ -261,12 +335,14 @@ std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, con
 }
 
 void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const {
-  const std::vector<Row> attended = mixed(inputs, context);
+  const bool alone = blocks_.single, feeds = !alone || mixer_ == Mixes::none;
+  const std::vector<Row> attended = alone && feeds ? std::vector<Row>() : mixed(inputs, context);
   const auto add = [&](const Row& added, Row& to) {
     for (size_t i = 0; i < to.size(); ++i) to[i] += added[i] * static_cast<double>(blocks_.residual);
   };
   for (size_t r = 0; r < inputs.size(); ++r) {
-    add(normed("attention_output_norm.weight", attended[r]), residual[r]);
+    if (!attended.empty()) add(normed("attention_output_norm.weight", attended[r]), residual[r]);
+    if (!feeds) continue;
     const Row read = normed("post_attention_layernorm.weight", residual[r]);
     add(normed("mlp_output_norm.weight", blocks_.experts ? by_experts(read) : gated("mlp.", read)), residual[r]);
   }
@@ -298,12 +374,13 @@ double Layer::activated(double gate, double up) const {
     const double x = std::min(gate, 7.0), other = std::max(-7.0, std::min(up, 7.0));
     return x / (1.0 + std::exp(-1.702 * x)) * (other + 1.0);
   }
+  if (blocks_.plain) return std::max(gate, 0.0) * up;
   if (!blocks_.gelu) return gate / (1.0 + std::exp(-gate)) * up;
   return 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate))) * up;
 }
 
 Row Layer::gated(const std::string& prefix, const Row& x) const {
-  Row gates = dense(prefix + "gate_proj")(x);
+  Row gates = dense(prefix + (blocks_.plain ? "up_proj" : "gate_proj"))(x);
   const Row ups = dense(prefix + "up_proj")(x);
   for (size_t i = 0; i < gates.size(); ++i) gates[i] = activated(gates[i], ups[i]);
   return dense(prefix + "down_proj")(gates);

@@ -10,7 +10,7 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
-enum class Mixes { none, convolution, delta };
+enum class Mixes { none, convolution, delta, mamba };
 
 // Set what a family has beside Llama's blocks.
 struct Blocks {
@@ -19,6 +19,8 @@ struct Blocks {
   std::vector<int64_t> windows = {};  // of the layers, 0 for none
   int64_t turned = 0;                // channels of a head that the first layer turns, 0 for all
   bool second_turned = true;         // the second layer turns all, by other frequencies
+  bool plain = false;                // networks have no gates
+  bool single = false;               // a layer has attention, or a mixer, or, if its mixer is none, a network alone
   bool clamped = false;              // the activation of experts with biases, and attention with sinks
   int64_t experts = 0;               // of each layer, instead of one network
   cpu::Routing routing = {};

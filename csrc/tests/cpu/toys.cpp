@@ -106,6 +106,7 @@ struct Network::Decoder : cpu::Decoder {
 Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
   const Blocks& blocks = shape_.blocks;
   const auto activation = blocks.clamped ? cpu::Activation::clamped
+                          : blocks.plain ? cpu::Activation::relu
                           : blocks.gelu  ? cpu::Activation::gelu_tanh
                                          : cpu::Activation::silu;
   const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing};
@@ -128,10 +129,10 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   const Guarded<int64_t> chosen(rows * ask.count);
   const Guarded<float> chosen_logits(rows * ask.count);
   cpu::Decoder::Call call{};
-  cpu::Rows& given = call.lanes.emplace_back();
-  given.count = rows, given.positions = ask.positions.data();
-  given.prefix = ask.prefix, given.start = ask.start;
-  if (ask.seen) given.seen = ask.seen->data(), given.words = static_cast<int64_t>(ask.seen->size()) / rows;
+  cpu::Rows& lane = call.lanes.emplace_back();
+  lane.count = rows, lane.positions = ask.positions.data();
+  lane.prefix = ask.prefix, lane.start = ask.start;
+  if (ask.seen) lane.seen = ask.seen->data(), lane.words = static_cast<int64_t>(ask.seen->size()) / rows;
   call.tokens = ask.tokens.data();
   call.slabs.push_back({slab.data(), capacity});
   call.half = shape_.half;

@@ -2,8 +2,10 @@
 
 from specengine.checkpoints.gguf.configuration import (
     architecture_of,
+    column_order,
     config,
     is_known,
+    is_stack,
     require_complete,
     row_order,
     suppressed_ids,
@@ -19,10 +21,12 @@ __all__ = [
     "GGUFTensor",
     "Kind",
     "architecture_of",
+    "column_order",
     "config",
     "dequantize",
     "end_ids",
     "is_known",
+    "is_stack",
     "read",
     "require_complete",
     "row_order",

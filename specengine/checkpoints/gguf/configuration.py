@@ -15,6 +15,7 @@ from specengine.checkpoints.gguf.tokens import end_ids, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.models import families
 
+_MODULE = re.compile(r"blk\.\d+\.(.+?)(?:\.weight|\.bias)?")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # the same of LongRoPE
@@ -39,7 +40,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the fo
     "embedding_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "use_parallel_residual": (False,),
-    "nextn_predict_layers": (0,),
     "tensor_data_layout": ("Meta AI original pth",),
     "rope.dimension_sections": (),
     "rope.scaling.alpha": (0.0,),
@@ -73,8 +73,12 @@ def _stored() -> dict[tuple[str, bool], tuple[str, families.Family, families.GGU
 
     By architecture, and whether it is the one of two with experts.
     """
-    known = families.known().items()
-    return {(own.architecture, own.experts): (name, family, own) for name, family in known if (own := family.gguf)}
+    return {
+        (architecture, own.experts): (name, family, own)
+        for name, family in families.known().items()
+        if (own := family.gguf)
+        for architecture in (own.architecture, *own.others)
+    }
 
 
 class _Fields:
@@ -120,7 +124,7 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     model_type, family, own = stored.get((architecture, experts)) or stored[architecture, False]
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if longrope or key in own.keys or metadata.value(key) is None:
+        if longrope or key in (*own.keys, *own.ignored) or metadata.value(key) is None:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
@@ -128,9 +132,11 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if local is not None and metadata.value(key) not in (None, local):
             raise metadata.unsupported(key, f"is not supported: it must be the size of a head with a window, {local}")
-    sizes, eps = _sizes(metadata, family, own), metadata.positive("attention.layer_norm_rms_epsilon")
+    sizes = _sizes(metadata, family, own)
+    eps = metadata.positive("attention.layer_norm_rms_epsilon", metadata.value("attention.layer_norm_epsilon"))
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
-    fields |= {field: f"blk.0.{tensor}" in file.tensors for field, tensor in own.flags.items()}
+    inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
+    fields |= {field: tensor in inside for field, tensor in own.flags.items()}
     fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in own.without.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, own)}
@@ -151,7 +157,8 @@ def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
 
 def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict[str, int]:
     """Return the sizes by their names in families.Fields."""
-    hidden, layers, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
+    hidden, blocks, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
+    layers = blocks - _drafting(fields)
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         shown = "it is missing" if embedding is None else f"it is {list(embedding.shape)}"
@@ -160,18 +167,27 @@ def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
         rows = embedding.shape[0]
         raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} has {rows} rows for {len(tokens)} tokens")
-    if layers > (count := len(fields.file.tensors)):
-        raise fields.error("block_count", layers, f"at most the number of tensors, {count}")
+    count = len(fields.file.tensors)
+    if not 0 < layers <= blocks <= count:
+        raise fields.error("block_count", blocks, f"at most the number of tensors, {count}")
     return {
         "vocabulary": embedding.shape[0],
         "hidden": hidden,
-        "inner": _first_count(fields, "feed_forward_length", layers, own),
+        "inner": _inner(fields, layers, own),
         "layers": layers,
         "heads": heads,
-        "kv_heads": _key_value_heads(fields, heads, layers, family, own),
-        "head_dim": _head_dim(fields, hidden, heads, partial=family.attention.partial),
+        "kv_heads": _key_value_heads(fields, heads, blocks, family, own),
+        "head_dim": _head_dim(fields, hidden, heads, own.ignored, partial=family.attention.partial),
         "context": fields.count("context_length"),
     }
+
+
+def _drafting(fields: _Fields) -> int:
+    """Return the number of blocks behind the model's own that predict further tokens; nothing reads them."""
+    count = fields.value("nextn_predict_layers") or 0
+    if type(count) is not int or count < 0:
+        raise fields.error("nextn_predict_layers", count, "0 or more")
+    return count
 
 
 def _first_count(fields: _Fields, key: str, layers: int, own: families.GGUF, default: int | None = None) -> int:
@@ -182,6 +198,19 @@ def _first_count(fields: _Fields, key: str, layers: int, own: families.GGUF, def
     if len(listed) != layers or not all(type(each) is int and 0 < each < 1 << 31 for each in listed):
         raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
     return int(listed[0])
+
+
+def _inner(fields: _Fields, layers: int, own: families.GGUF) -> int:
+    """Return the width of the networks; of a list by layer the largest, unless the family reads the list itself."""
+    key = "feed_forward_length"
+    listed = fields.value(key)
+    if listed is None and fields.value("expert_count"):
+        return fields.count("expert_feed_forward_length")
+    if key in own.by_layer or not isinstance(listed, list):
+        return _first_count(fields, key, layers, own)
+    if not all(type(each) is int and each >= 0 for each in listed) or len(set(listed) - {0}) != 1:
+        raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
+    return int(max(listed))
 
 
 def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.Family, own: families.GGUF) -> int:
@@ -201,9 +230,9 @@ def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.
     return count
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int, *, partial: bool) -> int:
+def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...], *, partial: bool) -> int:
     size = fields.count("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in {"attention.value_length", "rope.dimension_count"} - set(ignored):
         count = fields.count(key, size)
         if count != size and not (partial and key == "rope.dimension_count" and count < size):
             raise fields.unsupported(key, f"is not supported: it must be the size of a head, {size}")
@@ -324,13 +353,19 @@ def require_complete(
     shapes: of the tensors that the model has in transformers. CheckpointError, which lists them, where some are
     missing in the file, of another shape, or not used by the model.
     """
-    names = tensor_names(config, shapes)
+    names, rows = tensor_names(config, shapes), _rows(config)
     wanted: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
-        wanted |= _split(names[key], turned(config, shape))
+        wanted |= _split(names[key], turned(config, shape), rows)
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
-    stored = {name: tensor.shape for name, tensor in file.tensors.items() if not name.startswith(unread)}
-    ropes = [config.rope_parameters, *config.rope_parameters.values()]
+    drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
+    stored = {
+        name: _flat(name, tensor.shape)
+        for name, tensor in file.tensors.items()
+        if _block(name) not in drafts and not name.startswith(unread)
+    }
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *rope.values()]
     kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
     for name in (
         *(_ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
@@ -361,11 +396,40 @@ def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tup
     return (shape[0], shape[2], shape[1]) if other else shape
 
 
-def _split(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a file that one of transformers is made of, [experts, rows, inputs] each."""
+def _split(names: tuple[str, ...], shape: tuple[int, ...], rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a file that one of transformers is made of.
+
+    [experts, rows, inputs] each, or [rows, inputs]; rows: of the file's modules
+    """
     if len(names) == 1:
         return {names[0]: shape}
+    if not is_stack(names[0]):
+        return {name: (rows[name.rpartition(".")[0]], *shape[1:]) for name in names}
     return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a file's tensor has what all experts have of a kind."""
+    return "_exps." in name
+
+
+def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:
+    """Return how many rows each module of a file has."""
+    found: dict[str, int] = {}
+    for part in families.known()[config.model_type].parts(config):
+        found[part.name.gguf] = found.get(part.name.gguf, 0) + part.size
+    return found
+
+
+def _flat(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a file's tensor, where llama.cpp keeps vectors of Mamba-2 by group or by head."""
+    return (math.prod(shape),) if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) else shape
+
+
+def _block(name: str) -> int | None:
+    """Return the number of the block that a file's tensor is of."""
+    block = re.match(r"blk\.(\d{1,9})\.", name)
+    return None if block is None else int(block[1])
 
 
 def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -381,8 +445,14 @@ def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) ->
     for name in names:
         module, _, kind = name.rpartition(".")
         whole = name in modules
-        found[name] = tuple(modules[name]) if whole else tuple(f"{stored}.{kind}" for stored in modules[module])
+        found[name] = tuple(modules[name]) if whole else tuple(_stored_name(stored, kind) for stored in modules[module])
     return found
+
+
+def _stored_name(module: str, kind: str) -> str:
+    """Return the name of a module's tensor; those of a mixer itself have names of their own."""
+    above, _, last = module.rpartition(".")
+    return f"{above}.{families.STATES[kind]}" if last == "ssm" and kind in families.STATES else f"{module}.{kind}"
 
 
 def _some(names: list[str], limit: int = 6) -> str:
@@ -396,12 +466,24 @@ def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | 
     llama.cpp turns neighbouring rows of a head in some architectures, transformers one of the first half with one of
     the second: see families.GGUF.pairs.
     """
-    family = families.known()[config.model_type]
-    module = re.fullmatch(r"blk\.\d+\.(.+)\.(?:weight|bias)", name)
-    if family.gguf is None or module is None or module[1] not in family.gguf.pairs:
+    family, module = families.known()[config.model_type], _MODULE.fullmatch(name)
+    if family.gguf is None or module is None:
+        return None
+    mixer = family.mixer(config)
+    if mixer is not None and (order := mixer.orders_in_files().get(module[1])) is not None:
+        return np.array(order, dtype=np.int32)
+    if module[1] not in family.gguf.pairs:
         return None
     shape = family.shape(config)
     parts = family.attention.parts(shape)
     size = next(part.size for part in parts if part.name.gguf == module[1])
     rows = np.arange(size, dtype=np.int32)
     return rows.reshape(-1, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def column_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:
+    """Return the column of the file's tensor `name` for each of transformers', or None for the same."""
+    family, module = families.known()[config.model_type], _MODULE.fullmatch(name)
+    mixer = family.mixer(config)
+    order = None if mixer is None or module is None else mixer.columns_in_files().get(module[1])
+    return None if order is None else np.array(order, dtype=np.int32)

@@ -30,6 +30,8 @@ CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0
 MAX_CYCLES = 200  # a measurement takes at most the time of this many cycles of one node
 SHORT_SHARE = 0.6  # share of the time for the short context
+EXPERT_SHARE = 0.15  # share of the time for the price of an expert
+ALIKE = (8, 16, 32)  # rows of the trees that it is measured by
 ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
 
 
@@ -62,6 +64,7 @@ class _Samples:
     draft: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     root: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
+    experts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # that a verification read
 
     def medians(self) -> tuple[Points, Points]:
         return _medians(self.verify, SMALLEST_PLAN.nodes), _medians(self.draft, SMALLEST_PLAN.widths)
@@ -115,6 +118,7 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     share = SHORT_SHARE if long > short else 1
     samples = _rounds(cycles, PADDED_PLANS if padded else SHORT_PLANS, began + share * allowed)
     verify, draft = samples.medians()
+    expert = 0.0 if cycles.target.experts is None else _expert(cycles, time.perf_counter() + EXPERT_SHARE * allowed)
     remaining = began + allowed - time.perf_counter() - (len(SMALLEST_PLAN.nodes) + 1) * verify[max(verify)]
     long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
     growths: list[Points] = [{}, {}]
@@ -133,7 +137,28 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
         verify_growth=growths[0],
         draft_growth=growths[1] if cycles.drafter is not None else {},
         padded=padded,
+        experts={n: statistics.median(samples.experts[n]) for n in verify} if samples.experts else {},
+        all_experts=count_experts(cycles.target) if samples.experts else 0,
+        expert=expert,
     )
+
+
+def count_experts(target: Target) -> int:
+    """Return how many experts a target's layers have that its forwards count, 0 where they count none."""
+    routes = getattr(getattr(target, "lm", None), "routes", None)
+    return 0 if routes is None else int(routes.all)
+
+
+def _expert(cycles: SyntheticCycles, until: float) -> float:
+    """Return the seconds of reading one expert more: as many rows, of one token and of many."""
+    differences = list[tuple[float, float]]()
+    for nodes in itertools.cycle(ALIKE):
+        (slow, many), (fast, few) = (cycles.star(nodes, alike=alike) for alike in (False, True))
+        differences.append((slow - fast, many - few))
+        if len(differences) > len(ALIKE) and (time.perf_counter() > until or len(differences) > MAX_CYCLES):
+            break
+    seconds = [slower / more for slower, more in differences[1:] if more > 0]  # the first one warms up
+    return max(0.0, statistics.median(seconds)) if seconds else 0.0
 
 
 def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Samples:
@@ -157,6 +182,8 @@ def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float)
         samples.draft[width].append(times.step)
         samples.root.append(times.root)
         samples.commit.append(times.commit)
+        if cycles.target.experts is not None:
+            samples.experts[nodes].append(float(cycles.target.experts.sum()))
 
 
 def _seconds(plan: Plan, samples: _Samples) -> float:
@@ -234,6 +261,18 @@ class SyntheticCycles:
         verify, (_, features) = self._timed(self._verification(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
         return CycleTimes(root, step, verify, commit)
+
+    def star(self, nodes: int, *, alike: bool) -> tuple[float, float]:
+        """Verify a root and its children, whose tokens are one and the same or differ.
+
+        Returns the seconds, and the number of experts that were read. Commits nothing.
+        """
+        tree, _ = self._star_of(min(nodes, self.target.vocab_size) - 1)
+        if alike:
+            tree.tokens.fill_(self._root)
+        seconds, _ = self._timed(self._verification(tree))
+        assert self.target.experts is not None
+        return seconds, float(self.target.experts.sum())
 
     def end(self) -> None:
         self.target.reset()

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from specengine.costs import PassCosts
-from specengine.costs.measuring import measure
+from specengine.costs.measuring import count_experts, measure
 from specengine.errors import InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
@@ -93,6 +93,7 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "specengine": _version(),
+        **({"experts": "counted"} if count_experts(target) else {}),
     }
 
 

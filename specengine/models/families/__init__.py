@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
-CONVOLUTIONS = ("short_conv.conv", "linear_attn.conv1d")  # of the mixers' parts: a few weights for each channel
+CONVOLUTIONS = (
+    "short_conv.conv",
+    "linear_attn.conv1d",
+    "mamba.conv1d",
+)  # of the mixers' parts: a few weights for each channel
+STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
+NO_LIMITS = (0.0, float("inf"))
 ROUTER_NORM = "router_norm"  # of Beside: is divided by the root of the hidden size
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
@@ -100,6 +106,17 @@ class Factors(NamedTuple):
     in_module: bool = False
 
 
+def _apart(heads: int, sizes: list[int]) -> list[int]:
+    """Return rows that stand by head, so many of each part behind one another, in the order of the parts."""
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return [
+        head * sum(sizes) + start + row
+        for start, size in zip(starts, sizes, strict=True)
+        for head in range(heads)
+        for row in range(size)
+    ]
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
@@ -145,6 +162,10 @@ class Attention:
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
         return Place(rope if self.turns(config, layer) else None, window, self.reads)
 
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        return {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         yield Part("self_attn.q_proj", self.q, queries)
@@ -178,6 +199,18 @@ class Mixer:
         """Return why csrc/cpu has no mixer of these sizes; empty where it has."""
         return ""
 
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        return {}
+
+    def orders_in_files(self) -> dict[str, list[int]]:
+        """Return the row in GGUF files for each row of transformers, by the file's module, where they differ."""
+        return {}
+
+    def columns_in_files(self) -> dict[str, list[int]]:
+        """Return the same of columns."""
+        return {}
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield its modules."""
         raise NotImplementedError
@@ -200,7 +233,7 @@ class ShortConvolution(Mixer):
         yield Part("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden)
 
     def recurrence(self, shape: Shape) -> list[int]:
-        return [shape.hidden, self.taps, 0, 0, 0, 0]
+        return [shape.hidden, self.taps, 0, 0, 0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -209,6 +242,8 @@ class GatedDelta(Mixer):
 
     key_heads, heads      of queries and keys, and of values; the first divide the others among themselves
     key_size, value_size  channels of each, multiples of 16
+    fused                 projections are stored as two, whose rows stand by key head: of the queries, keys, values and
+                          gates, and of the two scalars
     """
 
     taps: int
@@ -216,6 +251,7 @@ class GatedDelta(Mixer):
     heads: int
     key_size: int
     value_size: int
+    fused: bool = False
 
     @property
     def refused(self) -> str:
@@ -230,29 +266,112 @@ class GatedDelta(Mixer):
         values = self.heads * self.value_size
         channels = self.recurrence(shape)[0]
         yield Part("linear_attn", Name("linear_attn", "ssm"), self.heads)
-        yield Part("linear_attn.in_proj_qkv", Name("linear_attn.in_proj_qkv", "attn_qkv"), channels)
-        yield Part("linear_attn.in_proj_z", Name("linear_attn.in_proj_z", "attn_gate"), values)
-        yield Part("linear_attn.in_proj_b", Name("linear_attn.in_proj_b", "ssm_beta"), self.heads)
-        yield Part("linear_attn.in_proj_a", Name("linear_attn.in_proj_a", "ssm_alpha"), self.heads)
+        wide, narrow = ("qkvz", "ba") if self.fused else ("", "")
+        yield Part("linear_attn.in_proj_qkv", Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"), channels)
+        yield Part("linear_attn.in_proj_z", Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"), values)
+        beta, alpha = ("ssm_ba", "ssm_ba") if self.fused else ("ssm_beta", "ssm_alpha")
+        yield Part("linear_attn.in_proj_b", Name(f"linear_attn.in_proj_{narrow or 'b'}", beta), self.heads)
+        yield Part("linear_attn.in_proj_a", Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha), self.heads)
         yield Part("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels)
         yield Part(GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size)
         yield Part("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden)
 
+    def orders(self, shape: Shape) -> dict[str, list[int]]:
+        if not self.fused:
+            return {}
+        each = self.heads // self.key_heads
+        wide = [self.key_size, self.key_size, each * self.value_size, each * self.value_size]
+        return {
+            "linear_attn.in_proj_qkvz": _apart(self.key_heads, wide),
+            "linear_attn.in_proj_ba": _apart(self.key_heads, [each, each]),
+        }
+
+    def orders_in_files(self) -> dict[str, list[int]]:
+        if self.is_in_order_in_files:
+            return {}
+        values, singles, keys = self._tiled(self.value_size), self._tiled(1), 2 * self.key_heads * self.key_size
+        channels = [*range(keys), *(keys + row for row in values)]
+        wide = {"attn_qkv": channels, "ssm_conv1d": channels, "attn_gate": values}
+        return wide | dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles)
+
+    def columns_in_files(self) -> dict[str, list[int]]:
+        return {} if self.is_in_order_in_files else {"ssm_out": self._tiled(self.value_size)}
+
+    @property
+    def is_in_order_in_files(self) -> bool:
+        """Whether GGUF files have the heads of one key next to one another; else those of all keys take turns."""
+        return self.fused or self.heads == self.key_heads
+
+    def _tiled(self, size: int) -> list[int]:
+        """Return the place in GGUF files of each row of the heads, `size` rows each."""
+        each = self.heads // self.key_heads
+        heads = [head % each * self.key_heads + head // each for head in range(self.heads)]
+        return [head * size + row for head in heads for row in range(size)]
+
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.key_heads * self.key_size + self.heads * self.value_size
-        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size]
+        return [channels, self.taps, self.key_heads, self.heads, self.key_size, self.value_size, 0]
+
+
+@dataclass(frozen=True)
+class Mamba2(Mixer):
+    """The selective state spaces of Mamba-2.
+
+    groups  of heads that share keys and queries (B and C in the paper)
+    heads   of inputs (x) and states, each of `head_size` channels, a multiple of 16
+    size    of a key, a multiple of 4
+    norms   groups of heads whose channels are normed together
+    module  its name in a layer
+    limits  of a token's step; none, as transformers keeps to them in prompts alone
+    """
+
+    taps: int
+    groups: int
+    heads: int
+    size: int
+    head_size: int
+    norms: int
+    module: str = "mamba"
+    limits: tuple[float, ...] = NO_LIMITS
+
+    @property
+    def refused(self) -> str:
+        if self.limits != NO_LIMITS:
+            return f"time_step_limit {self.limits} in its config"
+        if self.size % 4 == self.head_size % 16 == self.heads % self.groups == self.heads % self.norms == 0:
+            return ""
+        return (
+            f"{self.groups} groups of {self.heads} heads of {self.head_size} channels and {self.size} numbers each in "
+            "its states, known are multiples of the first, of 16 and of 4"
+        )
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        values, channels = self.heads * self.head_size, self.recurrence(shape)[0]
+        inside = Name(f"{self.module}.in_proj", "ssm_in")
+        yield Part("mamba", Name(self.module, "ssm"), self.heads)
+        yield Part("mamba.in_proj_z", inside, values)
+        yield Part("mamba.in_proj_xbc", inside, channels)
+        yield Part("mamba.in_proj_dt", inside, self.heads)
+        yield Part("mamba.conv1d", Name(f"{self.module}.conv1d", "ssm_conv1d"), channels)
+        yield Part("mamba.norm", Name(f"{self.module}.norm", "ssm_norm"), values)
+        yield Part("mamba.out_proj", Name(f"{self.module}.out_proj", "ssm_out"), shape.hidden)
+
+    def recurrence(self, shape: Shape) -> list[int]:
+        channels = 2 * self.groups * self.size + self.heads * self.head_size
+        return [channels, self.taps, self.groups, self.heads, self.size, self.head_size, self.norms]
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x)) * up(x)) where `gate` is None."""
 
-    gate: Name = Name("mlp.gate_proj", "ffn_gate")
+    gate: Name | None = Name("mlp.gate_proj", "ffn_gate")
     up: Name = Name("mlp.up_proj", "ffn_up")
     down: Name = Name("mlp.down_proj", "ffn_down")
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("mlp.gate_proj", self.gate, shape.inner)
+        if self.gate is not None:
+            yield Part("mlp.gate_proj", self.gate, shape.inner)
         yield Part("mlp.up_proj", self.up, shape.inner)
         yield Part("mlp.down_proj", self.down, shape.hidden)
 
@@ -287,11 +406,19 @@ class Routing(NamedTuple):
 NO_ROUTING = Routing(0)
 
 
+class Routes(NamedTuple):
+    """Hold how many layers have experts, and over all of them how many a row uses, and how many there are."""
+
+    layers: int
+    each: int
+    all: int
+
+
 @dataclass(frozen=True)
 class Experts:
     """The sum of some of `count` gated networks, each of `inner` channels, that a router chooses for a token.
 
-    gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]
+    gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]; no gates as in GatedMLP
     choice          numbers that are added to scores where experts are chosen, or None
     scales          numbers that multiply the weights of experts that were chosen, or None
     shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
@@ -303,7 +430,7 @@ class Experts:
     inner: int
     routing: Routing
     router: Name = Name("mlp.gate", "ffn_gate_inp")
-    gate: Name = Name("mlp.experts.gate_up_proj", "ffn_gate_exps.weight")
+    gate: Name | None = Name("mlp.experts.gate_up_proj", "ffn_gate_exps.weight")
     up: Name = Name("mlp.experts.gate_up_proj", "ffn_up_exps.weight")
     down: Name = Name("mlp.experts.down_proj", "ffn_down_exps.weight")
     choice: Name | None = None
@@ -322,6 +449,8 @@ class Experts:
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
             for kind, name, size in stacks:
+                if name is None:
+                    continue
                 native = f"mlp.experts.{number}.{kind}_proj"
                 yield Part(f"{native}.weight", name, size)
                 if self.biases:
@@ -397,7 +526,8 @@ class OwnInputs:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention.
+    Norms are RMS norms, or None. Those of outputs are of what is added. A mixer stands in the place of attention. Of a
+    layer with one of the two blocks alone the other one and its norm are None.
 
     beside  experts beside the gated network, or None
     own     inputs of the layer's own, or None
@@ -405,10 +535,10 @@ class Layer:
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
-    attention: Attention = Attention()
+    attention: Attention | None = Attention()
     attention_output_norm: Name | None = None
     mlp_norm: Name | None = Name("post_attention_layernorm", "ffn_norm")
-    mlp: GatedMLP | Experts = GatedMLP()
+    mlp: GatedMLP | Experts | None = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
     beside: Beside | None = None
@@ -422,6 +552,11 @@ class Layer:
             return self.mlp
         return None if self.beside is None else self.beside.experts
 
+    @property
+    def first(self) -> Attention | Mixer | None:
+        """The block before the network."""
+        return self.mixer or self.attention
+
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
             "input_layernorm": self.attention_norm,
@@ -430,10 +565,9 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        yield from (self.mixer or self.attention).parts(shape)
-        yield from self.mlp.parts(shape)
-        if self.beside is not None:
-            yield from self.beside.parts(shape)
+        for block in (self.first, self.mlp, self.beside):
+            if block is not None:
+                yield from block.parts(shape)
         if self.own is not None:
             yield from self.own.parts_of_layer(shape)
         if self.scale is not None:
@@ -462,7 +596,9 @@ class GGUF:
 
     architecture  the value of general.architecture, which all other keys begin with
     keys          keys that this family has beside the common ones -> field of transformers' config
-    flags         field of transformers' config -> the tensor of a layer whose presence sets it
+    flags         field of transformers' config -> the tensor of some layer whose presence sets it
+    ignored       keys that change nothing where a model reads texts alone
+    others        further architectures of this form
     pairs         modules whose rows stand in pairs that a rotation turns together: rows 0, 1, 2, 3 of a head are
                   transformers' rows 0, n / 2, 1, n / 2 + 1
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
@@ -475,6 +611,8 @@ class GGUF:
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
     experts: bool = False
@@ -540,18 +678,22 @@ class Family:
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
-        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention
+        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention or Attention()
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
-        mixer = next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
+        mixer = self.mixer(config)
         return [] if mixer is None else mixer.recurrence(self.shape(config))
+
+    def mixer(self, config: Any) -> Mixer | None:
+        """Return the recurrent mixer of the first layer that has one."""
+        return next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
 
     def keeps(self, config: Any) -> dict[tuple[int, int], int]:
         """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
         found: dict[tuple[int, int], int] = {}
         for number, layer in enumerate(self.layers_of(config)):
-            if layer.mixer is None and layer.attention.reads is None:
+            if isinstance(layer.first, Attention) and layer.first.reads is None:
                 shape = self.shape_at(config, number)
                 kind = shape.kv_heads, shape.head_dim
                 found[kind] = found.get(kind, 0) + 1
@@ -572,12 +714,27 @@ class Family:
             (layer.experts.routing for layer in self.layers_of(config) if layer.experts is not None), NO_ROUTING
         )
 
+    def routes(self, config: Any) -> Routes:
+        """Return how many experts there are, over all layers."""
+        found = [layer.experts for layer in self.layers_of(config) if layer.experts is not None]
+        return Routes(len(found), sum(each.routing.chosen for each in found), sum(each.count for each in found))
+
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
         return [
-            (layer.mixer or layer.attention).place(config, number)
+            Place(None, None) if layer.first is None else layer.first.place(config, number)
             for number, layer in enumerate(self.layers_of(config))
         ]
+
+    def orders(self, config: Any) -> dict[str, list[int]]:
+        """Return the stored row for each row of the parts of a module, of those that store them by head."""
+        kinds, found = dict[tuple[Layer, Shape], dict[str, list[int]]](), dict[str, list[int]]()
+        for number, layer in enumerate(self.layers_of(config)):
+            kind = layer, self.shape_at(config, number)
+            if kind not in kinds:
+                kinds[kind] = {} if layer.first is None else layer.first.orders(kind[1])
+            found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
+        return found
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""

@@ -27,7 +27,7 @@ def layer(config: Any, number: int) -> Layer:
         found = replace(found, attention_output_norm=None, mlp_output_norm=None)
     if config.layer_types[number] == CONVOLUTION:
         return replace(found, mixer=ShortConvolution(config.conv_L_cache))
-    return found if config.use_attention_gate else replace(found, attention=replace(found.attention, head_gates=None))
+    return found if config.use_attention_gate else replace(found, attention=replace(FAMILY.attention, head_gates=None))
 
 
 FAMILY = Family(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from specengine.models.families import Family
+from specengine.models.families.olmo2 import FAMILY as FULL
 from specengine.models.families.olmo2 import LAYER
 
-FAMILY = Family(layer=replace(LAYER, attention=replace(LAYER.attention, windows="by type")))
+FAMILY = Family(layer=replace(LAYER, attention=replace(FULL.attention, windows="by type")))

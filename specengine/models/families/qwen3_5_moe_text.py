@@ -20,4 +20,16 @@ def layer(config: Any, number: int) -> Layer:
     return replace(dense.layer(config, number), mlp=experts)
 
 
-FAMILY = replace(dense.FAMILY, layer=layer)
+assert dense.FAMILY.gguf is not None
+FILES = replace(
+    dense.FAMILY.gguf,
+    architecture="qwen35moe",
+    keys={
+        **dense.FAMILY.gguf.keys,
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+)
+FAMILY = replace(dense.FAMILY, layer=layer, gguf=FILES)

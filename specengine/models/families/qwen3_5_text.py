@@ -1,9 +1,10 @@
 """Qwen3.5, its text, dense: the gated delta rule in three layers of four, gated attention in the others."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Family, GatedDelta, Layer, Name
+from specengine.models.families import GGUF, Attention, Family, GatedDelta, Layer, Name
 
 RECURRENT = "linear_attention"
 ATTENTION = Layer(
@@ -33,4 +34,31 @@ def layer(config: Any, number: int) -> Layer:
     )
 
 
-FAMILY = Family(layer=layer, attending=ATTENTION, kinds=(RECURRENT,), one_is_zero=True)
+def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
+    """Recurrent layers are listed, or all but every so many."""
+    count, every = fields["num_hidden_layers"], value("full_attention_interval") or 4
+    listed = value("attention.recurrent_layers") or [(number + 1) % every for number in range(count)]
+    return {
+        "layer_types": [RECURRENT if recurrent else "full_attention" for recurrent in listed[:count]],
+        "linear_value_head_dim": (value("ssm.inner_size") or 0) // (value("ssm.time_step_rank") or 1),
+    }
+
+
+FAMILY = Family(
+    layer=layer,
+    attending=ATTENTION,
+    kinds=(RECURRENT,),
+    one_is_zero=True,
+    gguf=GGUF(
+        "qwen35",
+        keys={
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        flags={"attention_bias": "attn_q.bias"},
+        ignored=("rope.dimension_sections",),
+        finish=finish,
+    ),
+)

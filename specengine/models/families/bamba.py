@@ -1,0 +1,47 @@
+"""Bamba: Mamba-2 in most layers, attention in the others, with positions in half of a head."""
+
+from dataclasses import replace
+from typing import Any
+
+from specengine.models.families import Attention, Family, GatedMLP, Layer, Mamba2, Name
+
+RECURRENT = "linear_attention"
+ATTENTION = Layer(
+    attention=Attention(partial=True),
+    mlp_norm=Name("pre_ff_layernorm", "ffn_norm"),
+    mlp=GatedMLP(
+        Name("feed_forward.gate_proj", "ffn_gate"),
+        Name("feed_forward.up_proj", "ffn_up"),
+        Name("feed_forward.down_proj", "ffn_down"),
+    ),
+)
+
+
+def layer(config: Any, number: int) -> Layer:
+    """Return the blocks of a layer."""
+    if config.layer_types[number] != RECURRENT:
+        return ATTENTION
+    mixer = Mamba2(
+        taps=config.mamba_d_conv,
+        groups=config.mamba_n_groups,
+        heads=config.mamba_n_heads,
+        size=config.mamba_d_state,
+        head_size=config.mamba_d_head,
+        norms=config.mamba_n_groups,
+        limits=tuple(config.time_step_limit),
+    )
+    return replace(ATTENTION, mixer=mixer)
+
+
+def alone(config: Any, number: int) -> dict[str, Any]:
+    """Return what makes a config of this layer alone: it lists those with attention."""
+    return {"attn_layer_indices": [] if config.layer_types[number] == RECURRENT else [0]}
+
+
+FAMILY = Family(
+    layer=layer,
+    attending=ATTENTION,
+    kinds=(RECURRENT,),
+    norm=Name("model.final_layernorm", "output_norm"),
+    alone=alone,
+)
