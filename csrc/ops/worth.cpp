@@ -360,6 +360,7 @@ py::object start_search(handle tree, handle size, handle counts, handle notes, h
                         const py::tuple& asked) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size == 1, "size", *grown.size, "1");
+  require_below(grown.arrays.depths, 1, grown.capacity, "depths");
   require(asked.size() == 2, "asked", static_cast<int64_t>(asked.size()), "2 parts");
   const Outcomes outcomes = take_outcomes(counts);
   const spec::SearchNotes noted = take_notes(notes, grown.capacity);

@@ -203,8 +203,8 @@ inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, 
     worth.push_back((sum += gain) - price[taken.size()]);
   }
   const double enough = *std::max_element(worth.begin(), worth.end()) - kWorth;
-  taken.resize(static_cast<size_t>(std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= enough; }) -
-                                   worth.begin()) + 1);
+  const auto first = std::find_if(worth.begin(), worth.end(), [&](double one) { return one >= enough; });
+  if (first != worth.end()) taken.resize(static_cast<size_t>(first - worth.begin()) + 1);  // else there is NaN
   std::sort(taken.begin(), taken.end());
   return taken;
 }

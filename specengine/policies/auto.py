@@ -339,8 +339,10 @@ class Auto(TreePolicy):
         Each node counts as one of the relation that adds the fewest: such a node is mostly there to be drafted.
         """
         self._added = reads.least(self.budget)
-        read = torch.tensor([0.0, *itertools.accumulate(self._added)])
-        measured = torch.tensor([0.0, *(interpolated(self._costs.experts, n) for n in range(1, self.budget + 1))])
+        kind: dict[str, Any] = {"dtype": tables.verify.dtype, "device": tables.verify.device}
+        read = torch.tensor([0.0, *itertools.accumulate(self._added)], **kind)
+        known = [interpolated(self._costs.experts, n) for n in range(1, self.budget + 1)]
+        measured = torch.tensor([0.0, *known], **kind)
         verify = tables.verify + self._costs.expert * (read - measured)
         return tables._replace(verify=verify.clamp(min=0))
 
