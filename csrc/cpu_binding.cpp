@@ -152,15 +152,17 @@ void require_frequencies(const std::vector<float>& frequencies, int64_t least, c
 }
 
 // numbers: epsilon of the norms, scale of attention's scores or 0 for the common one, and factors on embeddings and on what
-// is added to the residual stream; at last the divisor of logits.
+// is added to the residual stream; the divisor of logits; what tanh leaves of them, or 0 for all; and a factor on embeddings
+// that are inputs of single layers.
 cpu::Shape shape_of(const std::vector<int64_t>& sizes, const std::string& activation, const std::vector<float>& numbers) {
   require_sizes(sizes, 6);
-  require(numbers.size() == 5, "numbers", static_cast<int64_t>(numbers.size()), "5");
+  require(numbers.size() == 7, "numbers", static_cast<int64_t>(numbers.size()), "7");
   require_finite(numbers[1], numbers[1] >= 0.0f, "attention scale", "0 or more");
-  for (const size_t i : {2, 3}) require_finite(numbers[i], true, "factors", "finite numbers");
+  for (const size_t i : {2, 3, 6}) require_finite(numbers[i], true, "factors", "finite numbers");
   require_finite(numbers[4], numbers[4] != 0.0f, "divisor", "a number other than 0");
+  require_finite(numbers[5], numbers[5] >= 0.0f, "cap", "0 or more");
   const cpu::Form form{sizes[1], numbers[0], activation_of(activation), numbers[1], numbers[3]};
-  return {sizes[0], sizes[1], sizes[2], heads_of(&sizes[3]), form, numbers[2], numbers[4]};
+  return {sizes[0], sizes[1], sizes[2], heads_of(&sizes[3]), form, numbers[2], numbers[4], {}, numbers[5], numbers[6]};
 }
 
 // How layers with experts choose them: by softmax or sigmoid, either behind `normalised ` or not; how many a row uses, in how
@@ -192,6 +194,21 @@ std::vector<cpu::Place> places_of(const std::vector<std::pair<int64_t, int64_t>>
     places.push_back({static_cast<int>(rope), window});
   }
   return places;
+}
+
+// Of each layer its key-value heads, the size of a head, and the layer whose keys and values it reads, or -1 for its own;
+// empty where all layers have those of the sizes.
+void add_keeps(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& given, const cpu::Heads& heads,
+               std::vector<cpu::Place>& places) {
+  if (given.empty()) return;
+  require(given.size() == places.size(), "keeps", static_cast<int64_t>(given.size()), "one of each layer, or none");
+  for (size_t i = 0; i < places.size(); ++i) {
+    const auto& [keys, size, reads] = given[i];
+    const int64_t own[] = {heads.queries, keys, size};
+    heads_of(own);
+    require(reads >= -1 && reads < static_cast<int64_t>(i), "keys of layer", reads, "-1, or a layer before");
+    places[i].keys = keys, places[i].size = size, places[i].reads = reads;
+  }
 }
 
 // Where the rows of a forward stand. seen: int64 [rows, words] or None.
@@ -324,16 +341,24 @@ void keep(Kept& kept, int64_t length, handle path, int64_t count) {
   kept.locked([&] { kept.memory.keep(length, places.at(), count); });
 }
 
-// Where one lane's rows stand, and its keys and values.
+// Where one lane's rows stand, and its keys and values: a slab for each kind of heads.
 struct LaneOf {
   cpu::Rows rows;
-  border::Tensor slab;
+  std::vector<border::Tensor> slabs;
 };
 
+// slab: a tensor, or a tuple of them where layers have heads of several kinds.
 LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle slab,
                  int64_t layers) {
   LaneOf lane{rows_of(positions, prefix, start, seen), {}};
-  lane.slab = take_slab(slab, model.decoder.kept(layers), model.decoder.shape().heads, lane.rows);
+  const auto& kinds = model.decoder.kinds();
+  const bool many = py::isinstance<py::tuple>(slab);
+  const auto count = static_cast<int64_t>(many ? py::len(slab) : 1);
+  require(count == static_cast<int64_t>(kinds.size()), "slabs", count, std::to_string(kinds.size()));
+  for (size_t kind = 0; kind < kinds.size(); ++kind) {
+    const py::object one = many ? py::reinterpret_borrow<py::tuple>(slab)[kind] : py::reinterpret_borrow<py::object>(slab);
+    lane.slabs.push_back(take_slab(one, model.decoder.kept(layers, kind), kinds[kind].heads, lane.rows));
+  }
   return lane;
 }
 
@@ -360,10 +385,12 @@ int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, c
   cpu::Decoder::Call call{};
   int64_t rows = 0;
   for (const LaneOf& lane : lanes) {
-    require(is_half(lane.slab) == is_half(lanes[0].slab), "slab", lane.slab.size(3), "slabs of one dtype");
     call.lanes.push_back(lane.rows);
     call.lanes.back().first = rows;
-    call.slabs.push_back({lane.slab.data, lane.slab.size(3)});
+    for (const border::Tensor& slab : lane.slabs) {
+      require(is_half(slab) == is_half(lanes[0].slabs[0]), "slab", slab.size(3), "slabs of one dtype");
+      call.slabs.push_back({slab.data, slab.size(3)});
+    }
     rows += lane.rows.count;
   }
   const auto ids = take<int64_t>(tokens, "tokens", {rows});
@@ -376,7 +403,7 @@ int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, c
   const int64_t count = chosen.is_none() ? 0 : best.size(1);
   require(count <= kMostCount, "best tokens", count, "at most " + std::to_string(kMostCount) + " of a row");
   const auto largest = count ? take<float>(chosen_logits, "best logits", {rows, count}) : border::Array<float>{};
-  call.tokens = ids.at(), call.half = is_half(lanes[0].slab);
+  call.tokens = ids.at(), call.half = is_half(lanes[0].slabs[0]);
   call.features = features, call.states = read.at();
   call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
@@ -456,8 +483,8 @@ void forward_head(Draft& draft, const Model& target, const std::vector<HeadLane>
   cpu::Eagle::Inputs inputs{&target.decoder, nullptr, {}};
   int64_t rows = 0;
   for (const HeadLane& given : lanes) {
-    const border::Tensor& slab = given.lane.slab;
-    require(is_half(slab) == is_half(lanes[0].lane.slab), "slab", slab.size(3), "slabs of one dtype");
+    const border::Tensor& slab = given.lane.slabs[0];
+    require(is_half(slab) == is_half(lanes[0].lane.slabs[0]), "slab", slab.size(3), "slabs of one dtype");
     call.lanes.push_back(given.lane.rows);
     call.lanes.back().first = rows;
     call.slabs.push_back({slab.data, slab.size(3)});
@@ -469,7 +496,7 @@ void forward_head(Draft& draft, const Model& target, const std::vector<HeadLane>
   const auto recurrent = take<float>(out, "out", {rows, shape.hidden});
   const auto rated = take_logits(logits, rows, shape.vocabulary);
   inputs.tokens = ids.at();
-  call.half = is_half(lanes[0].lane.slab);
+  call.half = is_half(lanes[0].lane.slabs[0]);
   call.states = recurrent.at(), call.logits = rated.at();
   call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   const int team = threads_of(threads);
@@ -480,7 +507,7 @@ void forward_head(Draft& draft, const Model& target, const std::vector<HeadLane>
 
 LaneOf take_slot(const Draft& draft, handle positions, int64_t prefix, int64_t start, handle seen, handle slab) {
   LaneOf lane{rows_of(positions, prefix, start, seen), {}};
-  lane.slab = take_slab(slab, 1, draft.head.shape().heads, lane.rows);
+  lane.slabs.push_back(take_slab(slab, 1, draft.head.shape().heads, lane.rows));
   return lane;
 }
 
@@ -511,7 +538,7 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 15;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 17;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -562,12 +589,13 @@ PYBIND11_MODULE(_cpu, module) {
       .def("keep", keep);
   py::class_<Model>(module, "Decoder")
       // sizes: layers, hidden, vocabulary, query heads, key-value heads, head size; ropes: frequencies and a factor each;
-      // routing: as in routing_of; recurrence: as in recurrence_of
+      // routing: as in routing_of; recurrence: as in recurrence_of; keeps: as in add_keeps
       .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
                        const std::string& activation, const std::vector<float>& numbers, std::shared_ptr<cpu::Weights> weights,
                        const std::vector<std::pair<std::vector<float>, float>>& ropes,
                        const std::vector<std::pair<int64_t, int64_t>>& places, const Choice& routing,
-                       const std::vector<int64_t>& recurrence, const Traits& traits) {
+                       const std::vector<int64_t>& recurrence,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& keeps, const Traits& traits) {
         require_known(traits);
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
@@ -579,13 +607,18 @@ PYBIND11_MODULE(_cpu, module) {
         shape.parallel = traits.count("parallel") != 0;
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
-          require_frequencies(frequencies, 1, shape.heads);
+          if (keeps.empty()) require_frequencies(frequencies, 1, shape.heads);
+          require(!frequencies.empty(), "frequencies", 0, "1 or more");
           if (shape.latent.rank)
             require(2 * static_cast<int64_t>(frequencies.size()) <= shape.latent.turned, "frequencies",
                     static_cast<int64_t>(frequencies.size()), "at most half of what is turned");
           tables.push_back(rope(frequencies, factor, numerics, queries_of(traits)));
         }
-        const std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
+        std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
+        add_keeps(keeps, shape.heads, of);
+        for (const cpu::Place& place : of)
+          require(!shape.latent.rank || !place.keys || (place.keys == 1 && place.size == shape.heads.size && place.reads < 0),
+                  "keeps", place.size, "those of the sizes, with latent attention");
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);
         return new Model{std::move(weights),
@@ -613,6 +646,16 @@ PYBIND11_MODULE(_cpu, module) {
         const auto found = take<float>(out, "embeddings", {ids.size(0), shape.hidden});
         border::require_below(ids.at(), ids.size(0), shape.vocabulary, "tokens");
         for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.embedding(ids[row], found.at() + row * shape.hidden);
+      })
+      // of inputs of single layers: float32 [rows, own_channels], side by side
+      .def_property_readonly("own_channels", [](Model& model) { return model.decoder.own_channels(); })
+      .def("own_embedding", [](Model& model, handle tokens, handle out) {
+        const int64_t width = model.decoder.own_channels();
+        require(width > 0, "inputs of single layers", width, "some");
+        const auto ids = take<int64_t>(tokens, "tokens", {kAny});
+        const auto found = take<float>(out, "embeddings", {ids.size(0), width});
+        border::require_below(ids.at(), ids.size(0), model.decoder.shape().vocabulary, "tokens");
+        for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.own_embedding(ids[row], found.at() + row * width);
       });
   py::class_<Draft>(module, "Eagle")
       // sizes: hidden, draft vocabulary, query heads, key-value heads, head size; flags: norm_before_residual,

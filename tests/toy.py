@@ -414,6 +414,33 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
     ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 24,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedText",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "global_head_dim": 16,
+        },
+    ),
     "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 16}),
     "glm4_moe": (
         "Glm4Moe",
@@ -608,6 +635,8 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
 _HEADS = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "Gemma4UnifiedText": "Gemma4UnifiedForCausalLM",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
 }
@@ -629,6 +658,8 @@ def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **cha
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

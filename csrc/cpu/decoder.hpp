@@ -131,25 +131,28 @@ class Weights {
   }
 
   // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention; of: sizes of latents, if
-  // attention is over such. A layer has attention, a mixer or a network, or a network behind one of the others.
+  // attention is over such. A layer has attention, a mixer or a network, or a network behind one of the others. own_keys:
+  // else another layer's are read; own_values: else they are what keys are made of.
   Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false,
-              const LatentSizes& of = {}) const {
+              const LatentSizes& of = {}, bool own_keys = true, bool own_values = true) const {
     Layer one;
-    const bool feeds = has(prefix + "mlp.router") || has(prefix + "mlp.up_proj") || has(prefix + "mlp.gate_proj");
+    one.heads = heads;
+    const bool dense = has(prefix + "mlp.up_proj") || has(prefix + "mlp.gate_proj");
+    const bool feeds = dense || has(prefix + "mlp.router");
     if (of.rank) {
       one.latent = latent(prefix + "self_attn.", heads, of, hidden);
       one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * of.value);
     } else if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
-      one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
-      one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
+      if (own_keys) one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
+      if (own_keys && own_values) one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
       one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * heads.size);
       const std::string gate = prefix + "self_attn.gate_proj";
       const bool by_head = has(gate) && stored(gate + ".weight").outputs == heads.queries;
       if (has(gate)) one.head_gate = matrix(gate, heads.queries * (by_head ? 1 : heads.size), inputs);
     }
     one.experts = experts(prefix + "mlp.", hidden);
-    if (feeds && !one.experts.any()) one.network = network(prefix + "mlp.", hidden);
+    if (dense) one.network = network(prefix + "mlp.", hidden);
     one.input_norm = norm(prefix + "input_layernorm", hidden);
     one.post_norm = norm(prefix + "post_attention_layernorm", hidden);
     one.attention_norm = vector(prefix + "attention_output_norm.weight", hidden);
@@ -158,6 +161,12 @@ class Weights {
     one.whole_norms = count(prefix + "self_attn.q_norm.weight") > heads.size;
     one.q_norm = vector(prefix + "self_attn.q_norm.weight", one.whole_norms ? heads.queries * heads.size : heads.size);
     one.k_norm = vector(prefix + "self_attn.k_norm.weight", one.whole_norms ? heads.keys * heads.size : heads.size);
+    one.v_norm = vector(prefix + "self_attn.v_norm.weight", heads.size);
+    one.experts_norm = vector(prefix + "experts_norm.weight", hidden);
+    one.router_norm = vector(prefix + "router_norm", hidden);
+    one.dense_norm = vector(prefix + "dense_norm.weight", hidden);
+    one.mixed_norm = vector(prefix + "mixed_norm.weight", hidden);
+    if (const float* scale = vector(prefix + "scale", 1)) one.scale = *scale;
     return one;
   }
 
@@ -176,6 +185,7 @@ class Weights {
     if (!has(prefix + "router")) return found;
     found.router = matrix(prefix + "router", 0, hidden);
     found.choice = vector(prefix + "router.choice", found.router.outputs);
+    found.scales = vector(prefix + "router.scales", found.router.outputs);
     for (int64_t e = 0; e < found.router.outputs; ++e)
       found.each.push_back(network(prefix + "experts." + std::to_string(e) + ".", hidden));
     found.shared = has(prefix + "shared.up_proj");
@@ -277,6 +287,8 @@ struct Shape {
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
   Recurrence recurrence = {};  // of the layers without attention; their number is found
+  float cap = 0.0f;         // of what tanh leaves of logits; 0: all
+  float own_inputs = 1.0f;  // what the embeddings are multiplied by that are inputs of single layers
   bool centred = false;        // norms of what attention, networks and the head read are layer norms
   bool parallel = false;       // networks read what attention reads
   LatentSizes latent = {};     // of all layers, or of none; heads are one of keys then, of a latent and what is turned
@@ -284,8 +296,19 @@ struct Shape {
 
 // Where the layers of a network differ.
 struct Place {
+  static constexpr int64_t kOwn = -1;
+
   int rope;        // of the network's tables, or Layer::kNone
   int64_t window;  // or 0
+  int64_t keys = 0, size = 0;  // key-value heads, and channels of a head; 0: those of the shape
+  int64_t reads = kOwn;        // the layer before whose keys and values it reads, or its own
+};
+
+// Inputs of single layers: of each token as many numbers for each layer, made of an embedding and of the first states.
+struct OwnInputs {
+  Matrix embedding, projection;   // [vocabulary][layers * size], [layers * size][hidden]; or without panels
+  const float* norm = nullptr;    // [size], of what the projection gives
+  int64_t size = 0;               // of one layer's
 };
 
 class Decoder {
@@ -293,36 +316,47 @@ class Decoder {
   // places: of all layers.
   Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, std::vector<Rope> ropes,
           const std::vector<Place>& places)
-      : shape_(shape), ropes_(std::move(ropes)), space_(kernels, windows_of(places)),
+      : shape_(shape), ropes_(std::move(ropes)), space_(kernels, views_of(shape, places)),
         embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
         head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
         norm_(weights.norm("model.norm", shape.hidden, shape.centred)) {
     weights.needed("model.norm.weight", shape.hidden);
+    add_own_inputs(weights);
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
+      const Place& place = places[static_cast<size_t>(i)];
       mixers_.push_back(shape.recurrence.taps ? weights.mixer(prefix, shape.recurrence, shape.hidden, shape.form.eps) : nullptr);
       const Mixer* mixer = mixers_.back().get();
-      layers_.push_back(weights.layer(prefix, shape.heads, shape.hidden, shape.hidden, mixer, shape.latent));
+      layers_.push_back(weights.layer(prefix, heads_of(shape, place), shape.hidden, shape.hidden, mixer, shape.latent,
+                                      place.reads == Place::kOwn, weights.has(prefix + "self_attn.v_proj")));
       if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
       layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
       layers_.back().parallel = shape.parallel;
-      layers_.back().rope = places[static_cast<size_t>(i)].rope;
-      layers_.back().window = places[static_cast<size_t>(i)].window;
+      add_place(place, layers_.back().attends());
+      add_own_parts(weights, prefix);
       require_routing(layers_.back().experts, shape.form.routing);
-      widest_ = std::max(widest_, layers_.back().network.wide().panels);
+      gated_.try_emplace(layers_.back().network.wide().panels);
     }
+    if (kinds_.empty()) kinds_.push_back({shape.heads, 0});
   }
 
-  // Keys and values of one lane.
+  // Heads of the layers whose keys and values stand in one slab.
+  struct Kind {
+    Heads heads;
+    int64_t layers;  // that have keys and values of their own
+  };
+  const std::vector<Kind>& kinds() const { return kinds_; }
+
+  // Keys and values of one lane, of the layers of one kind.
   struct Slab {
-    void* data;  // [layers with attention][2][key-value heads][capacity][head size]; of latents [layers][capacity][size]
+    void* data;  // [layers with their own][2][key-value heads][capacity][head size]; of latents [layers][capacity][size]
     int64_t capacity;
   };
 
   struct Call {
     std::vector<Rows> lanes;  // one, where there is a memory
     const int64_t* tokens;    // [rows of all lanes]
-    std::vector<Slab> slabs;  // of each lane
+    std::vector<Slab> slabs;  // of each lane, one for each kind
     bool half;                // the slabs hold bfloat16
     std::vector<int64_t> features;  // of which layers' inputs; `layers`: behind the final norm
     float* states;                  // [rows][features * hidden]
@@ -352,17 +386,17 @@ class Decoder {
     const Input in = space_.input(space_.first, shape_.hidden);
     const auto run_all = [&](const Team& team) {
       copy_tiles(team, space_, space_.x, shape_.hidden, in);
-      Readout(space_, head_, 0, shape_.divisor).run(team, in, logits);
+      Readout(space_, head_, 0, shape_.divisor, shape_.cap).run(team, in, logits);
     };
     Pool::shared().run(threads, run_all, space_.around());
   }
 
   // A token's embedding as it is stored: float [hidden].
-  void embedding(int64_t token, float* out) const {
-    std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
-    space_.kernels.weights(embedding_, token, row.data());
-    std::copy(row.begin(), row.begin() + shape_.hidden, out);
-  }
+  void embedding(int64_t token, float* out) const { row_of(embedding_, token, out); }
+
+  // The same of the inputs of single layers, float [layers * size]; there may be none.
+  void own_embedding(int64_t token, float* out) const { row_of(own_.embedding, token, out); }
+  int64_t own_channels() const { return own_.embedding.outputs ? own_.embedding.inputs : 0; }
 
   const Shape& shape() const { return shape_; }
 
@@ -371,21 +405,79 @@ class Decoder {
     return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.experts.any(); });
   }
 
-  // Return how many of the first so many layers have keys and values.
-  int64_t attending(int64_t layers) const {
-    return std::count_if(layers_.begin(), layers_.begin() + layers, [](const Layer& layer) { return layer.attends(); });
+  // Return how many of the first so many layers have keys and values of a kind.
+  int64_t attending(int64_t layers, size_t kind) const {
+    return std::count_if(kept_.begin(), kept_.begin() + layers,
+                         [&](const Kept& kept) { return kept.attends && kept.own && kept.kind == kind; });
   }
   // Return how many layers of keys and values that is: two layers' latents stand in the place of one layer's.
-  int64_t kept(int64_t layers) const {
-    return shape_.latent.rank ? (attending(layers) + 1) / 2 : attending(layers);
+  int64_t kept(int64_t layers, size_t kind) const {
+    const int64_t own = attending(layers, kind);
+    return shape_.latent.rank ? (own + 1) / 2 : own;
   }
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
-  static std::vector<int64_t> windows_of(const std::vector<Place>& places) {
-    std::vector<int64_t> found;
-    for (const Place& place : places) found.push_back(place.window);
+  // Where the keys and values are that a layer reads: which of their kind's slab. own: it writes them, too.
+  struct Kept {
+    size_t kind;
+    int64_t place;
+    bool attends, own;
+  };
+
+  static Heads heads_of(const Shape& shape, const Place& place) {
+    return {shape.heads.queries, place.keys ? place.keys : shape.heads.keys, place.size ? place.size : shape.heads.size};
+  }
+
+  static std::vector<View> views_of(const Shape& shape, const std::vector<Place>& places) {
+    std::vector<View> found;
+    for (const Place& place : places) found.push_back({place.window, heads_of(shape, place).groups()});
     return found;
+  }
+
+  // Of the last layer.
+  void add_place(const Place& place, bool attends) {
+    Layer& layer = layers_.back();
+    layer.rope = place.rope;
+    layer.window = place.window;
+    if (!attends) return kept_.push_back({0, 0, false, false});
+    const int64_t size = layer.heads.size;
+    if (layer.rope != Layer::kNone && 2 * ropes_[static_cast<size_t>(layer.rope)].half() > size)
+      throw std::invalid_argument("frequencies: got " + std::to_string(ropes_[static_cast<size_t>(layer.rope)].half()) +
+                                  ", accepted up to " + std::to_string(size / 2) + " for heads of " + std::to_string(size));
+    if (place.reads != Place::kOwn) {
+      const bool known = place.reads >= 0 && place.reads < static_cast<int64_t>(kept_.size());
+      const Kept* source = known ? &kept_[static_cast<size_t>(place.reads)] : nullptr;
+      if (!source || !source->own || !(kinds_[source->kind].heads == layer.heads))
+        throw std::invalid_argument("keys: got those of layer " + std::to_string(place.reads) +
+                                    ", accepted a layer before with its own, of the same heads");
+      return kept_.push_back({source->kind, source->place, true, false});
+    }
+    size_t kind = 0;
+    while (kind < kinds_.size() && !(kinds_[kind].heads == layer.heads)) ++kind;
+    if (kind == kinds_.size()) kinds_.push_back({layer.heads, 0});
+    kept_.push_back({kind, kinds_[kind].layers++, true, true});
+  }
+
+  void add_own_inputs(const Weights& weights) {
+    const std::string embedding = "model.own_embedding", projection = "model.own_projection";
+    if (!weights.has(projection)) return;
+    own_.projection = weights.matrix(projection, 0, shape_.hidden);
+    own_.embedding = weights.matrix(embedding, shape_.vocabulary, own_.projection.outputs);
+    own_.size = weights.count("model.own_norm.weight");
+    own_.norm = weights.needed("model.own_norm.weight", own_.size);
+    if (own_.projection.outputs != shape_.layers * own_.size)
+      throw std::invalid_argument(projection + ": got " + std::to_string(own_.projection.outputs) + " outputs, accepted " +
+                                  std::to_string(shape_.layers * own_.size));
+  }
+
+  // Of the last layer.
+  void add_own_parts(const Weights& weights, const std::string& prefix) {
+    if (!own_.size) return;
+    Layer& layer = layers_.back();
+    layer.own_gate = weights.matrix(prefix + "own_gate", own_.size, shape_.hidden);
+    layer.own_out = weights.matrix(prefix + "own_out", shape_.hidden, own_.size);
+    layer.own_norm = weights.vector(prefix + "own_norm.weight", shape_.hidden);
   }
 
   static void require_routing(const Experts& experts, const Routing& routing) {
@@ -401,12 +493,21 @@ class Decoder {
 
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden;
-    space_.prepare(call.lanes, hidden, shape_.heads, ropes_, threads);
+    space_.prepare(call.lanes, hidden, heads(), ropes_, threads);
     const Input in = space_.input(space_.first, hidden);
-    const bool latent = shape_.latent.rank;
-    const Input attended =
-        space_.input(space_.second, shape_.heads.queries * (latent ? shape_.latent.value : shape_.heads.size));
-    const Input gated = space_.input(space_.third, widest_ * kOutputs);
+    // one for each size: behind the channels of one layer stands nothing of another
+    std::map<int64_t, Input> attended, gated;
+    for (const Kind& kind : kinds_) {
+      const int64_t channels = attended_channels(kind.heads);
+      attended[channels] = space_.input(attended_[channels], channels);
+    }
+    for (auto& [panels, buffer] : gated_) gated[panels] = space_.input(buffer, std::max<int64_t>(panels, 1) * kOutputs);
+    Input own{};
+    float* inputs = nullptr;
+    if (own_.size) {
+      own = space_.input(own_gated_, own_.size);
+      inputs = own_inputs_.reserve(static_cast<size_t>((space_.tiles * shape_.layers * own_.size + kOutputs) * kRows));
+    }
     Leaders leaders{call.count};
     leaders.most = most_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
     leaders.at = at_.reserve(static_cast<size_t>(leaders.lists(threads) * leaders.size(space_.tiles)));
@@ -421,49 +522,104 @@ class Decoder {
     }
     const auto run_all = [&](const Team& team) {
       embed(team, call.tokens);
+      if (own_.size) make_own_inputs(team, call.tokens, in, inputs);
       std::vector<Cache> caches(call.lanes.size());
-      LayerRun run(team, space_, shape_.heads, call.lanes, shape_.form);
+      LayerRun of_latents(team, space_, shape_.heads, call.lanes, shape_.form);
       std::unique_ptr<LatentRun> latents;
-      if (latent) latents = std::make_unique<LatentRun>(team, space_, run, shape_.heads, shape_.latent, latent_);
-      int64_t attending = 0, mixing = 0;  // layers so far
+      if (shape_.latent.rank)
+        latents = std::make_unique<LatentRun>(team, space_, of_latents, shape_.heads, shape_.latent, latent_);
+      int64_t mixing = 0;  // layers so far
       for (int64_t i = 0; i < call.layers; ++i) {
         take_features(team, call, i, space_.x);
         const Layer& layer = layers_[static_cast<size_t>(i)];
         const Mixer* mixer = mixers_[static_cast<size_t>(i)].get();
+        LayerRun run(team, space_, layer.heads, call.lanes, shape_.form);
+        const Input& network = gated[layer.network.wide().panels];
         if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
         if (mixer) {
           mixer->run(team, space_, lineage_, mixing++, in, scratch_, mixed);
           run.add_rows(layer, mixed);
-          run.feed_rows(layer, in, gated);
+          run.feed_rows(layer, in, network);
         } else if (layer.attends()) {
-          for (size_t lane = 0; lane < caches.size(); ++lane)
-            caches[lane] = cache_of(call.slabs[lane], attending, call.half);
-          ++attending;
+          for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call, lane, i);
+          const Input& heads = attended[attended_channels(layer.heads)];
           if (latents)
-            latents->attend_rows(layer, caches.data(), in, attended);
+            latents->attend_rows(layer, caches.data(), in, heads);
           else
-            run.attend_rows(layer, caches.data(), in, attended);
-          run.add_rows(layer, attended);
-          run.feed_rows(layer, in, gated);
+            run.attend_rows(layer, caches.data(), in, heads);
+          run.add_rows(layer, heads);
+          run.feed_rows(layer, in, network);
         } else {
-          run.feed_rows(layer, in, gated);
+          run.feed_rows(layer, in, network);
         }
+        run.add_own(layer, inputs + i * own_.size * kRows, shape_.layers * own_.size, in, own);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
       take_features(team, call, shape_.layers, normed);
       if (call.logits || call.count)
-        Readout(space_, head_, call.first_logits, shape_.divisor).run(team, in, call.logits, leaders);
+        Readout(space_, head_, call.first_logits, shape_.divisor, shape_.cap).run(team, in, call.logits, leaders);
     };
     Pool::shared().run(threads, run_all, space_.around());
     if (call.memory && call.layers == shape_.layers) lineage_.end();  // else it is of no further use
     if (call.count) choose(threads, leaders, call);
   }
 
-  // Keys and values of the `place`-th layer that has them.
-  Cache cache_of(const Slab& slab, int64_t place, bool half) const {
+  // Keys and values that a layer reads.
+  Cache cache_of(const Call& call, size_t lane, int64_t layer) const {
+    const Kept& kept = kept_[static_cast<size_t>(layer)];
+    const Slab& slab = call.slabs[lane * kinds_.size() + kept.kind];
+    const Heads& heads = kinds_[kept.kind].heads;
     const bool shared = shape_.latent.rank;
-    const int64_t bytes = (shared ? 1 : 2) * shape_.heads.keys * slab.capacity * shape_.heads.size * (half ? 2 : 4);
-    return {static_cast<char*>(slab.data) + place * bytes, slab.capacity, half, shared};
+    const int64_t bytes = (shared ? 1 : 2) * heads.keys * slab.capacity * heads.size * (call.half ? 2 : 4);
+    return {static_cast<char*>(slab.data) + kept.place * bytes, slab.capacity, call.half, shared};
+  }
+
+  // Channels of what a layer's attention gives.
+  int64_t attended_channels(const Heads& heads) const {
+    return heads.queries * (shape_.latent.rank ? shape_.latent.value : heads.size);
+  }
+
+  std::vector<Heads> heads() const {
+    std::vector<Heads> found;
+    for (const Kind& kind : kinds_) found.push_back(kind.heads);
+    return found;
+  }
+
+  void row_of(const Matrix& m, int64_t output, float* out) const {
+    std::vector<float> row(static_cast<size_t>(m.blocks * kDepth));
+    space_.kernels.weights(m, output, row.data());
+    std::copy(row.begin(), row.begin() + m.inputs, out);
+  }
+
+  // All layers' own inputs, [tiles][layers * size][16]: norm(projection(x)) and a token's embedding, of both the sum times
+  // the root of a half.
+  void make_own_inputs(const Team& team, const int64_t* tokens, const Input& in, float* inputs) {
+    const int64_t width = own_.projection.outputs, size = own_.size * kRows;
+    copy_tiles(team, space_, space_.x, shape_.hidden, in);
+    products_of(team, space_, {&own_.projection}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, width - panel * kOutputs);
+      for (int64_t t = 0; t < space_.tiles; ++t)
+        std::copy_n(sums + t * kOutputs * kRows, live * kRows, inputs + (t * width + panel * kOutputs) * kRows);
+    });
+    const float root = 1.0f / std::sqrt(static_cast<float>(shape_.hidden)), half = std::sqrt(0.5f);
+    team.each(space_.tiles * shape_.layers, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          float* one = inputs + i * size;
+          multiply(one, size, root);
+          space_.kernels.norm(one, own_.norm, own_.size, shape_.form.eps, nullptr, 0, 0, one);
+        }
+    });
+    team.each(space_.rows, 1, [&](Pieces& pieces) {
+      std::vector<float> row(static_cast<size_t>(width));
+      while (pieces.next())
+        for (int64_t r = pieces.first; r < pieces.last; ++r) {
+          row_of(own_.embedding, tokens[r], row.data());
+          multiply(row.data(), width, shape_.own_inputs);
+          float* to = inputs + r / kRows * width * kRows + r % kRows;
+          for (int64_t c = 0; c < width; ++c) to[c * kRows] = (to[c * kRows] + row[static_cast<size_t>(c)]) * half;
+        }
+    });
   }
 
   int64_t mixers_width() const {
@@ -478,7 +634,7 @@ class Decoder {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare({given}, shape_.hidden, shape_.heads, ropes_, threads);
+    space_.prepare({given}, shape_.hidden, heads(), ropes_, threads);
     rows_to_tiles(states, shape_.hidden, rows, space_.x);
   }
 
@@ -531,7 +687,12 @@ class Decoder {
   const Matrix embedding_, head_;
   const Norm norm_;
   std::vector<Layer> layers_;
-  int64_t widest_ = 1;  // panels of gates
+  std::vector<Kept> kept_;  // of each layer
+  std::vector<Kind> kinds_;
+  OwnInputs own_;
+  std::map<int64_t, Buffer<uint32_t>> attended_, gated_;  // by channels, and by panels of gates
+  Buffer<uint32_t> own_gated_;
+  Buffer<float> own_inputs_;
   std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention
   Lineage lineage_;
   MixerScratch scratch_;

@@ -19,7 +19,7 @@ struct EagleShape {
 class Eagle {
  public:
   Eagle(const Kernels& kernels, const EagleShape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), ropes_{std::move(rope)}, space_(kernels),
+      : shape_(shape), ropes_{std::move(rope)}, space_(kernels, {{0, shape.heads.groups()}}),
         layer_(weights.layer("layers.0.", shape.heads, shape.hidden, 2 * shape.hidden)),
         fusion_(weights.matrix("fc", shape.hidden)), head_(weights.matrix("lm_head", shape.vocabulary, shape.hidden)),
         input_norm_(weights.needed("layers.0.input_layernorm.weight", shape.hidden)),
@@ -100,7 +100,7 @@ class Eagle {
     Rows given;
     given.count = rows;
     given.positions = positions.data();
-    space_.prepare({given}, shape_.hidden, shape_.heads, ropes_, threads);
+    space_.prepare({given}, shape_.hidden, {shape_.heads}, ropes_, threads);
     const Input in = space_.input(fused_, width);
     float* tiled = wide_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
     rows_to_tiles(features, width, rows, tiled);
@@ -123,7 +123,7 @@ class Eagle {
  private:
   void run(const Call& call, int threads) {
     const int64_t hidden = shape_.hidden, rows = call.rows();
-    space_.prepare(call.lanes, hidden, shape_.heads, ropes_, threads);
+    space_.prepare(call.lanes, hidden, {shape_.heads}, ropes_, threads);
     const int64_t tiles = space_.tiles, size = hidden * kRows;
     const Input both = space_.input(space_.first, 2 * hidden), normed = space_.input(normed_, hidden);
     const Input attended = space_.input(space_.second, shape_.heads.queries * shape_.heads.size);

@@ -38,6 +38,7 @@ struct Network {
 struct Experts {
   Matrix router;
   const float* choice = nullptr;    // [experts], added to scores where experts are chosen, not to their weights
+  const float* scales = nullptr;    // [experts], of the weights of those that were chosen
   std::vector<Network> each;   // and, where it is `shared`, one more that all rows use
   bool shared = false;
   Matrix shared_gate;               // [1][hidden]: whose sigmoid is its weight; no panels: that is 1
@@ -172,6 +173,7 @@ class ExpertsRun {
     for (int64_t i = 0; i < routing_.chosen; ++i) {
       if (routing_.normalised) weights[i] /= sum;
       weights[i] *= routing_.factor;
+      if (experts_.scales) weights[i] *= experts_.scales[chosen[i]];
     }
   }
 

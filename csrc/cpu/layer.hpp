@@ -31,6 +31,9 @@ struct Heads {
   int64_t queries, keys, size;  // query heads, key-value heads, channels of each
   int64_t groups() const { return queries / keys; }
   int64_t channels() const { return (queries + 2 * keys) * size; }
+  bool operator==(const Heads& other) const {
+    return queries == other.queries && keys == other.keys && size == other.size;
+  }
 };
 
 // Sizes of latent attention (latent.hpp). rank: channels of a latent; plain, turned: of a head's query, of which the key
@@ -60,16 +63,23 @@ struct Norm {
 
 // Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
 struct Layer {
-  Matrix q, k, v, o;
-  Latent latent;    // where there is one: instead of q, k and v
+  Heads heads;
+  Matrix q, k, v, o;  // without v: values are what keys are made of; without k: another layer's are read
+  Latent latent;      // where there is one: instead of q, k and v
   Network network;
-  Experts experts;  // where there are any: instead of the network
+  Experts experts;  // where there are any: instead of the network, or, where there is one too, beside it
   Matrix head_gate;  // of what attention gives, by the sigmoid of an output for each channel or head; or without panels
   Norm input_norm, post_norm;  // of what attention and the network read
   const float *attention_norm = nullptr, *network_norm = nullptr;  // [hidden]: RMS norms of what they add
   bool parallel = false;       // the network reads what attention reads
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head size], or of all heads' channels where they are `whole`
+  const float* v_norm = nullptr;                     // [head size]
   const float* sinks = nullptr;  // [query heads]: scores beside those of slots
+  // [hidden]: of what experts beside a network and their router read, and of what the network and the experts give
+  const float *experts_norm = nullptr, *router_norm = nullptr, *dense_norm = nullptr, *mixed_norm = nullptr;
+  Matrix own_gate, own_out;         // of the layer's own inputs, or without panels
+  const float* own_norm = nullptr;  // [hidden]: of what these add
+  float scale = 1.0f;               // of all that the layer gives
   bool whole_norms = false;
   int rope = 0;        // of the network's tables; none: positions do not count
   int64_t window = 0;  // of attention: places that a row sees, its own included; 0: all
@@ -204,9 +214,16 @@ struct Part {
   int64_t base, reach;  // the first slot of all groups, and what is behind the last one's
 };
 
-// Who sees what in the layers of one window.
+// What layers with the same sight have in common.
+struct View {
+  int64_t window = 0;   // 0: all
+  int64_t per_row = 1;  // query heads of a key-value head
+  bool operator==(const View& other) const { return window == other.window && per_row == other.per_row; }
+};
+
+// Who sees what in the layers of one view.
 struct Sight {
-  int64_t window = 0;  // 0: all
+  View view;
   std::vector<Group> groups;
   std::vector<Part> parts;  // of each lane
   std::vector<Step> steps;
@@ -222,10 +239,10 @@ struct Sight {
 // What forwards of one network share: states by tile, inputs of products, and who sees what.
 class Workspace {
  public:
-  // windows: of the network's layers; 0 is always there.
-  explicit Workspace(const Kernels& kernels, const std::vector<int64_t>& windows = {}) : kernels(kernels), sights_(1) {
-    for (const int64_t window : windows)
-      if (!is_known(window)) sights_.emplace_back().window = window;
+  // views: of the network's layers with attention.
+  Workspace(const Kernels& kernels, const std::vector<View>& views) : kernels(kernels) {
+    for (const View& view : views)
+      if (!find(view)) sights_.emplace_back().view = view;
   }
 
   const Kernels& kernels;
@@ -236,28 +253,30 @@ class Workspace {
   float* gates = nullptr;   // [tiles][query channels][16], where attention is gated
   std::vector<ThreadScratch> threads;
 
-  // lanes: each one's rows behind those of the one before.
-  void prepare(const std::vector<Rows>& lanes, int64_t hidden, const Heads& heads, std::vector<Rope>& ropes, int team) {
+  // lanes: each one's rows behind those of the one before; heads: all kinds of them.
+  void prepare(const std::vector<Rows>& lanes, int64_t hidden, const std::vector<Heads>& heads, std::vector<Rope>& ropes,
+               int team) {
+    int64_t channels = 0, gated = 0;
+    for (const Heads& kind : heads) {
+      channels = std::max(channels, kind.channels());
+      gated = std::max(gated, rounded_up(kind.queries * kind.size, kOutputs));
+    }
     rows = lanes.back().first + lanes.back().count;
     tiles = (rows + kRows - 1) / kRows;
     x = states_.reserve(static_cast<size_t>(tiles * hidden * kRows));
     std::memset(x + (tiles - 1) * hidden * kRows, 0, static_cast<size_t>(hidden * kRows) * sizeof(float));
     // rows within a tile are read as vectors, which may reach behind the last one
-    qkv = qkv_.reserve(static_cast<size_t>(tiles * heads.channels() * kRows + kRows));
+    qkv = qkv_.reserve(static_cast<size_t>(tiles * channels * kRows + kRows));
     added = added_.reserve(static_cast<size_t>(tiles * hidden * kRows));
-    gates = gates_.reserve(static_cast<size_t>(tiles * rounded_up(heads.queries * heads.size, kOutputs) * kRows));
+    gates = gates_.reserve(static_cast<size_t>(tiles * gated * kRows));
     turns_.resize(ropes.size());
     for (size_t i = 0; i < ropes.size(); ++i) place_rotations(lanes, ropes[i], turns_[i]);
-    for (Sight& sight : sights_) group(lanes, heads, sight);
+    for (Sight& sight : sights_) group(lanes, sight);
     if (static_cast<int>(threads.size()) < team) threads.resize(static_cast<size_t>(team));
   }
 
   const Turns& turns(int rope) const { return turns_[static_cast<size_t>(rope)]; }
-  const Sight& sight(int64_t window) const {
-    for (const Sight& one : sights_)
-      if (one.window == window) return one;
-    return sights_[0];
-  }
+  const Sight& sight(const View& view) const { return *find(view); }
 
   // An input of so many channels for all tiles; what no row fills is zero.
   Input input(Buffer<uint32_t>& buffer, int64_t channels) const {
@@ -273,11 +292,16 @@ class Workspace {
   // Run on each thread before and after its kernels.
   Pool::Around around() const { return {kernels.begin, kernels.end}; }
 
-  Buffer<uint32_t> first, second, third;
+  Buffer<uint32_t> first, second, third, rated;
+  Buffer<float> beside;  // [tiles][hidden][16], of a network with experts beside it
   ExpertSpace experts;
 
  private:
-  bool is_known(int64_t window) const { return sight(window).window == window; }
+  const Sight* find(const View& view) const {
+    for (const Sight& one : sights_)
+      if (one.view == view) return &one;
+    return nullptr;
+  }
 
   void place_rotations(const std::vector<Rows>& lanes, Rope& rope, Turns& turns) const {
     int64_t last = 0;
@@ -302,12 +326,12 @@ class Workspace {
       }
   }
 
-  void group(const std::vector<Rows>& lanes, const Heads& heads, Sight& sight) const {
+  void group(const std::vector<Rows>& lanes, Sight& sight) const {
     sight.groups.clear();
     sight.parts.clear();
     sight.steps.clear();
     sight.most_slots = sight.most_steps = 0;
-    const int64_t per_row = heads.groups();
+    const int64_t per_row = sight.view.per_row;
     for (const Rows& given : lanes) {
       const int64_t end = given.first + given.count;
       sight.parts.push_back({static_cast<int64_t>(sight.groups.size()), 0, INT64_MAX, 0});
@@ -331,11 +355,11 @@ class Workspace {
     bool common = true;  // all lanes have seen all slots so far
     one.prefix = given.seen ? given.prefix : given.slot_of(first_row) + 1;
     std::fill(places, places + kRows, one.prefix);
-    if (sight.window)
+    if (sight.view.window)
       for (int64_t row = first_row; row <= last_row; ++row) {
         int64_t path = one.prefix;
         for (int64_t slot = one.prefix; slot < end; ++slot) path += given.sees(row, slot);
-        begins[row - first_row] = std::max<int64_t>(path - sight.window, 0);
+        begins[row - first_row] = std::max<int64_t>(path - sight.view.window, 0);
       }
     for (int64_t slot = one.prefix; slot < end; ++slot) {
       Step step{slot, 0, 0, 0};
@@ -360,7 +384,7 @@ class Workspace {
     }
     one.steps = static_cast<int64_t>(steps.size()) - one.step;
     one.slots = one.steps ? steps.back().slot + 1 : one.prefix;
-    if (sight.window) begin_at_window(one, per_row, begins, steps);
+    if (sight.view.window) begin_at_window(one, per_row, begins, steps);
     Part& part = sight.parts.back();
     part.base = std::min(part.base, one.base);
     part.reach = std::max(part.reach, one.base + one.slots);
@@ -488,7 +512,7 @@ class LayerRun {
   LayerRun(const Team& team, Workspace& space, const Heads& heads, const std::vector<Rows>& lanes, const Form& form)
       : team_(team), space_(space), heads_(heads), lanes_(lanes), form_(form) {}
 
-  // caches: the layer's of each lane.
+  // caches: of each lane those that the layer reads, and writes where it has keys of its own.
   void run(const Layer& layer, const Cache* caches, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
     attend_rows(layer, caches, in, attended);
@@ -500,14 +524,18 @@ class LayerRun {
   void attend_rows(const Layer& layer, const Cache* caches, const Input& in, const Input& attended) {
     const int64_t tiles = space_.tiles, channels = heads_.channels();
     const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
+    std::vector<const Matrix*> parts{&layer.q};
+    for (const Matrix* part : {&layer.k, &layer.v})
+      if (part->panels) parts.push_back(part);
     const auto keep = [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
-      const Matrix& m = *(part == 0 ? &layer.q : part == 1 ? &layer.k : &layer.v);
-      const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
+      const int64_t live = std::min<int64_t>(kOutputs, parts[part]->outputs - panel * kOutputs);
+      const size_t copies = part == 1 && !layer.v.panels ? 2 : 1;
       for (int64_t t = 0; t < tiles; ++t)
-        std::memcpy(space_.qkv + (t * channels + offsets[part] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
-                    static_cast<size_t>(live * kRows) * sizeof(float));
+        for (size_t to = part; to < part + copies; ++to)
+          std::memcpy(space_.qkv + (t * channels + offsets[to] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
+                      static_cast<size_t>(live * kRows) * sizeof(float));
     };
-    products_of(team_, space_, {&layer.q, &layer.k, &layer.v}, in, keep);
+    products_of(team_, space_, parts, in, keep);
     if (layer.whole_norms) norm_heads(layer);
     place(layer, caches);
     if (layer.head_gate.panels) keep_gates(layer.head_gate, in);
@@ -523,9 +551,31 @@ class LayerRun {
   void feed_rows(const Layer& layer, const Input& normed, const Input& gated) {
     if (!layer.feeds()) return;
     if (!layer.parallel) norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
-    if (layer.experts.any()) return mix(layer, normed);
-    feed_forward(layer, normed, gated);
-    add(layer.network.down, gated, layer.network_norm);
+    const bool mixed = layer.experts.any(), dense = layer.network.down.panels;
+    if (dense) feed_forward(layer, normed, gated);
+    if (mixed && dense) mix_beside(layer, normed, gated);
+    else if (mixed) mix(layer, normed);
+    else add(layer.network.down, gated, layer.network_norm);
+  }
+
+  // Adds what the layer makes of its own inputs, [tiles][stride][16], and scales all that it gives. in, own: inputs of
+  // products, of hidden and of the own inputs' channels.
+  void add_own(const Layer& layer, const float* inputs, int64_t stride, const Input& in, const Input& own) {
+    if (layer.own_gate.panels) {
+      copy_tiles(team_, space_, space_.x, form_.hidden, in);
+      products_of(team_, space_, {&layer.own_gate}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+        for (int64_t t = 0; t < space_.tiles; ++t)
+          space_.kernels.gate(sums + t * kOutputs * kRows, inputs + (t * stride + panel * kOutputs) * kRows, own, t,
+                              panel * kOutputs, form_.activation);
+      });
+      add(layer.own_out, own, layer.own_norm);
+    }
+    if (layer.scale == 1.0f) return;
+    const int64_t size = form_.hidden * kRows;
+    team_.each(space_.tiles, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t t = pieces.first; t < pieces.last; ++t) multiply(space_.x + t * size, size, layer.scale);
+    });
   }
 
   void rotate(const Turns& turns, int64_t tile, float* states) {
@@ -541,7 +591,7 @@ class LayerRun {
   // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
   // first; within windows, which are about as long, those that begin first.
   void attend(const Layer& layer, const Cache* caches, const Input& attended) {
-    const Sight& sight = space_.sight(layer.window);
+    const Sight& sight = space_.sight({layer.window, heads_.groups()});
     team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       const int64_t size = heads_.size;
@@ -636,7 +686,7 @@ class LayerRun {
 
   // Norms and rotates queries and keys, and writes keys and values into the cache.
   void place(const Layer& layer, const Cache* caches) {
-    const int64_t all = heads_.queries + 2 * heads_.keys;
+    const int64_t all = heads_.queries + (layer.k.panels ? 2 * heads_.keys : 0);
     team_.each(space_.tiles * all, 1, [&](Pieces& pieces) {
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, caches, i / all, i % all);
@@ -647,11 +697,9 @@ class LayerRun {
     const int64_t all = heads_.queries + 2 * heads_.keys;
     float* states = space_.qkv + (tile * all + head) * heads_.size * kRows;
     const bool query = head < heads_.queries, value = head >= heads_.queries + heads_.keys;
-    if (!value) {
-      const float* weight = layer.whole_norms ? nullptr : query ? layer.q_norm : layer.k_norm;
-      if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
-      if (layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
-    }
+    const float* weight = value ? layer.v_norm : layer.whole_norms ? nullptr : query ? layer.q_norm : layer.k_norm;
+    if (weight) space_.kernels.norm(states, weight, heads_.size, form_.eps, nullptr, 0, 0, states);
+    if (!value && layer.rope != Layer::kNone) rotate(space_.turns(layer.rope), tile, states);
     if (!query) return write_all(caches, value, (head - heads_.queries) % heads_.keys, tile, states);
     if (layer.rope != Layer::kNone && space_.turns(layer.rope).scales) scale(space_.turns(layer.rope), tile, states);
   }
@@ -715,7 +763,7 @@ class LayerRun {
       while (pieces.next())
         for (int64_t t = pieces.first; t < pieces.last; ++t) {
           float* added = space_.added + t * size;
-          space_.kernels.norm(added, norm, form_.hidden, form_.eps, nullptr, 0, 0, added);
+          if (norm) space_.kernels.norm(added, norm, form_.hidden, form_.eps, nullptr, 0, 0, added);
           if (scaled) multiply(added, size, form_.residual);
           space_.kernels.add(space_.x + t * size, added, size);
         }
@@ -724,16 +772,45 @@ class LayerRun {
 
   // Adds what the experts give to the residual stream, as `add` does.
   void mix(const Layer& layer, const Input& in) {
-    const Experts& experts = layer.experts;
+    const bool normed = layer.network_norm;
+    run_experts(layer.experts, in, in, normed ? space_.added : space_.x, !normed, normed ? 1.0f : form_.residual);
+    if (normed) add_normed(layer.network_norm, form_.residual != 1.0f);
+  }
+
+  // rated: what the router reads. Adds sums times `factor` to `to`, or puts them there.
+  void run_experts(const Experts& experts, const Input& in, const Input& rated, float* to, bool adds, float factor) {
     ExpertsRun run(team_, space_.kernels, space_.experts, experts, form_.routing, form_.activation, space_.rows);
     run.begin();
     std::vector<const Matrix*> routers{&experts.router};
     if (experts.shared_gate.panels) routers.push_back(&experts.shared_gate);
-    products_of(team_, space_, routers, in,
+    products_of(team_, space_, routers, rated,
                 [&](size_t part, int64_t panel, const float* sums, const Pieces&) { run.rate(part == 1, panel, sums); });
-    const bool normed = layer.network_norm;
-    run.run(in, normed ? space_.added : space_.x, form_.hidden, !normed, normed ? 1.0f : form_.residual);
-    if (normed) add_normed(layer.network_norm, form_.residual != 1.0f);
+    run.run(in, to, form_.hidden, adds, factor);
+  }
+
+  // Adds what a gated network and the experts beside it give, each normed before their sum is.
+  void mix_beside(const Layer& layer, const Input& in, const Input& gated) {
+    const int64_t size = form_.hidden * kRows;
+    float* dense = space_.beside.reserve(static_cast<size_t>(space_.tiles * size));
+    products_of(team_, space_, {&layer.network.down}, gated, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, layer.network.down.outputs - panel * kOutputs) * kRows;
+      for (int64_t t = 0; t < space_.tiles; ++t)
+        std::copy_n(sums + t * kOutputs * kRows, live, dense + (t * form_.hidden + panel * kOutputs) * kRows);
+    });
+    const Input rated = space_.input(space_.rated, form_.hidden);
+    norm_tiles(team_, space_, space_.x, layer.router_norm, form_.hidden, form_.eps, rated);
+    norm_tiles(team_, space_, space_.x, layer.experts_norm, form_.hidden, form_.eps, in);
+    run_experts(layer.experts, in, rated, space_.added, false, 1.0f);
+    team_.each(space_.tiles, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t t = pieces.first; t < pieces.last; ++t) {
+          float *one = dense + t * size, *other = space_.added + t * size;
+          if (layer.dense_norm) space_.kernels.norm(one, layer.dense_norm, form_.hidden, form_.eps, nullptr, 0, 0, one);
+          if (layer.mixed_norm) space_.kernels.norm(other, layer.mixed_norm, form_.hidden, form_.eps, nullptr, 0, 0, other);
+          space_.kernels.add(other, one, size);
+        }
+    });
+    add_normed(layer.network_norm, form_.residual != 1.0f);
   }
 
   void feed_forward(const Layer& layer, const Input& in, const Input& gated) {
@@ -784,18 +861,47 @@ struct Leaders {
   }
 };
 
+// Numbers to cap * tanh(number / cap), in place. Of few operations, each of which compilers make of four lanes or more, and
+// the same bits everywhere: tanh of libraries differs in the last.
+inline void cap_all(float* values, int64_t count, float cap) {
+  constexpr float kMost = 20.0f, kToWhole = 12582912.0f;  // 1.5 * 2^23, beside which a float has no fraction
+  for (int64_t i = 0; i < count; ++i) {
+    float x = 2.0f * (values[i] / cap);
+    x = x > kMost ? kMost : x;
+    x = x < -kMost ? -kMost : x;  // NaN stays
+    const float shifted = x * 1.44269504f + kToWhole, n = shifted - kToWhole;
+    const float r = (x - n * 0x1.62e4p-1f) - n * 1.42860677e-6f;  // x less n times the logarithm of 2
+    // e^r - 1 by Taylor's polynomial, and from it e^x - 1
+    float sum = 1.0f / 5040.0f;
+    sum = sum * r + 1.0f / 720.0f;
+    sum = sum * r + 1.0f / 120.0f;
+    sum = sum * r + 1.0f / 24.0f;
+    sum = sum * r + 1.0f / 6.0f;
+    sum = sum * r + 0.5f;
+    sum = sum * r * r + r;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits - 0x4B400000u + 127u) << 23;  // of 2^n
+    float power;
+    std::memcpy(&power, &bits, 4);
+    const float less = power * sum + (power - 1.0f);
+    values[i] = less / (less + 2.0f) * cap;
+  }
+}
+
 // A vocabulary head over the workspace's rows: logits [rows - first][outputs], or the largest finite ones of each row.
-// divisor: of all logits.
+// divisor: of all logits; cap: of what tanh leaves of them, 0 for none.
 class Readout {
  public:
-  Readout(Workspace& space, const Matrix& head, int64_t first, float divisor = 1.0f)
-      : space_(space), head_(head), first_(first), divisor_(divisor) {}
+  Readout(Workspace& space, const Matrix& head, int64_t first, float divisor = 1.0f, float cap = 0.0f)
+      : space_(space), head_(head), first_(first), divisor_(divisor), cap_(cap) {}
 
   // logits may be null; leaders are empty.
   void run(const Team& team, const Input& in, float* logits, const Leaders& leaders = {}) const {
     products_of(team, space_, {&head_}, in, [&](size_t, int64_t panel, float* sums, const Pieces& pieces) {
       if (divisor_ != 1.0f)
         for (int64_t i = 0; i < space_.tiles * kOutputs * kRows; ++i) sums[i] /= divisor_;
+      if (cap_ != 0.0f) cap_all(sums, space_.tiles * kOutputs * kRows, cap_);
       const int64_t output = panel * kOutputs, live = std::min<int64_t>(kOutputs, head_.outputs - output);
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const float* from = sums + t * kOutputs * kRows;
@@ -822,7 +928,7 @@ class Readout {
   Workspace& space_;
   const Matrix& head_;
   const int64_t first_;
-  const float divisor_;
+  const float divisor_, cap_;
 };
 
 }  // namespace cpu

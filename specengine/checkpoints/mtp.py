@@ -1,4 +1,4 @@
-"""MTP heads of a checkpoint: transformers leaves their tensors unread."""
+"""MTP heads of a checkpoint, which transformers leaves unread, and Gemma 4's assistants, which are models apart."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 
 from specengine.checkpoints import gguf
+from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.pretrained import WEIGHT_FILES, GGUFSource, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError
 from specengine.files import INDEX, read_text, safetensors_files
+from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of
 from specengine.models.huggingface import CausalLM
+from specengine.models.kv_cache import CachedTarget
 from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, of_head, parts_in
 from specengine.models.native import NativeLM
-from specengine.models.weights import layer_template
+from specengine.models.weights import layer_template, with_buffers
 
 _OUTSIDE = {  # of a head's block, by their names in GGUF files
     "fc.weight": "nextn.eh_proj.weight",
@@ -56,6 +63,12 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
             f"(mtp.*, or layers beyond the last one); {name or 'this model'} has none"
         )
     net = MtpLayer(target.config, target.dtype)
+    _fill(net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config")
+    return MtpHead(net.to(target.device), target)
+
+
+def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
+    """Give a network its weights in a dtype, its buffers as they are. CheckpointError, which lists them, for others."""
     wanted = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
     problems = {
         "missing": [key for key in wanted if key not in state],
@@ -68,11 +81,43 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
     }
     listed = [f"{problem}: {', '.join(keys[:4])}" for problem, keys in problems.items() if keys]
     if listed:
-        raise CheckpointError(f"{folder or name}: its MTP head does not fit the model's config; {'; '.join(listed)}")
+        raise CheckpointError(f"{fault}; {'; '.join(listed)}")
     buffers = {key for key, _ in net.named_buffers()}
-    made = {key: tensor if key in buffers else tensor.to(target.dtype) for key, tensor in state.items()}
+    made = {key: tensor if key in buffers else tensor.to(dtype) for key, tensor in state.items()}
     net.load_state_dict(made, assign=True)
-    return MtpHead(net.to(target.device), target)
+
+
+def is_assistant(draft: Any, *, offline: bool = False) -> bool:
+    """Return whether a draft is the folder or Hub id of Gemma 4's assistant."""
+    if not isinstance(draft, str) or Path(draft).is_file() or why_absent(draft, offline=offline) is not None:
+        return False
+    try:
+        config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
+    except (OSError, ValueError):
+        return False  # whoever loads it as a model says why it cannot be had
+    return config.get("model_type") in TYPES
+
+
+def load_assistant(draft: str, target: CachedTarget, *, offline: bool = False) -> AssistantHead:
+    """Return an assistant in the target's dtype and on its device. CheckpointError, as `load`, for damaged files."""
+    folder = Path(draft)
+    try:
+        if not folder.is_dir():
+            wanted = ["config.json", *WEIGHT_FILES]
+            folder = Path(snapshot_download(draft, allow_patterns=wanted, local_files_only=offline))
+        net = Assistant(AutoConfig.from_pretrained(folder), target.dtype)
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # of transformers' own checks too
+        raise CheckpointError(f"{draft}: no assistant can be made of its config.json: {error}") from error
+    state: dict[str, Tensor] = {}
+    for file in safetensors_files(folder):
+        try:
+            state |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
+    state.pop(net.tied, None)
+    _fill(net, state, target.dtype, f"{folder}: its tensors do not fit its config")
+    with_buffers(net.model)
+    return AssistantHead(net.to(target.lm.device), target)
 
 
 def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Tensor]:

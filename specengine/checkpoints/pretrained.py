@@ -443,7 +443,8 @@ class FolderSource(Source):
         for stored, own in family_of(config).stored.items():
             tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
-        tensors = {key: tensor for key, tensor in tensors.items() if key not in drafts}
+        unread = tuple(f"{module.transformers}." for module in family_of(config).unread(config))
+        tensors = {key: kept for key, kept in tensors.items() if key not in drafts and not key.startswith(unread)}
         self._tensors = stacked(tensors, family_of(config).renamed)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

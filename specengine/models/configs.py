@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
-from specengine.models.families import Family, Shape
+from specengine.models.families import Family, Shape, config_at
+from specengine.models.families import stated as stated
 
 # Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
@@ -69,14 +70,6 @@ def family_of(config: PretrainedConfig) -> Family:
     return known[config.model_type]
 
 
-def stated(config: PretrainedConfig, field: str) -> Any:
-    """Return the value of a field, or None; if it differs by layer, the common one, which transformers hides."""
-    try:
-        return getattr(config, field, None)
-    except Exception:  # of transformers, whose name older versions lack
-        return vars(config).get(field)
-
-
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the language model in one that reads pictures too; another config as it is."""
     text = config.get_text_config(decoder=True)
@@ -95,12 +88,14 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 def shape_of(config: PretrainedConfig) -> Shape:
     """Return the sizes; UnsupportedModelError with the reason where the native forward does not run such a model."""
     refuse_config(config)
-    shape = family_of(config).shape(config)
-    if shape.hidden % 2 or shape.head_dim % 2 or shape.heads % shape.kv_heads:
-        raise UnsupportedModelError(
-            f"native: sizes must be even and key-value heads divide query heads; got hidden size {shape.hidden}, "
-            f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} key-value heads"
-        )
+    family = family_of(config)
+    shape = family.shape(config)
+    for one in dict.fromkeys(family.shape_at(config, number) for number in range(shape.layers)):
+        if one.hidden % 2 or one.head_dim % 2 or one.heads % one.kv_heads:
+            raise UnsupportedModelError(
+                f"native: sizes must be even and key-value heads divide query heads; got hidden size {one.hidden}, "
+                f"{one.heads} heads of {one.head_dim}, {one.kv_heads} key-value heads"
+            )
     return shape
 
 
@@ -121,12 +116,13 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     key: of the parameters where layers have several, as in families.Place
     """
     given = (config.rope_parameters[key] if key else config.rope_parameters) or {}
+    config = config_at(config, key) if key else config
     if (kind := given.get("rope_type", "default")) != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": key} if key else {}))
         return frequencies.to(torch.float32), float(scale)
     part = given.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
     family = family_of(config)
-    size = int(family.attention_of(config).turnable(family.shape(config)) * part)
+    size = int(family.attention_of(config).turnable(family.shape(config).head_dim) * part)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     return 1.0 / given["rope_theta"] ** powers, 1.0
 

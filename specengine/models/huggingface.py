@@ -212,7 +212,7 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        return self._layers
+        return self._layers + (getattr(self.config, "num_kv_shared_layers", 0) or 0)  # that keep no keys of their own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -238,10 +238,10 @@ class CausalLM:
         # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
         out = self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
         count = len(getattr(out, "hidden_states", None) or ())
-        if count != self._layers + 1 or not all(0 <= i < count for i in ids):
+        if count != self.layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
                 f"{_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; the "
-                f"draft needs a model of {self._layers} layers that gives {self._layers + 1}"
+                f"draft needs a model of {self.layers} layers that gives {self.layers + 1}"
             )
         if self._packed is not None:
             self._packed.copy_again()

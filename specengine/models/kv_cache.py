@@ -34,6 +34,7 @@ class KVCache:
     """
 
     memory: Any = None  # states of recurrent layers, where there are any
+    more: tuple[Tensor, ...] | None = None  # slabs of the layers whose heads are other ones
 
     def __init__(
         self,
@@ -69,6 +70,11 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.slab.shape[3]
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        """All slabs, of each kind of heads one."""
+        return self.slab, *(self.more or ())
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +117,44 @@ class KVCache:
             self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
         else:  # all of them are in place
             self.filled += len(path)
+
+
+class UnevenCache(KVCache):
+    """Keys and values of layers whose heads differ: a slab for each kind of them, `slab` and those in `more`."""
+
+    def __init__(
+        self,
+        kinds: Sequence[tuple[int, int, int]],
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """kinds: layers, KV heads and head size of each."""
+        super().__init__(*kinds[0], capacity, dtype=dtype, device=device)
+        self.kinds = kinds
+        self._others = [KVCache(*kind, capacity, dtype=dtype, device=device) for kind in kinds[1:]]
+        self.more = tuple(other.slab for other in self._others)
+        for other in self._others:
+            other.filled = self.filled
+
+    def empty(self) -> UnevenCache:
+        return UnevenCache(self.kinds, 1, dtype=self.slab.dtype, device=self.slab.device)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(other.nbytes for other in self._others)
+
+    def reserve(self, capacity: int) -> None:
+        for other in self._others:
+            other.reserve(capacity)
+        super().reserve(capacity)
+        self.more = tuple(other.slab for other in self._others)
+
+    def keep(self, path: Nodes) -> None:
+        for other in self._others:
+            ops.compact_kv(other.slab, path.ids, path.live, self.filled)
+        super().keep(path)
 
 
 class HybridCache(KVCache):

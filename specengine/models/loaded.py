@@ -269,6 +269,8 @@ class ModelSource(Source):
         frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
         return frequencies.detach().to(torch.float32), float(getattr(rotary, f"{prefix}attention_scaling"))
 
-    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
-        del embeddings
+    def states(
+        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+    ) -> list[Tensor]:
+        del embeddings, own
         return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])

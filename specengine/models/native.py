@@ -27,11 +27,19 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, Factors, Latent, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Attention, Factors, Latent, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
-from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, in_own_dtype
+from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
-from specengine.models.weights import KIND_OF, TINY_VOCABULARY, FirstLayer, Source, Weight, layer_template
+from specengine.models.weights import (
+    KIND_OF,
+    TINY_VOCABULARY,
+    FirstLayer,
+    Source,
+    Weight,
+    kinds_of_layers,
+    layer_template,
+)
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
@@ -55,6 +63,7 @@ _ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
 TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
+_NUMBERS = ("scores", "embedding", "residual", "divisor", "cap", "own")  # of factors, as csrc/cpu_binding.cpp has them
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
 # Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
@@ -176,7 +185,7 @@ class NativeLM:
         self._turn = threading.Lock()  # forwards share one workspace, and engines in several threads may share this
         self._pack()
         self._check(self._checked_in_float32() if self._rounds or self._chooses else self.source)
-        if not self.source.own_modules:
+        if not (self.source.own_modules or isinstance(self.source, FirstLayer)):
             self._check_other_layers()
 
     @property
@@ -204,8 +213,10 @@ class NativeLM:
 
     def new_cache(self, capacity: int) -> KVCache:
         family = family_of(self.config)
-        layers = family.attends(self.config)
-        sizes = *family.attention_of(self.config).cache(self.shape, layers), capacity
+        (kind, layers), *others = self._keeps.items()
+        if others:
+            return UnevenCache([(count, *heads) for heads, count in self._keeps.items()], capacity, dtype=self.dtype)
+        sizes = family.attention_of(self.config).kept(layers), *kind, capacity
         if not family.recurrence(self.config):
             return KVCache(*sizes, dtype=self.dtype)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
@@ -247,6 +258,14 @@ class NativeLM:
         """Return token embeddings, float32 [rows, hidden size]."""
         found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
         self.decoder.embedding(tokens.contiguous(), found)
+        return found
+
+    def _embed_own(self, tokens: Tensor) -> Tensor | None:
+        """Return the embeddings that are inputs of single layers, float32 [rows, layers * size], if there are any."""
+        if not (width := self.decoder.own_channels):
+            return None
+        found = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
+        self.decoder.own_embedding(tokens.contiguous(), found)
         return found
 
     def extend(
@@ -325,7 +344,7 @@ class NativeLM:
                 start,
                 None if words is None else words.contiguous(),
                 tokens.contiguous(),
-                cache.slab,
+                cache.slabs,
                 features,
                 states,
                 logits,
@@ -361,7 +380,7 @@ class NativeLM:
             states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
         positions = tuple(places.clamp(max=self.max_context - 1) for places, *_ in lanes)
         starts, prefixes, words = zip(*(seen for *_, seen in lanes), strict=True)
-        slabs = tuple(cache.slab for _, cache, _ in lanes)
+        slabs = tuple(cache.slabs for _, cache, _ in lanes)
         chosen = (None, None) if best is None else best
         with self._turn:
             threads = team.get() or torch.get_num_threads()
@@ -373,7 +392,13 @@ class NativeLM:
     def _pack(self) -> None:
         state, wanted, family = self.source.state, self._wanted(), family_of(self.config)
         shape, places, factors = self.shape, family.places(self.config), self._factors
-        ropes = {place.rope: self._rope(place.rope) for place in places if place.rope is not None}
+        at = [family.shape_at(self.config, number) for number in range(shape.layers)]
+        self._keeps = family.keeps(self.config) or {(shape.kv_heads, shape.head_dim): 0}
+        ropes = {
+            place.rope: self._rope(place.rope, one.head_dim)
+            for place, one in zip(places, at, strict=True)
+            if place.rope is not None
+        }
         turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
         parts, orders = _parts_of(self.config, wanted), family.orders(self.config)
         self._weights = extension().Weights(thread_count())
@@ -387,6 +412,7 @@ class NativeLM:
             ).parts(parts[weight.name])
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
+        self._add_value_norms(at)
         keys = list(ropes)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
@@ -394,12 +420,16 @@ class NativeLM:
             _table(self.numerics),
             sizes,
             activation_of(self.config),
-            [shape.eps, factors.scores, factors.embedding, factors.residual, factors.divisor],
+            [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
             self._weights,
             list(ropes.values()),
             [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
             self._routing(),
             family.recurrence(self.config),
+            [
+                (one.kv_heads, one.head_dim, -1 if place.reads is None else place.reads)
+                for place, one in zip(places, at, strict=True)
+            ],
             self._traits(),
         )
         self._state = state
@@ -413,6 +443,13 @@ class NativeLM:
         found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
         named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
         return found | {name: [] for name, holds in named.items() if holds}
+
+    def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
+        """Add weights of one for values that are normed by none."""
+        for number, layer in enumerate(family_of(self.config).layers_of(self.config)):
+            if isinstance(own := layer.first, Attention) and own.v_normed and own.reads is None:
+                ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
+                self._weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
 
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)
@@ -432,13 +469,16 @@ class NativeLM:
         factors = family_of(self.config).factors(self.config)
         if not factors.in_module:
             return factors
-        return factors._replace(embedding=float(torch.tensor(factors.embedding, dtype=self.dtype, device="cpu")))
+        embedding, own = (
+            float(torch.tensor(factor, dtype=self.dtype, device="cpu")) for factor in (factors.embedding, factors.own)
+        )
+        return factors._replace(embedding=embedding, own=own)
 
-    def _rope(self, key: str) -> tuple[list[float], float]:
+    def _rope(self, key: str, head_dim: int) -> tuple[list[float], float]:
         """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
         frequencies, scale = self.source.rope(key)
         family = family_of(self.config)
-        count, whole = len(frequencies), family.attention_of(self.config).turnable(self.shape) // 2
+        count, whole = len(frequencies), family.attention_of(self.config).turnable(head_dim) // 2
         if count != whole and not (family.attention.partial and 0 < count < whole):
             raise UnsupportedModelError(
                 f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
@@ -457,6 +497,8 @@ class NativeLM:
         norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
+        if weight.name.endswith(f".{ROUTER_NORM}"):
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() * self.shape.hidden**-0.5)
         if ".k_b." in module:  # of queries it makes such over latents
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
         attention = family_of(self.config).attention_of(self.config)
@@ -503,26 +545,26 @@ class NativeLM:
         Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
         what the packed weights are to be compared with.
         """
-        first = FirstLayer(self.source, self._few_embeddings())
+        first = FirstLayer(self.source, *self._few_embeddings())
         NativeLM(first)
         return self.source if self.source.own_modules else first
 
     def _check_other_layers(self) -> None:
         """Try one layer of each other kind as `_checked_in_float32` tries the first."""
-        family = family_of(self.config)
-        kinds = list(zip(family.layers_of(self.config), family.places(self.config), strict=True))
+        kinds = kinds_of_layers(self.config)
         for number, kind in enumerate(kinds):
             if kinds.index(kind) == number > 0:
-                NativeLM(FirstLayer(self.source, self._few_embeddings(), number))
+                NativeLM(FirstLayer(self.source, *self._few_embeddings(), number))
 
-    def _few_embeddings(self) -> Tensor:
-        return self.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size)
+    def _few_embeddings(self) -> tuple[Tensor, Tensor | None]:
+        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
+        return self.embed(tokens), self._embed_own(tokens)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
         """Raise UnsupportedModelError if hidden states differ from those of the source's own modules."""
         spent, whole = self.seconds, source.own_modules
-        layers = self.layers if whole else 1
+        layers = self.layers if whole else source.tried
         tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
         queries = family_of(self.config).attention.query_factors(self.config)
         far = min(self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every))
@@ -531,7 +573,7 @@ class NativeLM:
         ours = cast(
             Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids, layers=layers)
         )
-        theirs = source.states(tokens, positions, ids, self.embed(tokens))
+        theirs = source.states(tokens, positions, ids, self.embed(tokens), self._embed_own(tokens))
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)

@@ -88,7 +88,7 @@ def upright(config: PretrainedConfig, weight: Weight) -> Weight:
 
 def stacks_of(config: PretrainedConfig) -> Iterator[Experts]:
     """Yield the experts of each layer that has some."""
-    yield from (layer.mlp for layer in family_of(config).layers_of(config) if isinstance(layer.mlp, Experts))
+    yield from (layer.experts for layer in family_of(config).layers_of(config) if layer.experts is not None)
 
 
 class Source(ABC):
@@ -148,16 +148,26 @@ class Source(ABC):
         """Return the radians per position and the factor on cosines and sines, as `rope_of`."""
         return rope_of(self.config, key)
 
-    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+    tried = 1  # layers that `states` runs, the first ones, unless they come from all
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+    ) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
 
-        ids: as transformers numbers them; embeddings: of the tokens, float32 [tokens, hidden size]. float32 each. Here
-        those behind the final norm when the first layer alone is run.
+        ids: as transformers numbers them; embeddings: of the tokens, float32 [tokens, hidden size]; own: those that are
+        inputs of single layers, [tokens, layers * size], or None. float32 each. Here those behind the final norm when
+        the first layers alone are run.
         """
         del tokens, ids
-        factors = family_of(self.config).factors(self.config)
-        inputs = embeddings * factors.embedding if factors.in_module else embeddings
-        return states_of(_first_layer(self), positions, (1,), inputs_embeds=inputs[None])
+        family = family_of(self.config)
+        factors, inputs = family.factors(self.config), {"inputs_embeds": embeddings[None]}
+        if factors.in_module:
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
+        if own is not None and (of := family.own_inputs(self.config)) is not None:
+            by_layer = own.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
+            inputs["per_layer_inputs"] = by_layer[None]
+        return states_of(_first_layers(self), positions, (self.tried,), **inputs)
 
 
 def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
@@ -175,43 +185,67 @@ def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], *
     return [out.hidden_states[i][0].float() for i in ids]
 
 
-def _first_layer(source: Source) -> PreTrainedModel:
-    """Return the model of the source's first layer and final norm, in float32 and with a tiny vocabulary."""
-    config, family = source.config, family_of(source.config)
-    model = empty_model(_of_one_layer(config, TINY_VOCABULARY), torch.float32)
-    outside = (f"{family.embedding.transformers}.", f"{family.head.transformers}.")
-    wanted = [name for name, _ in stored_tensors(model) if not name.startswith(outside)]
-    model.load_state_dict({name: source.tensor(name).float() for name in wanted}, strict=False, assign=True)
+def _first_layers(source: Source) -> PreTrainedModel:
+    """Return the model of the source's first layers and final norm, in float32 and with a tiny vocabulary."""
+    config, family, count = source.config, family_of(source.config), source.tried
+    model = empty_model(_of_few_layers(config, TINY_VOCABULARY, tuple(range(count))), torch.float32)
+    own = family.own_inputs(config)
+    outside = [f"{name.transformers}." for name in (family.embedding, family.head, *([own.embedding] if own else []))]
+    wanted = {name: tensor for name, tensor in stored_tensors(model) if not name.startswith(tuple(outside))}
+    axes = {} if own is None else own.axes
+    found = {name: source.tensor(name) for name in wanted}
+    for name in axes.keys() & wanted.keys():
+        found[name] = found[name].narrow(axes[name], 0, wanted[name].shape[axes[name]])
+    model.load_state_dict({name: tensor.float() for name, tensor in found.items()}, strict=False, assign=True)
     return with_buffers(model).eval()
 
 
-def _of_one_layer(config: PretrainedConfig, vocabulary: int, number: int = 0) -> PretrainedConfig:
-    fields = family_of(config).fields
-    sizes: dict[str, Any] = {fields.layers: 1, fields.vocabulary: vocabulary}
-    stated = config.to_dict()  # without lists that a config makes of other fields
-    listed = [name for name in _BY_LAYER if config.attribute_map.get(name, name) in stated]
-    sizes |= {name: kinds[number:] for name in listed if (kinds := getattr(config, name, None))}
-    if "layer_types" in sizes:
-        sizes["layer_types"] = sizes["layer_types"][:1]
-    sizes |= family_of(config).alone(config, number)
+def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
+    """Return the layers without which a layer cannot run, and itself: one whose keys and values it reads."""
+    reads = family_of(config).places(config)[number].reads
+    return (number,) if reads is None else (reads, number)
+
+
+def _of_few_layers(config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]) -> PretrainedConfig:
+    family, given, lists = family_of(config), config.to_dict(), {}
+    for name in _BY_LAYER:
+        # without lists that a config makes of other fields
+        if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
+            lists[name] = [kinds[number] for number in numbers]
+    sizes: dict[str, Any] = {family.fields.layers: len(numbers), family.fields.vocabulary: vocabulary}
+    sizes |= lists | family.alone(config, numbers[-1])
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return type(config).from_dict(stated | sizes | ids)
+    if (by_layer := given.get("per_layer_config")) is not None:
+        sizes["per_layer_config"] = {i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)}
+    found = type(config).from_dict(given | sizes | ids)
+    for name, kinds in lists.items():  # of which some classes make others
+        setattr(found, name, kinds)
+    return found
 
 
 class FirstLayer(Source):
     """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
-    Read once, and run once by transformers' modules: `states` gives those of the first call.
+    A layer that reads another one's keys and values comes behind that one. Read once, and run once by transformers'
+    modules: `states` gives those of the first call.
     """
 
     dtype = torch.float32
 
-    def __init__(self, source: Source, embeddings: Tensor, number: int = 0) -> None:
-        """embeddings: float32 [tokens, hidden size]; number: of the layer."""
+    def __init__(self, source: Source, embeddings: Tensor, own: Tensor | None, number: int = 0) -> None:
+        """embeddings, own: float32 [tokens, hidden size], [tokens, layers * size] or None; number: of the layer."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
-        self.config, self._number = _of_one_layer(source.config, len(embeddings), number), number
+        self._numbers = layers_for(source.config, number)
+        self.tried = len(self._numbers)
+        self.config = _of_few_layers(source.config, len(embeddings), self._numbers)
+        self._own = None if own is None else self._of_layers(own, 1)
         self._tensors: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
+
+    def _of_layers(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return the parts of its layers, of all that stand side by side."""
+        size = tensor.shape[axis] // family_of(self._source.config).shape(self._source.config).layers
+        return torch.cat([tensor.narrow(axis, number * size, size) for number in self._numbers], dim=axis).contiguous()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return layer_template(self.config)
@@ -222,27 +256,44 @@ class FirstLayer(Source):
 
     def tensor(self, name: str) -> Tensor:
         family = family_of(self.config)
+        own = family.own_inputs(self.config)
         if name == f"{family.embedding.transformers}.weight":
             return self._embeddings
+        if own is not None and self._own is not None and name == f"{own.embedding.transformers}.weight":
+            return self._own
         if name.startswith(f"{family.head.transformers}."):
             return torch.zeros_like(self._embeddings if name.endswith(".weight") else self._embeddings[:, 0])
         if name not in self._tensors:
-            layers = family.layers.transformers
-            stored = name.replace(f"{layers}.0.", f"{layers}.{self._number}.", 1)
-            self._tensors[name] = self._source.tensor(stored).float()
+            layers, stored = family.layers.transformers, name
+            for i, number in enumerate(self._numbers):
+                if name.startswith(f"{layers}.{i}."):
+                    stored = name.replace(f"{layers}.{i}.", f"{layers}.{number}.", 1)
+            tensor = self._source.tensor(stored).float()
+            axes = {} if own is None else own.axes
+            self._tensors[name] = self._of_layers(tensor, axes[name]) if name in axes else tensor
         return self._tensors[name]
 
-    def states(self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor) -> list[Tensor]:
+    def states(
+        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+    ) -> list[Tensor]:
         if self._states is None:
-            self._states = super().states(tokens, positions, ids, embeddings)
+            if own is not None and own.shape[1] != self.tried * own_size(self.config):
+                own = self._of_layers(own, 1)
+            self._states = super().states(tokens, positions, ids, embeddings, own)
         return self._states
 
     def model(self) -> PreTrainedModel:
-        return _first_layer(self)
+        return _first_layers(self)
 
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
         return super().rope(key) if self._source.own_modules else self._source.rope(key)
+
+
+def own_size(config: PretrainedConfig) -> int:
+    """Return how many channels inputs of a single layer have; 0 without any."""
+    own = family_of(config).own_inputs(config)
+    return 0 if own is None else own.size
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -268,18 +319,30 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
 def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
-    family = family_of(config)
-    kinds = family.layers_of(config)
-    first, tied = f"{family.layers.transformers}.0.", config.tie_word_embeddings
+    family, own = family_of(config), family_of(config).own_inputs(config)
+    kinds, axes = kinds_of_layers(config), {} if own is None else own.axes
+    layers, tied = family.layers.transformers, config.tie_word_embeddings
     shapes: dict[str, tuple[int, ...]] = {}
     for kind in dict.fromkeys(kinds):
-        small = _of_one_layer(config, getattr(config, family.fields.vocabulary), kinds.index(kind))
+        needed = layers_for(config, kinds.index(kind))
+        small = _of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
         numbers = [number for number, other in enumerate(kinds) if other == kind]
+        last = f"{layers}.{len(needed) - 1}."
         for name, weight in stored_tensors(empty_model(small, torch.float32)):
-            if name.startswith(first):
-                inside = name.removeprefix(first)
-                every = [f"{family.layers.transformers}.{number}.{inside}" for number in numbers]
+            if name.startswith(last):
+                inside = name.removeprefix(last)
+                every = [f"{layers}.{number}.{inside}" for number in numbers]
                 shapes |= dict.fromkeys(every, tuple(weight.shape))
-            elif not (tied and name == f"{family.head.transformers}.weight"):
-                shapes[name] = tuple(weight.shape)
+            elif not (name.startswith(f"{layers}.") or (tied and name == f"{family.head.transformers}.weight")):
+                shape = list(weight.shape)
+                if name in axes:
+                    shape[axes[name]] = shape[axes[name]] // len(needed) * len(kinds)
+                shapes[name] = tuple(shape)
     return shapes
+
+
+def kinds_of_layers(config: PretrainedConfig) -> list[Any]:
+    """Return values for layers that are equal where these have the same blocks, sizes and places."""
+    family = family_of(config)
+    shapes = [family.shape_at(config, number) for number in range(family.shape(config).layers)]
+    return list(zip(family.layers_of(config), family.places(config), shapes, strict=True))

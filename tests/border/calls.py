@@ -316,7 +316,8 @@ def couple(m: Memory) -> Arguments:
 
 HIDDEN, VOCABULARY, GATED, HEADS, LAYERS, SLOTS = 32, 40, 48, (4, 2, 8), 2, 16
 FREQUENCIES = [1.0, 0.5, 0.25, 0.125]
-NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0]  # epsilon, scale of scores, factors on embeddings and what is added, divisor
+# epsilon, scale of scores, factors on embeddings and what is added, divisor, cap, factor on inputs of single layers
+NUMBERS = [1e-5, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 NO_ROUTING = ("softmax", [0, 1, 1, 2], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
@@ -359,7 +360,7 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
-    """changes: sizes, activation, numbers, ropes, places, routing, recurrence or traits."""
+    """changes: sizes, activation, numbers, ropes, places, routing, recurrence, keeps or traits."""
     given = {
         "sizes": [LAYERS, HIDDEN, VOCABULARY, *HEADS],
         "activation": "silu",
@@ -369,6 +370,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
         "places": [(0, 0)] * LAYERS,
         "routing": NO_ROUTING,
         "recurrence": [],
+        "keeps": [],
         "traits": {},
     }
     return cpu.Decoder(_set(cpu), NUMERICS, *(given | changes).values())
@@ -395,6 +397,25 @@ def forward_of_decoder(m: Memory) -> Arguments:
     return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0, m.put(torch.zeros(ROWS, dtype=torch.int32)), None]
 
 
+def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that make the first layer's network one of experts."""
+    prefix = "model.layers.0.mlp."
+    found: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (count, HIDDEN)}
+    for above in (*(f"experts.{expert}" for expert in range(count)), "shared"):
+        found |= {f"{prefix}{above}.{part}_proj.weight": (GATED, HIDDEN) for part in ("gate", "up")}
+        found |= {f"{prefix}{above}.down_proj.weight": (HIDDEN, GATED)}
+    return found | {f"{prefix}{name}": shape for name, shape in wrong.items()}
+
+
+def routed(cpu: Any) -> Any:
+    """Return a decoder whose first layer has experts, of which each row uses two."""
+    return decoder(cpu, weights(cpu, **sparse()), routing=("softmax", [2, 1, 1, 2], [0.0, 1.0]))
+
+
+def forward_of_routed(m: Memory) -> Arguments:
+    return [*forward_of_decoder(m)[:-1], m.put(torch.zeros(1, ROWS, 2, dtype=torch.int32))]
+
+
 def lanes_of_decoder(m: Memory) -> Arguments:
     """Return the rows of `forward_of_decoder` and one more, of another text."""
     best = m.put(torch.zeros(ROWS + 1, 2, dtype=torch.int64)), real(m, ROWS + 1, 2)
@@ -402,6 +423,39 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
     given = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words, whole(m, 1, 2, 3, 4), (slab(m), slab(m))
     return [*given, [0, LAYERS], *out, 1]
+
+
+OWN = 6  # channels of each layer's own inputs
+
+
+def uneven(cpu: Any, reads: int = -1, without: str = "", **wrong: tuple[int, ...]) -> Any:
+    """Return a decoder whose layers have other heads, the second without values, or keys; with inputs of their own."""
+    prefix, (queries, keys, size) = "model.layers.1.", HEADS
+    own: dict[str, tuple[int, ...]] = {
+        f"{prefix}self_attn.q_proj.weight": (queries * 2 * size, HIDDEN),
+        f"{prefix}self_attn.k_proj.weight": (2 * size, HIDDEN),
+        f"{prefix}self_attn.o_proj.weight": (HIDDEN, queries * 2 * size),
+        f"{prefix}self_attn.v_norm.weight": (2 * size,),
+        "model.own_embedding.weight": (VOCABULARY, LAYERS * OWN),
+        "model.own_projection.weight": (LAYERS * OWN, HIDDEN),
+        "model.own_norm.weight": (OWN,),
+    }
+    for layer in range(LAYERS):
+        above = f"model.layers.{layer}."
+        own |= {f"{above}own_gate.weight": (OWN, HIDDEN), f"{above}own_out.weight": (HIDDEN, OWN)}
+        own |= {f"{above}own_norm.weight": (HIDDEN,), f"{above}scale": (1,)}
+    if reads >= 0:
+        own = {name: shape for name, shape in own.items() if "self_attn" not in name}
+    keeps = [(keys, size, -1), (keys, size, reads) if reads >= 0 else (1, 2 * size, -1)]
+    made = weights(cpu, without=without or f"{prefix}self_attn.v_proj.weight", **own | wrong)
+    return decoder(cpu, made, keeps=keeps, numbers=[*NUMBERS[:5], 2.0, 0.5])
+
+
+def forward_of_uneven(m: Memory) -> Arguments:
+    arguments = forward_of_decoder(m)
+    other = real(m, 1, 2, 1, SLOTS, 2 * HEADS[2])
+    arguments[5] = (slab(m, 1), other)
+    return arguments
 
 
 DELTA = [96, 4, 1, 1, 32, 32, 0]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
@@ -447,6 +501,9 @@ def mamba(cpu: Any, recurrence: list[int] = MAMBA, **changes: tuple[int, ...]) -
     return decoder(cpu, weights(cpu, **shapes), recurrence=recurrence)
 
 
+MEMORY_OF = 13  # the place of a memory in the arguments of a forward; how many of its slots are committed stands behind
+
+
 def forward_of_mamba(m: Memory) -> Arguments:
     return forward_of_hybrid(m, made_mamba())
 
@@ -474,7 +531,7 @@ def forward_of_hybrid(m: Memory, network: Any = None) -> Arguments:
         None,
     )
     arguments = forward_of_decoder(m)
-    arguments[1:3], arguments[13:15] = [2, 2], [memory, 2]
+    arguments[1:3], arguments[MEMORY_OF : MEMORY_OF + 2] = [2, 2], [memory, 2]
     return arguments
 
 
@@ -517,12 +574,20 @@ def lanes_of_eagle(m: Memory) -> Arguments:
 
 
 CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
-    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15}),
+    "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15, 16}),
+    "routed": (routed, "forward", forward_of_routed, {3, 8, 9, 13, 15, 16}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
-    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15}),
-    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15}),
+    "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
+    "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
     "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
+    "uneven": (uneven, "forward", forward_of_uneven, {3, 8, 9, 13, 15, 16}),
+    "own_embedding": (
+        uneven,
+        "own_embedding",
+        lambda m: [whole(m, 0, 7, 39), real(m, ROWS, LAYERS * OWN)],
+        set(),
+    ),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
     "eagle, lanes": (eagle, "forward_lanes", lanes_of_eagle, {(4, 0), (4, 1), (6, 1), (7, 0), (8, 0), 11}),
     "eagle, later": (eagle, "forward", later_forward_of_eagle, {4, 11}),

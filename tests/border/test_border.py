@@ -21,10 +21,12 @@ from tests.border.calls import (
     LAYERS,
     MAMBA,
     MEMORY,
+    MEMORY_OF,
     NO_ROUTING,
     NUMBERS,
     OPS,
     OPTIONAL,
+    OWN,
     VOCABULARY,
     WRONG,
     Arguments,
@@ -32,12 +34,16 @@ from tests.border.calls import (
     at,
     decoder,
     eagle,
+    forward_of_uneven,
     hybrid,
     mamba,
     misaligned,
     replaced,
+    routed,
+    sparse,
     spread,
     tensors_of,
+    uneven,
     weights,
 )
 
@@ -81,8 +87,13 @@ def test_every_function_is_called() -> None:
     methods = {
         f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
     }
-    kinds = {make: "Decoder" if make in (hybrid, mamba) else make.__name__.capitalize() for make, *_ in CPU.values()}
-    assert methods == {"Decoder.memory", *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values())}
+    decoders = {hybrid, mamba, routed, uneven}
+    kinds = {make: "Decoder" if make in decoders else make.__name__.capitalize() for make, *_ in CPU.values()}
+    assert methods == {
+        "Decoder.memory",
+        "Decoder.own_channels",
+        *(f"{kinds[make]}.{method}" for make, method, _, _ in CPU.values()),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -395,12 +406,12 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], {})
+        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], [], {})
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
         _cpu.Decoder(
-            "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], {}
+            "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], [], {}
         )
 
 
@@ -434,11 +445,20 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"places": [(0, 0), (0, -1)]}, "window: got -1"),
         ({"places": [(0, 0), (0, 1 << 31)]}, "window: got 2147483648"),
         ({"activation": "gelu"}, "activation: got gelu, accepted silu, gelu_tanh, clamped or relu"),
-        ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 5"),
-        ({"numbers": [1e-5, -1.0, 1.0, 1.0, 1.0]}, "attention scale: got -1"),
-        ({"numbers": [1e-5, 0.0, math.inf, 1.0, 1.0]}, "factors: got inf"),
-        ({"numbers": [1e-5, 0.0, 1.0, math.nan, 1.0]}, "factors: got"),
-        ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0]}, "divisor: got 0"),
+        ({"numbers": NUMBERS[:4]}, "numbers: got 4, accepted 7"),
+        ({"numbers": [1e-5, -1.0, *NUMBERS[2:]]}, "attention scale: got -1"),
+        ({"numbers": [1e-5, 0.0, math.inf, *NUMBERS[3:]]}, "factors: got inf"),
+        ({"numbers": [1e-5, 0.0, 1.0, math.nan, *NUMBERS[4:]]}, "factors: got"),
+        ({"numbers": [1e-5, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]}, "divisor: got 0"),
+        ({"numbers": [*NUMBERS[:5], -1.0, 1.0]}, "cap: got -1"),
+        ({"numbers": [*NUMBERS[:6], math.inf]}, "factors: got inf"),
+        ({"keeps": [(2, 8, -1)]}, "keeps: got 1, accepted one of each layer, or none"),
+        ({"keeps": [(*HEADS[1:], 0), (*HEADS[1:], -1)]}, "keys of layer: got 0, accepted -1, or a layer before"),
+        ({"keeps": [(*HEADS[1:], -1), (*HEADS[1:], -2)]}, "keys of layer: got -2"),
+        ({"keeps": [(*HEADS[1:], -1), (HEADS[1], 7, -1)]}, "head size: got 7, accepted an even number"),
+        ({"keeps": [(*HEADS[1:], -1), (0, HEADS[2], -1)]}, "heads: got 0"),
+        ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted up to 4"),
+        ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([], 1.0)]}, "frequencies: got 0"),
         ({"routing": ("argmax", [1, 1, 1, 2], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
         ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 4 counts"),
         ({"routing": ("softmax", [1, 1, 1, 3], [0.0, 1.0])}, "best experts of a group: got 3, accepted 1 or 2"),
@@ -455,22 +475,13 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"traits": {"latent": [40, 8, 8, 8, 0, 1e-6]}}, "channels of a latent: got 40, accepted a multiple of 32"),
         ({"traits": {"latent": LATENT}, "sizes": WIDE, "recurrence": [HIDDEN, 3, 0, 0, 0, 0, 0]}, "latent: got 32"),
         ({"traits": {"latent": LATENT}, "sizes": WIDE, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted at"),
+        ({"traits": {"latent": LATENT}, "sizes": WIDE, "keeps": [(1, 8, -1)] * 2}, "keeps: got 8, accepted those of"),
         ({"traits": {"latent": LATENT}, "sizes": WIDE}, "q_proj"),
     ],
 )
 def test_other_blocks_of_a_decoder_are_refused(changes: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         decoder(_cpu, **changes)
-
-
-def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that make the first layer's network one of experts."""
-    prefix = "model.layers.0.mlp."
-    found: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (count, HIDDEN)}
-    for above in (*(f"experts.{expert}" for expert in range(count)), "shared"):
-        found |= {f"{prefix}{above}.{part}_proj.weight": (GATED, HIDDEN) for part in ("gate", "up")}
-        found |= {f"{prefix}{above}.down_proj.weight": (HIDDEN, GATED)}
-    return found | {f"{prefix}{name}": shape for name, shape in wrong.items()}
 
 
 @pytest.mark.parametrize(
@@ -522,12 +533,63 @@ def test_experts_read_and_write_in_bounds() -> None:
                 network.forward(*arguments[:16], wrong)
 
 
+def test_layers_of_other_heads_have_slabs_of_their_own() -> None:
+    memory = Memory()
+    network, arguments = uneven(_cpu), forward_of_uneven(memory)
+    network.forward(*arguments)
+    assert memory.intact()
+    for slabs, refusal in (
+        (arguments[5][0], "slabs: got 1, accepted 2"),
+        (arguments[5][:1], "slabs: got 1, accepted 2"),
+        (arguments[5][::-1], "slab: got"),
+        ((arguments[5][0], arguments[5][1].bfloat16()), "slabs of one dtype"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            network.forward(*arguments[:5], slabs, *arguments[6:])
+
+
+def test_a_layer_may_read_the_keys_of_one_before() -> None:
+    memory = Memory()
+    network, arguments = (
+        uneven(_cpu, reads=0, without="model.layers.1.self_attn.k_proj.weight"),
+        forward_of_uneven(memory),
+    )
+    network.forward(*arguments[:5], arguments[5][0], *arguments[6:])  # one layer's keys and values
+    assert memory.intact()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"model.own_norm.weight": (7,)}, "model.own_projection: got 12 outputs, accepted 14"),
+        ({"model.own_embedding.weight": (VOCABULARY, 13)}, "model.own_embedding: got"),
+        ({"model.layers.1.own_gate.weight": (8, HIDDEN)}, "own_gate: got"),
+        ({"model.layers.0.scale": (2,)}, "scale: got"),
+    ],
+)
+def test_inputs_of_single_layers_fit_together(wrong: dict[str, tuple[int, ...]], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        uneven(_cpu, **wrong)
+
+
+def test_embeddings_of_single_layers_are_read() -> None:
+    found, tokens = torch.empty(2, LAYERS * OWN), torch.tensor([1, 2])
+    network = uneven(_cpu)
+    assert network.own_channels == LAYERS * OWN
+    network.own_embedding(tokens, found)
+    with pytest.raises(ValueError, match="tokens: got"):
+        network.own_embedding(torch.tensor([1, VOCABULARY]), found)
+    assert decoder(_cpu).own_channels == 0
+    with pytest.raises(ValueError, match="inputs of single layers: got 0"):
+        decoder(_cpu).own_embedding(tokens, found)
+
+
 def test_windows_and_positions_of_part_of_a_head_are_taken() -> None:
     run, build, _ = function("decoder")
     for changes in (
         {"places": [(0, 1), (-1, 0)]},
         {"ropes": [([1.0], 1.0), (FREQUENCIES, 1.0)], "places": [(1, 2), (0, (1 << 31) - 1)]},
-        {"activation": "gelu_tanh", "numbers": [1e-5, 0.5, 2.0, 0.5, -3.0]},
+        {"activation": "gelu_tanh", "numbers": [1e-5, 0.5, 2.0, 0.5, -3.0, 30.0, 1.0]},
     ):
         memory = Memory()
         decoder(_cpu, **changes).forward(*build(memory))
@@ -593,21 +655,21 @@ def test_a_memory_is_one_of_its_decoder() -> None:
     right = build(Memory())
     for memory in (None, object(), 3):
         with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
-            network.forward(*right[:13], memory, 2, *right[15:])
+            network.forward(*replaced(right, (MEMORY_OF,), memory))
     with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
-        decoder(_cpu).forward(*CPU["decoder"][2](Memory())[:13], right[13], 2, None, None)
+        decoder(_cpu).forward(*replaced(CPU["decoder"][2](Memory()), (MEMORY_OF,), right[MEMORY_OF]))
     for committed in (-1, 1, 3, 1 << 40):
         with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
-            network.forward(*right[:14], committed, *right[15:])
-    assert network.forward(*right) == 0
-    assert (right[13].folded, right[13].marked) == (2, 0)
+            network.forward(*replaced(right, (MEMORY_OF + 1,), committed))
+    assert network.forward(*right) == 0  # experts
+    assert (right[MEMORY_OF].folded, right[MEMORY_OF].marked) == (2, 0)
 
 
 def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
     network = hybrid(_cpu)
     arguments = CPU["hybrid"][2](Memory())
     network.forward(*arguments)
-    memory = arguments[13]
+    memory = arguments[MEMORY_OF]
     for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
         with pytest.raises(ValueError, match=r"path: |length: "):
             memory.keep(length, torch.tensor(path), count)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from specengine import Engine
 from specengine.errors import CheckpointError, SpecEngineError
 from specengine.files import safetensors_files
+from tests.models.native_engines import needs_extension
 from tests.sweep.serving import generated, prompt_of
 from tests.sweep.small import model_of
 from tests.toy import tiny
@@ -203,6 +204,17 @@ def test_sizes_that_differ_by_layer_are_read(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     engine = Engine.from_pretrained(tmp_path, "none", offline=True)
     prompt = prompt_of(20)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+
+
+@pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
+def test_keys_that_no_layer_reads_are_not_read(tmp_path: Path, backend: str) -> None:
+    """Gemma 4's files hold some of layers that read the keys of a layer before."""
+    model, file, prompt = tiny("gemma4_text"), tmp_path / "model.safetensors", prompt_of(20)
+    model.save_pretrained(tmp_path)
+    keys = {"model.layers.5.self_attn.k_proj.weight": torch.ones(16, 32)}
+    save_file(load_file(file) | keys, file, {"format": "pt"})
+    engine = Engine.from_pretrained(tmp_path, "none", offline=True, backend=backend)
     assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
 
 

@@ -17,11 +17,11 @@ from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.models.configs import family_of
-from specengine.models.families import GGUF
-from specengine.models.weights import layer_template
+from specengine.models.families import GGUF, stated
+from specengine.models.weights import layer_template, stored_tensors
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
-from tests.models.native_variants import LONGROPE, PART, PROMPT
+from tests.models.native_variants import GEMMA4_EXPERTS, LONGROPE, PART, PROMPT
 from tests.toy import tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -41,6 +41,17 @@ _LATENT = {
     "expert_used_count": 3,
     "expert_shared_count": 2,
     "expert_feed_forward_length": 24,
+}
+GEMMA4: Keys = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8,
+    "attention.sliding_window": 24,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 8,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
 }
 # Of each: the family, changes of its tiny model, and what the file's metadata says beside the sizes.
 FILES: dict[str, tuple[str, Keys, Keys]] = {
@@ -206,6 +217,31 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
             "interleave_moe_layer_step": 1,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {},
+        GEMMA4
+        | {
+            "attention.head_count_kv": [2, 1] * 3,
+            "attention.shared_kv_layers": 3,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "embedding_length_per_layer_input": 12,
+            "feed_forward_length": [48] * 3 + [96] * 3,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4 experts": (
+        "gemma4_text",
+        {**GEMMA4_EXPERTS, "num_hidden_layers": 3, "layer_types": [SWA, SWA, FULL], "attention_k_eq_v": False},
+        GEMMA4
+        | {
+            "attention.sliding_window_pattern": [True, True, False],
+            "final_logit_softcapping": 20.0,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+        },
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {},
@@ -228,8 +264,8 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
 def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     """Return the tensors of a file as llama.cpp's converter makes them."""
     config, found = model.config, {}
-    everything, shapes = {**dict(model.named_parameters()), **dict(model.named_buffers())}, layer_template(config)
-    tensors = {name: tensor.detach() for name, tensor in everything.items() if name in shapes}
+    wanted = layer_template(config)
+    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model) if name in wanted}
     for name, names in gguf.tensor_names(config, tensors).items():
         numbers = tensors[name].numpy().astype(np.float32)
         if numbers.ndim == 3 and numbers.shape[1] == 1:  # a convolution of single channels
@@ -251,6 +287,11 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
     if (config.rope_parameters or {}).get("rope_type") == "longrope":
         for kind in ("short", "long"):
             found[f"rope_factors_{kind}.weight"] = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+    full = (config.rope_parameters or {}).get(FULL)
+    if own.proportional and full is not None:
+        half = config.per_layer_config[FULL].head_dim // 2
+        turned = int(half * full["partial_rotary_factor"])
+        found["rope_freqs.weight"] = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
     return found
 
 
@@ -260,9 +301,12 @@ def made(case: str) -> PreTrainedModel:
     model = tiny(family, **changes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 weight.uniform_(0.5, 1.5)
             weight.copy_(weight.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(buffer.bfloat16())
     return model
 
 
@@ -272,7 +316,9 @@ def write(
     changes: Mapping[str, Any] | None = None,
     model: PreTrainedModel | None = None,
     kind: written.GGMLQuantizationType | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, Path]:
+    """more: tensors beside the model's, or in their place; or shapes of such."""
     model, path, metadata = model or made(case), folder / "model.gguf", FILES[case][2]
     config, own = model.config, family_of(model.config).gguf
     assert own is not None
@@ -282,7 +328,7 @@ def write(
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": stated(config, "num_key_value_heads"),
         f"attention.layer_norm_{'' if family_of(config).layer_norms else 'rms_'}epsilon": getattr(
             config, family_of(config).fields.eps
         ),
@@ -295,7 +341,9 @@ def write(
         kinds = {int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
         add = kinds.get(type(value), writer.add_float32)
         add(f"{own.architecture}.{key}", value)
-    for name, numbers in stored_of(model, own).items():
+    for name, numbers in (stored_of(model, own) | dict(more or {})).items():
+        if isinstance(numbers, tuple):
+            numbers = np.ones(numbers, np.float32)
         packed = kind is not None and numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
         writer.add_tensor(name, quantize(numbers, kind) if packed else numbers, raw_dtype=kind if packed else None)
     return model, finish(writer, path)
@@ -349,6 +397,36 @@ def test_factors_of_another_length_are_refused(tmp_path: Path) -> None:
     _, path = write(tmp_path, "phi3 longrope", {"rope.dimension_count": 4})
     with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight must be \[2\]"):
         Engine.from_pretrained(str(path), "none", offline=True)
+
+
+def test_keys_that_no_layer_reads_are_not_read(tmp_path: Path) -> None:
+    """Gemma 4's converter stores them for layers that read those of a layer before."""
+    model, path = write(tmp_path, "gemma4", more={"blk.5.attn_k.weight": (16, 32), "blk.4.attn_k_norm.weight": (8,)})
+    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
+    _, path = write(tmp_path, "gemma4", more={"blk.5.attn_x.weight": (16, 32)})
+    with pytest.raises(CheckpointError, match=r"not used by this model: blk\.5\.attn_x\.weight"):
+        Engine.from_pretrained(str(path), "none", offline=True)
+
+
+GEMMA4_DAMAGES: dict[str, tuple[Keys, dict[str, Any], str]] = {
+    "a head that turns in part": ({"rope.dimension_count_swa": 4}, {}, r"rope\.dimension_count_swa = 4"),
+    "values of another size": ({"attention.value_length_swa": 4}, {}, r"attention\.value_length_swa = 4"),
+    "widths of other layers": ({"feed_forward_length": [48] * 5}, {}, r"feed_forward_length must be a positive"),
+    "heads of other layers": ({"attention.head_count_kv": [2, 1]}, {}, r"attention\.head_count_kv must be a positive"),
+    "types of other layers": ({"attention.sliding_window_pattern": [True, False]}, {}, "no Gemma4TextConfig"),
+    "no keys at all": ({"attention.shared_kv_layers": 6}, {}, "layer types producing a cache"),
+    "other factors": ({}, {"rope_freqs.weight": np.float32([1.0, 2.0] + [1e30] * 6)}, "proportional positions"),
+    "no factors of one": ({}, {"rope_freqs.weight": np.float32([1e30] * 8)}, "proportional positions"),
+}
+
+
+@pytest.mark.parametrize("case", GEMMA4_DAMAGES)
+def test_other_files_of_gemma_4_are_refused(case: str, tmp_path: Path) -> None:
+    changes, tensors, message = GEMMA4_DAMAGES[case]
+    _, path = write(tmp_path, "gemma4", changes, more=tensors)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        Engine.from_pretrained(str(path), "none", offline=True, backend="native")
 
 
 def test_numbers_are_kept_or_their_rounding_is_said(tmp_path: Path) -> None:

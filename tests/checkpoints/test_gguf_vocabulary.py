@@ -95,6 +95,43 @@ def test_control_tokens_are_not_made_of_letters(tmp_path: Path) -> None:
     assert 2 not in tokenizer("</s>", split_special_tokens=True).input_ids
 
 
+# Merges alone count in Gemma 4's vocabulary, lines are apart, and the first token comes whatever the file says.
+GEMMA4_TEXTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "no space before it": ("hello hello", {}, [1, HELLO, SPACED_HELLO]),
+    "two spaces": ("hello  hello", {}, [1, HELLO, SPACE, SPACED_HELLO]),
+    "whatever scores say": ("hello", {"merges": ["e l", "h e", "l l"]}, [1, H, 273, 262, 263]),
+    "lines": ("hello\n\nhello\n", {}, [1, HELLO, 275, HELLO, 274]),
+    "bytes": ("é<", {}, [1, *byte("é<")]),
+    "a first token in any case": ("hello", {"add_bos_token": False}, [1, HELLO]),
+    "special tokens": ("hello</s>hello", {}, [1, HELLO, 2, HELLO]),
+}
+
+
+@pytest.mark.parametrize("case", GEMMA4_TEXTS)
+def test_gemma_4_text_as_in_llama_cpp(tmp_path: Path, case: str) -> None:
+    text, metadata, expected = GEMMA4_TEXTS[case]
+    assert ids_of(tmp_path, gemma4_vocabulary(), text, **metadata) == expected
+
+
+def test_gemma_4_answers_keep_their_spaces_and_lines(tmp_path: Path) -> None:
+    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=gemma4_vocabulary()))
+    assert tokenizer.decode([SPACED_HELLO, HELLO, 275, *byte("é")]) == " hellohello\n\né"
+
+
+def gemma4_vocabulary() -> dict[str, Any]:
+    """The SentencePiece vocabulary with another piece and line ends, merges, and scores that contradict them."""
+    vocabulary, more = files.sentencepiece_vocabulary(), ["el", "\n", "\n\n"]
+    tokens = [*vocabulary["tokenizer.ggml.tokens"], *more]
+    return vocabulary | {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [float(number) for number in range(len(tokens))],
+        "tokenizer.ggml.token_type": [*vocabulary["tokenizer.ggml.token_type"], *[1] * len(more)],
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "hell o", "▁ hello", "\n \n"],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
 def word_vocabulary() -> dict[str, Any]:
     """Bytes, and merges that show where text is cut."""
     merges = ["1 2", "12 3", "123 4", "' s", "t 's", "a b", "a bc", "b c", "Ġ a", "! !", "Ċ Ċ"]

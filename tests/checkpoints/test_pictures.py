@@ -28,7 +28,7 @@ def saved(kind: str, folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param(None, marks=needs_extension)])
-@pytest.mark.parametrize("kind", ["mistral3", "llava", "gemma3", "smolvlm", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["mistral3", "llava", "gemma3", "gemma4", "gemma4_unified", "smolvlm", "qwen3_5"])
 def test_a_folder_answers_texts(kind: str, backend: str | None, tmp_path: Path) -> None:
     model, prompt = saved(kind, tmp_path), prompt_of(40)
     options = {} if backend is None else {"backend": backend}

@@ -61,11 +61,12 @@ class Tiny:
         sizes = [LAYERS, HIDDEN, VOCABULARY, *self.heads]
         form = (
             "silu",
-            [1e-5, 0.0, 1.0, 1.0, 1.0],
+            [1e-5, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0],
             weights,
             [(frequencies, 1.0)],
             [(0, 0)] * LAYERS,
-            ("softmax", [0, 1, 1], [0.0, 1.0]),
+            ("softmax", [0, 1, 1, 2], [0.0, 1.0]),
+            [],
             [],
             {},
         )

@@ -37,7 +37,7 @@ KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics":
 
 
 def lm_of(family: str, kind: str, instructions: str | None = None) -> NativeLM:
-    model = tiny(family, num_hidden_layers=2)
+    model = tiny(family)
     model = model if kind == "float32" else model.bfloat16()
     return native_lm(model, instructions, **KINDS[kind])
 
@@ -70,7 +70,7 @@ def together(lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
 def test_a_rows_bits_do_not_depend_on_other_texts(family: str, kind: str, instructions: str) -> None:
     if kind == "float32" and instructions in WITH_PAIRS:
         pytest.skip("has no products in float32")
@@ -78,14 +78,20 @@ def test_a_rows_bits_do_not_depend_on_other_texts(family: str, kind: str, instru
     for seed in range(6):
         targets, trees = texts(lm, seed)
         alone = [target.verify(tree)[0].clone() for target, tree in zip(targets, trees, strict=True)]
-        kept = [target.cache.slab.clone() for target in targets]
+        kept = [[slab.clone() for slab in slabs_of(target)] for target in targets]
         for target in targets:
-            target.cache.slab[:, :, :, target.cache.length :] = float("nan")
+            for slab in slabs_of(target):
+                slab[:, :, :, target.cache.length :] = float("nan")
         found = together(lm, targets, trees)
-        for one, other, target, slab, tree in zip(found, alone, targets, kept, trees, strict=True):
+        for one, other, target, slabs, tree in zip(found, alone, targets, kept, trees, strict=True):
             assert torch.equal(one, other)
             end = target.cache.length + len(tree)
-            assert torch.equal(target.cache.slab[:, :, :, :end], slab[:, :, :, :end])
+            for slab, before in zip(slabs_of(target), slabs, strict=True):
+                assert torch.equal(slab[:, :, :, :end], before[:, :, :, :end])
+
+
+def slabs_of(target: NativeTarget) -> list[Tensor]:
+    return [target.cache.slab, *(target.cache.more or ())]
 
 
 def test_a_cache_off_by_one_slot_is_seen() -> None:

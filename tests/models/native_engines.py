@@ -35,6 +35,8 @@ OTHERS = (  # of blocks that those have not
     "exaone4",
     "gemma",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",

@@ -27,6 +27,14 @@ LONGROPE = {
     "long_factor": [4.0, 5.0, 6.0, 7.0],
     "original_max_position_embeddings": 128,
 }
+GEMMA4_EXPERTS = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -70,6 +78,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {}),
     "gemma3_text windows": ("gemma3_text", {"sliding_window": 7}),
     "gemma3_text linear": ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "sliding_window": 20}),
+    "gemma4_text": ("gemma4_text", {}),
+    "gemma4_text of own keys": ("gemma4_text", {"num_kv_shared_layers": 0, "final_logit_softcapping": None}),
+    "gemma4_text of one kind of heads": (
+        "gemma4_text",
+        {"global_head_dim": 8, "num_global_key_value_heads": None, "use_double_wide_mlp": False},
+    ),
+    "gemma4_text without inputs of layers": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_bias": True},
+    ),
+    "gemma4_text with experts": ("gemma4_text", GEMMA4_EXPERTS),
+    "gemma4_unified_text": ("gemma4_unified_text", {}),
     "phi3": ("phi3", {}),
     "phi3 windows": ("phi3", {"sliding_window": 9}),
     "phi3 part of a head": ("phi3", {"hidden_size": 64, "rope_parameters": PART}),
@@ -208,7 +228,7 @@ def model_of(variant: str) -> PreTrainedModel:
     torch.manual_seed(2)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 weight.uniform_(0.5, 1.5)
             if name.endswith((".D", ".A_log")):
                 weight.normal_()
@@ -218,6 +238,8 @@ def model_of(variant: str) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(buffer.uniform_(0.5, 1.5).bfloat16())
     return model
 
 

@@ -99,12 +99,30 @@ def test_a_type_without_a_family_is_named_with_the_known_ones(changed: Any) -> N
 def test_places_are_those_of_the_modules() -> None:
     model = tiny("gemma3_text", sliding_window=9, num_hidden_layers=4)
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [9, None, 9, None]
-    assert family_of(model.config).places(model.config) == [("sliding_attention", 9), ("full_attention", None)] * 2
+    assert (
+        family_of(model.config).places(model.config)
+        == [
+            ("sliding_attention", 9, None),
+            ("full_attention", None, None),
+        ]
+        * 2
+    )
+    model = tiny("gemma4_text", sliding_window=9)
+    assert family_of(model.config).places(model.config) == [
+        ("sliding_attention", 9, None),
+        ("full_attention", None, None),
+        ("sliding_attention", 9, None),
+        ("full_attention", None, 1),
+        ("sliding_attention", 9, 2),
+        ("full_attention", None, 1),
+    ]
     model = tiny("smollm3", num_hidden_layers=4)
     assert [place.rope is not None for place in family_of(model.config).places(model.config)] == [
         bool(layer.self_attn.use_rope) for layer in model.model.layers
     ]
-    assert family_of(tiny().config).places(tiny(sliding_window=9).config) == [("", None)] * 2  # which Llama never reads
+    assert (
+        family_of(tiny().config).places(tiny(sliding_window=9).config) == [("", None, None)] * 2
+    )  # which Llama never reads
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])

@@ -19,7 +19,7 @@ from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget, from_mo
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
 from tests.models.native_engines import native_lm as lm_on
-from tests.models.native_variants import native_logits
+from tests.models.native_variants import GEMMA4_EXPERTS, native_logits
 from tests.toy import VOCABULARY, policy_for, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -37,6 +37,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {}),
     "cohere2": ("cohere2", {}),
     "starcoder2": ("starcoder2", {"sliding_window": 20}),
+    "gemma4_text with experts": ("gemma4_text", GEMMA4_EXPERTS),
 }
 
 
@@ -68,6 +69,7 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
     "name",
     [
         "gemma3_text",
+        "gemma4_text",
         "smollm3",
         "ernie4_5",
         "ministral3",
@@ -119,7 +121,20 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", [*WINDOWS, "olmo2", "granite", "glm4", "stablelm", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *WINDOWS,
+        "olmo2",
+        "granite",
+        "glm4",
+        "stablelm",
+        "mixtral",
+        "qwen3_moe",
+        "gemma4_text",
+        "gemma4_text with experts",
+    ],
+)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(name: str, instructions: str) -> None:
     lm = lm_of(name, instructions)
     for nodes in (2, 17, 64):

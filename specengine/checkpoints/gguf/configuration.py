@@ -127,14 +127,19 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
+    local = metadata.value("attention.key_length_swa")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if local is not None and metadata.value(key) not in (None, local):
+            raise metadata.unsupported(key, f"is not supported: it must be the size of a head with a window, {local}")
     of_layer_norms = metadata.value("attention.layer_norm_epsilon")
     norms = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
     sizes, eps = _sizes(metadata, family, own), metadata.positive(norms, of_layer_norms)
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
     inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     fields |= {field: tensor in inside for field, tensor in own.flags.items()}
+    fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in own.without.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
-    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family)}
+    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, own)}
     fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
     made = CONFIG_MAPPING[model_type]
     try:
@@ -142,6 +147,12 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
         return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
         raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
+
+
+def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
+    """Return whether a layer that has keys lacks a tensor."""
+    keyed = [number for number in range(layers) if f"blk.{number}.attn_k.weight" in file.tensors]
+    return any(f"blk.{number}.{tensor}" not in file.tensors for number in keyed)
 
 
 def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict[str, int]:
@@ -162,10 +173,10 @@ def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict
     return {
         "vocabulary": embedding.shape[0],
         "hidden": hidden,
-        "inner": _inner(fields),
+        "inner": _inner(fields, layers, own),
         "layers": layers,
         "heads": heads,
-        "kv_heads": _key_value_heads(fields, heads, blocks if family.kinds else 0),
+        "kv_heads": _key_value_heads(fields, heads, blocks, family, own),
         "head_dim": _head_dim(fields, hidden, heads, own.ignored, family.attention),
         "context": fields.count("context_length"),
     }
@@ -179,25 +190,35 @@ def _drafting(fields: _Fields) -> int:
     return count
 
 
-def _inner(fields: _Fields) -> int:
-    """Return the width of the networks; of a list by layer the largest."""
+def _first_count(fields: _Fields, key: str, layers: int, own: families.GGUF, default: int | None = None) -> int:
+    """Return a count, or the first of a list of counts by layer where the family's files have such."""
+    listed = fields.value(key)
+    if key not in own.by_layer or not isinstance(listed, list):
+        return fields.count(key, default)
+    if len(listed) != layers or not all(type(each) is int and 0 < each < 1 << 31 for each in listed):
+        raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
+    return int(listed[0])
+
+
+def _inner(fields: _Fields, layers: int, own: families.GGUF) -> int:
+    """Return the width of the networks; of a list by layer the largest, unless the family reads the list itself."""
     key = "feed_forward_length"
     listed = fields.value(key)
-    if listed is None:
-        return fields.count("expert_feed_forward_length" if fields.value("expert_count") else key)
-    if not isinstance(listed, list):
-        return fields.count(key)
+    if listed is None and fields.value("expert_count"):
+        return fields.count("expert_feed_forward_length")
+    if key in own.by_layer or not isinstance(listed, list):
+        return _first_count(fields, key, layers, own)
     if not all(type(each) is int and each >= 0 for each in listed) or len(set(listed) - {0}) != 1:
         raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
     return int(max(listed))
 
 
-def _key_value_heads(fields: _Fields, heads: int, layers: int) -> int:
-    """layers: of a family some of whose layers have none, which a list by layer says."""
+def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.Family, own: families.GGUF) -> int:
+    """Return the number of the layers that have some; a list by layer says which have none."""
     key = "attention.head_count_kv"
     listed = fields.value(key)
-    if not (layers and isinstance(listed, list)):
-        count = fields.count(key, heads)
+    if not (family.kinds and isinstance(listed, list)):
+        count = _first_count(fields, key, layers, own, heads)
     elif len(listed) != layers or not all(type(each) is int and each >= 0 for each in listed) or not any(listed):
         raise fields.error(key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers")
     elif len(kinds := set(listed) - {0}) > 1:
@@ -230,7 +251,9 @@ def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family) -> dict[str, Any]:
+def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, own: families.GGUF) -> dict[str, Any]:
+    if own.proportional and _ROPE_FACTORS in fields.file.tensors:
+        return _proportional(fields, head_dim)
     if not family.attention.partial:
         return _scaled(fields, head_dim)
     turned = fields.count("rope.dimension_count", head_dim)
@@ -259,6 +282,23 @@ def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
         "beta_fast": fields.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.positive("rope.scaling.yarn_beta_slow", 1.0),
     }
+
+
+def _proportional(fields: _Fields, head_dim: int) -> dict[str, Any]:
+    """Return the parameters of positions that turn the first channels of each half of a head, by factors of one."""
+    factors = fields.file.numbers(_ROPE_FACTORS)
+    turned = int((factors == 1).sum())
+    if (
+        factors.shape != (head_dim // 2,)
+        or not turned
+        or (factors[:turned] != 1).any()
+        or (factors[turned:] < 1e20).any()
+    ):
+        raise UnsupportedModelError(
+            f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of proportional positions"
+        )
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turned / len(factors)}
 
 
 def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
@@ -322,12 +362,20 @@ def require_complete(
     wanted: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         wanted |= _split(config, names[key], turned(config, shape), rows)
+    unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
-    stored = {name: _flat(name, tensor.shape) for name, tensor in file.tensors.items() if _block(name) not in drafts}
+    stored = {
+        name: _flat(name, tensor.shape)
+        for name, tensor in file.tensors.items()
+        if _block(name) not in drafts and not name.startswith(unread)
+    }
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *rope.values()]
     kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
-    for name in (*(_ROPE_FACTORS,) * ("llama3" in kinds), *(_SHORT, _LONG) * ("longrope" in kinds)):
+    for name in (
+        *(_ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
+        *(_SHORT, _LONG) * ("longrope" in kinds),
+    ):
         stored.pop(name, None)
     differ = [
         f"{name} {list(stored[name])}, not {list(shape)}"

@@ -82,7 +82,9 @@ def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Token
     )
     escaped = normalizers.Replace(" ", _SPACE)
     after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if _flag(file, "add_space_prefix", True):  # before the text, and before what follows a special token
+    if _is_merged(file):
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    if _flag(file, "add_space_prefix", not _is_merged(file)):  # before the text, and what follows a special token
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escaped])
         after.append(decoders.Strip(" ", 1, 0))
     else:
@@ -94,7 +96,7 @@ def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Token
 def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
     """Return the merges that make tokens of two others, the best score first; the file's own where it has no scores."""
     scores = file.metadata.get("tokenizer.ggml.scores")
-    if scores is None:
+    if scores is None or _is_merged(file):
         return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
     apart = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # never made of letters
     whole = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
@@ -119,7 +121,7 @@ def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
 
 
 def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
-    first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos)
+    first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos) or _is_merged(file)
     last = _flag(file, "add_eos_token", False)
     for name, wanted in (("bos", first), ("eos", last)):
         if wanted and ids[f"{name}_token"] is None:
@@ -178,6 +180,11 @@ def _is_byte_level(file: GGUFFile) -> bool:
     return bool(file.metadata["tokenizer.ggml.model"] == "gpt2")
 
 
+def _is_merged(file: GGUFFile) -> bool:
+    """Return whether its pieces are those of SentencePiece, and its merges count: Gemma 4's vocabulary."""
+    return bool(file.metadata["tokenizer.ggml.model"] == "gemma4")
+
+
 def _tokens(file: GGUFFile) -> Tokens:
     texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(file.metadata["tokenizer.ggml.tokens"])]
     tokens = Tokens(file, texts, len(texts))
@@ -190,18 +197,18 @@ def _tokens(file: GGUFFile) -> Tokens:
 def _require_vocabulary(file: GGUFFile) -> None:
     """Refuse a vocabulary of another sort, and lists of the wrong type or length."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
         raise UnsupportedModelError(
-            f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM); pass tokenizer=, or "
-            "prompts as token ids"
+            f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM), gemma4; pass tokenizer=, "
+            "or prompts as token ids"
         )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
         if f"tokenizer.ggml.{name}" in file.metadata and len(_listed(file, name, kind)) != len(tokens):
             raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens")
     unscored = "tokenizer.ggml.scores" not in file.metadata
-    if model == "gpt2" or (unscored and "tokenizer.ggml.merges" in file.metadata):
+    if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
         _require_pairs(file, _listed(file, "merges", str))
     else:
         _listed(file, "scores", float)

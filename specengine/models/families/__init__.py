@@ -23,6 +23,7 @@ CONVOLUTIONS = (
 STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
 NO_LIMITS = (0.0, float("inf"))
 LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
+ROUTER_NORM = "router_norm"  # of Beside: is divided by the root of the hidden size
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -36,6 +37,14 @@ class Name:
     def below(self, above: Name) -> Name:
         """Return the whole name of this module of the module `above`."""
         return Name(f"{above.transformers}.{self.transformers}", f"{above.gguf}.{self.gguf}")
+
+
+def stated(config: Any, field: str) -> Any:
+    """Return the value of a config's field, or None; the common one, which transformers hides, if layers differ."""
+    try:
+        return getattr(config, field, None)
+    except Exception:  # of transformers, whose name older versions lack
+        return vars(config).get(field)
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,12 @@ class Place(NamedTuple):
     rope    the key of its parameters in the config's `rope_parameters`; empty if all layers share them, None if the
             layer turns nothing
     window  how many places a token sees, its own included; None for all
+    reads   the layer before whose keys and values it reads; None if it has its own
     """
 
     rope: str | None
     window: int | None
+    reads: int | None = None
 
 
 class Factors(NamedTuple):
@@ -84,12 +95,16 @@ class Factors(NamedTuple):
     embedding  embeddings; in_module: by transformers' module for them, in the model's dtype
     residual   what attention and the network add
     divisor    of logits
+    cap        of what tanh leaves of logits; 0 for all
+    own        embeddings that are inputs of single layers
     """
 
     scores: float = 0.0
     embedding: float = 1.0
     residual: float = 1.0
     divisor: float = 1.0
+    cap: float = 0.0
+    own: float = 1.0
     in_module: bool = False
 
 
@@ -119,6 +134,9 @@ class QueryFactors(NamedTuple):
 class Attention:
     """Attention with rotary positions, which turn the first half of a head's channels with the second half.
 
+    v               None where values are what keys are made of
+    reads           the layer before whose keys and values are read, so that k, v and k_norm are None; None for its own
+    v_normed        whether values are normed, by no weights
     q_norm, k_norm  RMS norms of queries and keys before the rotation, or None: of each head or, if `whole_norms`, of
                     the channels of all heads as one
     windows         the layers whose windows the config's `sliding_window` is: none, all, or those that its
@@ -133,8 +151,8 @@ class Attention:
     """
 
     q: Name = Name("self_attn.q_proj", "attn_q")
-    k: Name = Name("self_attn.k_proj", "attn_k")
-    v: Name = Name("self_attn.v_proj", "attn_v")
+    k: Name | None = Name("self_attn.k_proj", "attn_k")
+    v: Name | None = Name("self_attn.v_proj", "attn_v")
     o: Name = Name("self_attn.o_proj", "attn_output")
     q_norm: Name | None = None
     k_norm: Name | None = None
@@ -147,6 +165,8 @@ class Attention:
     gated: bool = False
     head_gates: Name | None = None
     query_factors: Callable[[Any], QueryFactors | None] = lambda config: None
+    reads: int | None = None
+    v_normed: bool = False
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -155,7 +175,7 @@ class Attention:
             window = config.sliding_window
         ropes = getattr(config, "rope_parameters", None) or {}
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
-        return Place(rope if self.turns(config, layer) else None, window)
+        return Place(rope if self.turns(config, layer) else None, window, self.reads)
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
         """Return the stored row for each row of a module's parts, where these are not one behind the other."""
@@ -166,17 +186,17 @@ class Attention:
         """Return why csrc/cpu has no attention of these sizes; empty where it has."""
         return ""
 
-    def turnable(self, shape: Shape) -> int:
+    def turnable(self, head_dim: int) -> int:
         """Return how many channels of a head positions may turn."""
-        return shape.head_dim
+        return head_dim
 
     def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
         """Return the rows of a head in this part, and the first of those that are turned; None where none is."""
         return (shape.head_dim, 0) if native in ("q_proj", "k_proj") else None
 
-    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
-        """Return the layers, heads and head size of a cache of keys and values of so many layers."""
-        return layers, shape.kv_heads, shape.head_dim
+    def kept(self, layers: int) -> int:
+        """Return how many layers a cache has for so many layers of this attention."""
+        return layers
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -185,8 +205,10 @@ class Attention:
             yield Part("self_attn.gate_proj", self.q, queries)
         if self.head_gates is not None:
             yield Part("self_attn.gate_proj", self.head_gates, shape.heads)
-        yield Part("self_attn.k_proj", self.k, keys)
-        yield Part("self_attn.v_proj", self.v, keys)
+        if self.k is not None:
+            yield Part("self_attn.k_proj", self.k, keys)
+        if self.v is not None:
+            yield Part("self_attn.v_proj", self.v, keys)
         yield Part("self_attn.o_proj", self.o, shape.hidden)
         if self.q_norm is not None:
             yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
@@ -231,15 +253,15 @@ class Latent(Attention):
             "multiples of 32 for heads of even sizes"
         )
 
-    def turnable(self, shape: Shape) -> int:
+    def turnable(self, head_dim: int) -> int:
         return self.turned
 
     def turned_rows(self, native: str, shape: Shape) -> tuple[int, int] | None:
         first = {"q_proj": self.plain, "kv_a_proj": self.rank}.get(native)
         return None if first is None else (first + self.turned, first)
 
-    def cache(self, shape: Shape, layers: int) -> tuple[int, int, int]:
-        return -(-layers // 2), 1, shape.head_dim  # two layers' latents stand where one has keys and values
+    def kept(self, layers: int) -> int:
+        return -(-layers // 2)  # two layers' latents stand where one has keys and values
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries = shape.heads * (self.plain + self.turned)
@@ -531,6 +553,7 @@ class Experts:
 
     gate, up, down  tensors that have all experts' matrices, [count, outputs, inputs]; no gates as in GatedMLP
     choice          numbers that are added to scores where experts are chosen, or None
+    scales          numbers that multiply the weights of experts that were chosen, or None
     shared          a gated network for all tokens, of `shared_inner` channels, or None; shared_gate: a module whose
                     sigmoid is its weight
     biases          whether there are stacks of biases too
@@ -544,6 +567,7 @@ class Experts:
     up: Name = Name("mlp.experts.gate_up_proj", "ffn_up_exps.weight")
     down: Name = Name("mlp.experts.down_proj", "ffn_down_exps.weight")
     choice: Name | None = None
+    scales: Name | None = None
     shared: GatedMLP | None = None
     shared_inner: int = 0
     shared_gate: Name | None = None
@@ -553,6 +577,8 @@ class Experts:
         yield Part("mlp.router", self.router, self.count)
         if self.choice is not None:
             yield Part("mlp.router.choice", self.choice, self.count)
+        if self.scales is not None:
+            yield Part("mlp.router.scales", self.scales, self.count)
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
             for kind, name, size in stacks:
@@ -571,11 +597,74 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Experts beside a gated network: what is normed and added is norm(mlp(norm(x))) + norm(experts(norm(x))).
+
+    norm, router_norm  of what the experts and their router read; the latter's weights are divided by the root of the
+                       hidden size
+    mlp_norm           of what the gated network gives
+    output_norm        of what the experts give
+    """
+
+    experts: Experts
+    norm: Name
+    router_norm: Name
+    mlp_norm: Name
+    output_norm: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield from self.experts.parts(shape)
+        yield Part("experts_norm", self.norm, shape.hidden)
+        yield Part(ROUTER_NORM, self.router_norm, shape.hidden)
+        yield Part("dense_norm", self.mlp_norm, shape.hidden)
+        yield Part("mixed_norm", self.output_norm, shape.hidden)
+
+
+@dataclass(frozen=True)
+class OwnInputs:
+    """Inputs of single layers, `size` channels of each token for each layer.
+
+    They are (norm(projection(x)) + embedding) / sqrt(2) of the first states x, and a layer behind its network adds
+    norm(out(activation(gate(x)) * inputs)).
+
+    embedding, projection, norm       modules of the model, with all layers' rows or columns side by side
+    gate, out, output_norm            modules of each layer
+    """
+
+    size: int
+    embedding: Name
+    projection: Name
+    norm: Name
+    gate: Name
+    out: Name
+    output_norm: Name
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        yield Part("model.own_embedding", self.embedding, shape.vocabulary)
+        yield Part("model.own_projection", self.projection, shape.layers * self.size)
+        yield Part("model.own_norm", self.norm, self.size)
+
+    def parts_of_layer(self, shape: Shape) -> Iterator[Part]:
+        yield Part("own_gate", self.gate, self.size)
+        yield Part("own_out", self.out, shape.hidden)
+        yield Part("own_norm", self.output_norm, shape.hidden)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Map the tensors that hold parts of all layers to the dimension along which these stand."""
+        return {f"{self.embedding.transformers}.weight": 1, f"{self.projection.transformers}.weight": 0}
+
+
+@dataclass(frozen=True)
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
     Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention.
     Of a layer with one of the two blocks alone the other one and its norm are None.
+
+    beside  experts beside the gated network, or None
+    own     inputs of the layer's own, or None
+    scale   a number that multiplies all that the layer gives, or None
     """
 
     attention_norm: Name | None = Name("input_layernorm", "attn_norm")
@@ -585,6 +674,16 @@ class Layer:
     mlp: GatedMLP | PlainMLP | Experts | None = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
+    beside: Beside | None = None
+    own: OwnInputs | None = None
+    scale: Name | None = None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's experts, if it has some."""
+        if isinstance(self.mlp, Experts):
+            return self.mlp
+        return None if self.beside is None else self.beside.experts
 
     @property
     def first(self) -> Attention | Mixer | None:
@@ -599,9 +698,13 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        for block in (self.first, self.mlp):
+        for block in (self.first, self.mlp, self.beside):
             if block is not None:
                 yield from block.parts(shape)
+        if self.own is not None:
+            yield from self.own.parts_of_layer(shape)
+        if self.scale is not None:
+            yield Part("scale", self.scale, 1)
 
 
 @dataclass(frozen=True)
@@ -635,6 +738,9 @@ class GGUF:
     finish        from the config's fields so far, and the function of a metadata key's value: fields to add
     holds         from the function of a metadata key's value, whether a file of this architecture is one of these;
                   None: all that no other family holds
+    by_layer      keys whose values may be lists by layer, which `finish` reads; of these the first is the common one
+    without       field of transformers' config -> the tensor that layers with keys of their own may lack if it is set
+    proportional  whether the file's factors on frequencies leave out channels, as proportional positions do
     """
 
     architecture: str
@@ -646,6 +752,9 @@ class GGUF:
     read: tuple[str, ...] = ()
     finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
     holds: Callable[[Callable[[str], Any]], bool] | None = None
+    by_layer: tuple[str, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    proportional: bool = False
 
 
 @dataclass(frozen=True)
@@ -656,6 +765,7 @@ class Family:
     attending    a layer with the attention of a family whose layers differ
     kinds        the config's `layer_types` beside those of attention
     sizes        from a config: those that no single field states
+    sizes_at     from a config and a layer's number: those of this layer that no field states
     alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     layer_norms  norms are layer norms, with biases if the checkpoint has them; else RMS norms
@@ -666,6 +776,7 @@ class Family:
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
     exact        the ends of the names of tensors that are float32 in models of any dtype
+    unread       from a config: modules that files hold and the model does not read
     alternating  stacks of experts are [experts, inputs, outputs], and gates and ups take turns
     activation   by its name in csrc/cpu, whatever the config's is called; empty: the config's
     """
@@ -674,6 +785,7 @@ class Family:
     attending: Layer = Layer()
     kinds: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
+    sizes_at: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     alone: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     fields: Fields = Fields()
     gguf: GGUF | None = None
@@ -689,16 +801,19 @@ class Family:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
+    unread: Callable[[Any], list[Name]] = lambda config: []
     alternating: bool = False
     activation: str = ""
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
-        stated: dict[str, Any] = {
-            size.name: getattr(config, getattr(self.fields, size.name), None) for size in fields(Shape)
-        }
-        head_dim = stated["head_dim"] or stated["hidden"] // stated["heads"]
-        return Shape(**stated | {"head_dim": head_dim} | self.sizes(config))
+        sizes = {size.name: stated(config, getattr(self.fields, size.name)) for size in fields(Shape)}
+        head_dim = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
+        return Shape(**sizes | {"head_dim": head_dim} | self.sizes(config))
+
+    def shape_at(self, config: Any, number: int) -> Shape:
+        """Return the sizes of a layer, which are the config's own unless that has some by layer."""
+        return replace(self.shape(config_at(config, number)), **self.sizes_at(config, number))
 
     @property
     def attention(self) -> Attention:
@@ -719,9 +834,19 @@ class Family:
         """Return the recurrent mixer of the first layer that has one."""
         return next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
 
-    def attends(self, config: Any) -> int:
-        """Return how many layers have attention."""
-        return sum(isinstance(layer.first, Attention) for layer in self.layers_of(config))
+    def keeps(self, config: Any) -> dict[tuple[int, int], int]:
+        """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
+        found: dict[tuple[int, int], int] = {}
+        for number, layer in enumerate(self.layers_of(config)):
+            if isinstance(layer.first, Attention) and layer.first.reads is None:
+                shape = self.shape_at(config, number)
+                kind = shape.kv_heads, shape.head_dim
+                found[kind] = found.get(kind, 0) + 1
+        return found
+
+    def own_inputs(self, config: Any) -> OwnInputs | None:
+        """Return the inputs of single layers, which are alike in all of them."""
+        return self.layers_of(config)[0].own
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
@@ -731,13 +856,13 @@ class Family:
     def routing(self, config: Any) -> Routing:
         """Return how all layers that have experts choose them."""
         return next(
-            (layer.mlp.routing for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)), NO_ROUTING
+            (layer.experts.routing for layer in self.layers_of(config) if layer.experts is not None), NO_ROUTING
         )
 
     def routes(self, config: Any) -> Routes:
         """Return how many experts there are, over all layers."""
-        found = [layer.mlp for layer in self.layers_of(config) if isinstance(layer.mlp, Experts)]
-        return Routes(len(found), sum(mlp.routing.chosen for mlp in found), sum(mlp.count for mlp in found))
+        found = [layer.experts for layer in self.layers_of(config) if layer.experts is not None]
+        return Routes(len(found), sum(each.routing.chosen for each in found), sum(each.count for each in found))
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
@@ -748,12 +873,12 @@ class Family:
 
     def orders(self, config: Any) -> dict[str, list[int]]:
         """Return the stored row for each row of the parts of a module, of those that store them by head."""
-        shape, kinds = self.shape(config), dict[Layer, dict[str, list[int]]]()
-        found: dict[str, list[int]] = {}
+        kinds, found = dict[tuple[Layer, Shape], dict[str, list[int]]](), dict[str, list[int]]()
         for number, layer in enumerate(self.layers_of(config)):
-            if layer not in kinds:
-                kinds[layer] = {} if layer.first is None else layer.first.orders(shape)
-            found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[layer].items()}
+            kind = layer, self.shape_at(config, number)
+            if kind not in kinds:
+                kinds[kind] = {} if layer.first is None else layer.first.orders(kind[1])
+            found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
         return found
 
     def parts(self, config: Any) -> Iterator[Part]:
@@ -762,10 +887,17 @@ class Family:
         yield Part("model.embed_tokens", self.embedding, shape.vocabulary)
         yield Part("model.norm", self.norm, shape.hidden)
         yield Part("lm_head", self.head, shape.vocabulary)
+        if (own := self.own_inputs(config)) is not None:
+            yield from own.parts(shape)
         for number, layer in enumerate(self.layers_of(config)):
             above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
-            for part in layer.parts(shape):
+            for part in layer.parts(self.shape_at(config, number)):
                 yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
+
+
+def config_at(config: Any, layer: int | str) -> Any:
+    """Return the config of a layer, or of a kind of layers, where it has fields that differ by layer; else itself."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 @functools.cache
