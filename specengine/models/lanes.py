@@ -412,7 +412,8 @@ class LaneTarget(NativeTarget):
     def copy_from(self, other: LaneTarget, count: int) -> None:
         """Become what another one is after its first `count` tokens. Both have the same weights."""
         self.cache.reserve(count)
-        self.cache.slab[:, :, :, :count] = other.cache.slab[:, :, :, :count]
+        for slab, there in zip(self.cache.slabs, other.cache.slabs, strict=True):
+            slab[:, :, :, :count] = there[:, :, :, :count]
         self.cache.length, self.tokens, self._version = count, other.tokens[:count], other._version
 
     def forget(self) -> None:
@@ -422,7 +423,7 @@ class LaneTarget(NativeTarget):
     @property
     def slot_bytes(self) -> int:
         """The bytes that a token takes in the cache."""
-        return self.cache.slab.nbytes // self.cache.slab.shape[3]
+        return sum(slab.nbytes for slab in self.cache.slabs) // self.cache.capacity
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of a cache with room for so many tokens; those of this one if it has more."""

@@ -78,20 +78,16 @@ def test_a_rows_bits_do_not_depend_on_other_texts(family: str, kind: str, instru
     for seed in range(6):
         targets, trees = texts(lm, seed)
         alone = [target.verify(tree)[0].clone() for target, tree in zip(targets, trees, strict=True)]
-        kept = [[slab.clone() for slab in slabs_of(target)] for target in targets]
+        kept = [[slab.clone() for slab in target.cache.slabs] for target in targets]
         for target in targets:
-            for slab in slabs_of(target):
+            for slab in target.cache.slabs:
                 slab[:, :, :, target.cache.length :] = float("nan")
         found = together(lm, targets, trees)
         for one, other, target, slabs, tree in zip(found, alone, targets, kept, trees, strict=True):
             assert torch.equal(one, other)
             end = target.cache.length + len(tree)
-            for slab, before in zip(slabs_of(target), slabs, strict=True):
+            for slab, before in zip(target.cache.slabs, slabs, strict=True):
                 assert torch.equal(slab[:, :, :, :end], before[:, :, :, :end])
-
-
-def slabs_of(target: NativeTarget) -> list[Tensor]:
-    return [target.cache.slab, *(target.cache.more or ())]
 
 
 def test_a_cache_off_by_one_slot_is_seen() -> None:
@@ -149,9 +145,9 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
 # ---- answers
 
 
-def engine_of(policy: str = "eagle", draft: Any = None, kind: str = "bfloat16") -> Engine:
+def engine_of(policy: str = "eagle", draft: Any = None, kind: str = "bfloat16", family: str = "llama") -> Engine:
     drafter = Recycling() if draft is None else draft
-    return Engine(NativeTarget(lm_of("llama", kind)), drafter, policy_for(policy))
+    return Engine(NativeTarget(lm_of(family, kind)), drafter, policy_for(policy))
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -329,11 +325,12 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
     assert both(0.02) == 3  # two alone, and one for both
 
 
-def test_a_beginning_that_another_text_has_is_copied() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
+def test_a_beginning_that_another_text_has_is_copied(family: str) -> None:
+    engine = engine_of(family=family)
     system = [(7 * i + 3) % VOCABULARY for i in range(90)]
     asked = [[*system, *range(number, number + 5)] for number in range(4)]
-    alone = [engine_of().generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
+    alone = [engine_of(family=family).generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
     pool = Pool(engine, 4)
     results = pool.generate(asked, max_new_tokens=12)
     assert [result.token_ids for result in results] == alone
@@ -353,6 +350,12 @@ def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
     result = pool.engines[1].generate(prompt, max_new_tokens=4)
     assert result.stats.num_cached_prompt_tokens == 0
     assert result.token_ids == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
+def test_a_slot_has_the_bytes_of_all_layers(family: str) -> None:
+    target = LaneTarget(Gathering(lm_of(family, "bfloat16")))
+    assert target.slot_bytes * target.cache.capacity == target.cache.nbytes
 
 
 def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
