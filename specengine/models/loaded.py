@@ -131,8 +131,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, len(numbers), _BLOCK):
         bits = numbers[first : first + _BLOCK].to(torch.int64)
-        places = torch.arange(first, first + len(bits), dtype=torch.int64, device=tensor.device)
-        mixed = (bits + 1) * (places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F))
+        places = torch.arange(first, first + len(bits), dtype=torch.int64, device=tensor.device).mul_(2)
+        mixed = (bits + 1) * places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)  # by odd numbers: no bit is lost
         total = total + (mixed ^ (mixed >> 29)).sum()
     return total
 
