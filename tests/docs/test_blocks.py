@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import io
 import re
 import shlex
@@ -134,11 +134,13 @@ def test_commands_have_these_options(block: Block, monkeypatch: Any) -> None:
 def test_commands_that_are_not_run_exist() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     lines = [line for block in of(NOT_RUN, "sh") for line in commands(block)]
-    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", "specengine", *OTHERS}
+    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", "python", "specengine", *OTHERS}
     for line in lines:
         if line.startswith("make"):
             for target in line.split()[1:]:
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
+        if line.startswith("python"):
+            assert importlib.util.find_spec(shlex.split(line)[2]), line
         if line.startswith("specengine"):
             assert shlex.split(line)[1] in COMMANDS, line
 

@@ -232,7 +232,7 @@ def model_of(variant: str) -> PreTrainedModel:
                 weight.uniform_(0.5, 1.5)
             if name.endswith((".D", ".A_log")):
                 weight.normal_()
-            elif name.endswith("bias"):
+            elif name.endswith(".bias"):
                 weight.normal_(std=0.3)
             weight.copy_(weight.bfloat16())
         for name, buffer in model.named_buffers():

@@ -174,7 +174,7 @@ def _mixed() -> PreTrainedModel:
 
 
 LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "another family": (lambda: tiny("gpt2"), "model type gpt2, known are ernie4_5, ernie4_5_moe, exaone4, "),
+    "another family": (lambda: tiny("gpt2"), "model type gpt2, known are bamba, cohere, "),
     "another activation": (lambda: tiny(hidden_act="gelu"), "activation gelu, known are silu, gelu_pytorch_tanh"),
     "dynamic positions": (
         lambda: tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
