@@ -252,8 +252,8 @@ def test_draft_passes_of_all_texts_are_run_together() -> None:
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     head = NativeHead(config, random_state(config), lm)
     engine = Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle"))
-    asked = prompts(6)
-    options = {"max_new_tokens": 24, "eos_token_id": []}
+    asked = prompts(9)
+    options = {"max_new_tokens": 40, "eos_token_id": []}
     alone = [engine.generate(prompt, **options) for prompt in asked]
     pool = Pool(engine, 3)
     many = pool.generate(asked, **options)
@@ -271,7 +271,7 @@ def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: py
     pool = Pool(Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle")), 3)
     monkeypatch.setattr(NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left")))
     with pytest.raises(MemoryError, match="none left"):
-        pool.generate(prompts(3), max_new_tokens=24, eos_token_id=[])
+        pool.generate(prompts(9), max_new_tokens=60, eos_token_id=[])  # some of them are drafted for at the same time
     monkeypatch.undo()
     assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
 

@@ -195,8 +195,7 @@ def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pyt
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
-        until(lambda: server.metric("num_requests_waiting") == 1)
-        assert server.metric("num_requests_running") == 1
+        until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 1)
         steps.allow(1000)
         assert all(job.result().status_code == 200 for job in jobs)
         assert server.metric("num_requests_waiting") == 0
