@@ -233,14 +233,15 @@ class Gathering:
         self._ask(request)
         return request.states
 
-    def run_pass(self, owner: LaneTarget, head: NativeHead, given: HeadRows) -> None:
-        """Run a draft pass as NativeHead.run does, with those of other texts that are being drafted for."""
+    def run_pass(self, owner: LaneTarget, head: NativeHead, *given: Any) -> tuple[Tensor, Tensor]:
+        """Run a draft pass as NativeHead.forward does, with those of other texts that are being drafted for."""
         with self._guard:
             alone = not self._waiting and not self._running and self._expected <= {owner}
         if alone:
-            head.run(given)
-        else:
-            self._ask(_Pass(owner, head, given))
+            return NativeHead.forward(head, *given)
+        asked = head.asked(*given)
+        self._ask(_Pass(owner, head, asked))
+        return asked.logits, asked.out[-len(asked.logits) :]
 
     def _ask(self, request: _Request) -> None:
         """Wait until the rows were run. Draft passes come first: forwards wait for texts that are drafted for."""
@@ -308,14 +309,9 @@ class Gathering:
     def _draft(self, batch: Sequence[_Pass]) -> None:
         """Run draft passes, those of one head's weights in one call."""
         self.passes += 1
-        first, *others = batch
-        if not others:
-            first.head.run(first.given)
-        elif all(request.head.is_like(first.head) for request in others):
-            first.head.run_lanes([request.given for request in batch])
-        else:
-            for request in batch:
-                request.head.run(request.given)
+        heads = {id(request.head.weights_of): request.head for request in batch}
+        for key, head in heads.items():
+            head.run_lanes([request.given for request in batch if id(request.head.weights_of) == key])
 
     def _forward(self, batch: Sequence[_Rows]) -> None:
         before = self.lm.seconds
@@ -379,7 +375,8 @@ class LaneTarget(NativeTarget):
 
     def join(self, head: NativeHead) -> None:
         """Run a head's passes with those of other texts."""
-        head.runs, self.joins_passes = functools.partial(self.gathering.run_pass, self, head), True
+        head.forward = functools.partial(self.gathering.run_pass, self, head)  # type: ignore[method-assign]
+        self.joins_passes = True
 
     def running(self) -> AbstractContextManager[None]:
         """Take the turn, unless this text has it: who takes its pieces at once keeps it from piece to piece."""

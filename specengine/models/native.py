@@ -344,7 +344,7 @@ class NativeLM:
                 start,
                 None if words is None else words.contiguous(),
                 tokens.contiguous(),
-                cache.slabs,
+                cache.slabs if cache.more else cache.slab,
                 features,
                 states,
                 logits,
@@ -743,7 +743,6 @@ class NativeHead:
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         refuse_head(config)
         self.config, self._target = config, target
-        self.runs: Callable[[HeadRows], None] = self.run
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=target.dtype)
         part = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
@@ -770,12 +769,14 @@ class NativeHead:
     def __copy__(self) -> NativeHead:
         made = object.__new__(NativeHead)
         made.__dict__.update(self.__dict__)
-        made.cache, made.runs = self.cache.empty(), made.run
+        made.__dict__.pop("forward", None)  # one that runs its passes with those of other texts
+        made.cache = self.cache.empty()
         return made
 
-    def is_like(self, other: NativeHead) -> bool:
-        """Return whether both have the same weights."""
-        return self._head is other._head
+    @property
+    def weights_of(self) -> Any:
+        """What copies of a head share."""
+        return self._head
 
     def refresh(self) -> None:
         """Do nothing: the head owns its weights."""
@@ -801,12 +802,6 @@ class NativeHead:
         wanted = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
         logits = states.new_empty(wanted, self.config.draft_vocab_size)
-        self.runs(HeadRows(rows, self.cache.slab, features, states, sources, out, logits))
-        return logits, out[-wanted:]
-
-    def run(self, given: HeadRows) -> None:
-        """Run the rows of one text in one C++ call."""
-        rows, slab, features, states, sources, out, logits = given
         self._head.forward(
             self._target.decoder,
             rows.positions.contiguous(),
@@ -817,11 +812,21 @@ class NativeHead:
             features,
             states,
             sources,
-            slab,
+            self.cache.slab,
             out,
             logits,
             team.get() or torch.get_num_threads(),
         )
+        return logits, out[-wanted:]
+
+    def asked(
+        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+    ) -> HeadRows:
+        """Return what `forward` would run, for `run_lanes`."""
+        count = rows.tokens.shape[0]
+        out = states.new_empty(count, self.config.hidden_size)
+        logits = states.new_empty(count if one is None else 1, self.config.draft_vocab_size)
+        return HeadRows(rows, self.cache.slab, features, states, sources, out, logits)
 
     def run_lanes(self, lanes: Sequence[HeadRows]) -> None:
         """Run rows of several texts in one C++ call; their caches are of heads with these weights."""
