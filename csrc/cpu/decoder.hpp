@@ -435,7 +435,7 @@ class Decoder {
     return found;
   }
 
-  // Of the last layer.
+  // Says where the last layer stands, and whose keys and values it reads.
   void add_place(const Place& place, bool attends) {
     Layer& layer = layers_.back();
     layer.rope = place.rope;
@@ -471,7 +471,7 @@ class Decoder {
                                   std::to_string(shape_.layers * own_.size));
   }
 
-  // Of the last layer.
+  // Reads the matrices of the last layer's own inputs.
   void add_own_parts(const Weights& weights, const std::string& prefix) {
     if (!own_.size) return;
     Layer& layer = layers_.back();

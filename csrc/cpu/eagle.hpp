@@ -41,7 +41,7 @@ class Eagle {
     int64_t rows() const { return lanes.back().first + lanes.back().count; }
   };
 
-  // What the hidden states of a lane's rows are: fused from the target's features, or rows of earlier states.
+  // Says what a lane's hidden states come from: features of the target, which are fused, or else earlier states.
   struct Source {
     const float* features;    // [rows][inputs of the fusion layer] or null
     const float* states;      // [any][hidden]

@@ -58,7 +58,7 @@ inline double power_of_e(double x) {
   return std::ldexp(sum, static_cast<int>(n));
 }
 
-// What is told of a forward's experts, the shared one left out.
+// Tells which experts a forward used. The shared one does not count.
 struct ExpertReads {
   int64_t distinct = 0;         // experts that some row used, over all layers
   int32_t* added = nullptr;     // [rows], or null: experts that no row before used, over all layers

@@ -14,7 +14,7 @@
 
 namespace cpu {
 
-// What the forwards of a network with such layers share.
+// Holds buffers that all forwards of a network with latent attention use.
 struct LatentScratch {
   Buffer<float> low, wide;  // [tiles][channels][16]: small queries, and those of all heads
   Buffer<uint32_t> low_in, plain, latents;
@@ -65,7 +65,7 @@ class LatentRun {
   // Channels of a head's plain query among those of all heads: each begins with a block.
   int64_t plain_stride() const { return rounded_up(sizes_.plain, kDepth); }
 
-  // Of a panel's sums those of outputs, to [tiles][channels][16].
+  // Copies a panel's sums, without the padding, to [tiles][channels][16].
   void keep(const Matrix& m, int64_t panel, const float* sums, float* to, int64_t channels) const {
     const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs);
     for (int64_t t = 0; t < space_.tiles; ++t)

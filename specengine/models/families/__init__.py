@@ -539,6 +539,31 @@ class Routing(NamedTuple):
 NO_ROUTING = Routing(0)
 
 
+def by_sigmoid(config: Any) -> Routing:
+    """Return the routing that DeepSeek V3 has, from the fields of a config like its own."""
+    return Routing(
+        config.num_experts_per_tok,
+        "normalised sigmoid" if config.norm_topk_prob else "sigmoid",
+        1e-20,
+        config.routed_scaling_factor,
+        config.n_group,
+        config.topk_group,
+    )
+
+
+def mamba(config: Any) -> Mamba2:
+    """Return the mixer that Bamba has, from the fields of a config like its own."""
+    return Mamba2(
+        taps=config.mamba_d_conv,
+        groups=config.mamba_n_groups,
+        heads=config.mamba_n_heads,
+        size=config.mamba_d_state,
+        head_size=config.mamba_d_head,
+        norms=config.mamba_n_groups,
+        limits=tuple(config.time_step_limit),
+    )
+
+
 class Routes(NamedTuple):
     """Hold how many layers have experts, and over all of them how many a row uses, and how many there are."""
 

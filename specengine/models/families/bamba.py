@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Family, GatedMLP, Layer, Mamba2, Name
+from specengine.models.families import Attention, Family, GatedMLP, Layer, Name, mamba
 
 RECURRENT = "linear_attention"
 ATTENTION = Layer(
@@ -21,16 +21,7 @@ def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
     if config.layer_types[number] != RECURRENT:
         return ATTENTION
-    mixer = Mamba2(
-        taps=config.mamba_d_conv,
-        groups=config.mamba_n_groups,
-        heads=config.mamba_n_heads,
-        size=config.mamba_d_state,
-        head_size=config.mamba_d_head,
-        norms=config.mamba_n_groups,
-        limits=tuple(config.time_step_limit),
-    )
-    return replace(ATTENTION, mixer=mixer)
+    return replace(ATTENTION, mixer=mamba(config))
 
 
 def alone(config: Any, number: int) -> dict[str, Any]:

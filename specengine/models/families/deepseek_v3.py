@@ -11,7 +11,7 @@ from specengine.models.families import (
     Latent,
     Layer,
     Name,
-    Routing,
+    by_sigmoid,
     latent_factors,
     latent_of,
     latent_sizes,
@@ -23,14 +23,7 @@ CHOICE = "mlp.gate.e_score_correction_bias"
 
 def experts(config: Any) -> Experts:
     """Return the experts of a layer that has some."""
-    routing = Routing(
-        config.num_experts_per_tok,
-        "normalised sigmoid" if config.norm_topk_prob else "sigmoid",
-        1e-20,
-        config.routed_scaling_factor,
-        config.n_group,
-        config.topk_group,
-    )
+    routing = by_sigmoid(config)
     return Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,

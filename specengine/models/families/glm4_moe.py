@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specengine.models.families import Attention, Experts, Family, Layer, Name, Routing, shared_experts
+from specengine.models.families import Attention, Experts, Family, Layer, Name, by_sigmoid, shared_experts
 
 PLAIN = Attention(partial=True)
 NORMED = Attention(
@@ -15,14 +15,7 @@ def layer(config: Any, number: int) -> Layer:
     attention = NORMED if config.use_qk_norm else PLAIN
     if number < config.first_k_dense_replace:
         return Layer(attention=attention)
-    routing = Routing(
-        config.num_experts_per_tok,
-        "normalised sigmoid" if config.norm_topk_prob else "sigmoid",
-        1e-20,
-        config.routed_scaling_factor,
-        config.n_group,
-        config.topk_group,
-    )
+    routing = by_sigmoid(config)
     experts = Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,

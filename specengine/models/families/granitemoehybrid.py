@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Experts, GatedMLP, Layer, Mamba2, Name
+from specengine.models.families import Attention, Experts, GatedMLP, Layer, Name, mamba
 from specengine.models.families import granitemoe as sparse
 
 RECURRENT = "linear_attention"
@@ -30,16 +30,7 @@ def layer(config: Any, number: int) -> Layer:
         own = replace(own, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
     if config.layer_types[number] != RECURRENT:
         return own
-    mixer = Mamba2(
-        taps=config.mamba_d_conv,
-        groups=config.mamba_n_groups,
-        heads=config.mamba_n_heads,
-        size=config.mamba_d_state,
-        head_size=config.mamba_d_head,
-        norms=config.mamba_n_groups,
-        limits=tuple(config.time_step_limit),
-    )
-    return replace(own, mixer=mixer)
+    return replace(own, mixer=mamba(config))
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

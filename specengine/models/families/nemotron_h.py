@@ -14,7 +14,7 @@ from specengine.models.families import (
     Layer,
     Mamba2,
     Name,
-    Routing,
+    by_sigmoid,
 )
 
 CHOICE = "mixer.gate.e_score_correction_bias"
@@ -79,14 +79,7 @@ def mixer(config: Any) -> Mamba2:
 
 def experts(config: Any) -> Experts:
     """Return the experts of all layers that have some."""
-    routing = Routing(
-        config.num_experts_per_tok,
-        "normalised sigmoid" if config.norm_topk_prob else "sigmoid",
-        1e-20,
-        config.routed_scaling_factor,
-        config.n_group,
-        config.topk_group,
-    )
+    routing = by_sigmoid(config)
     return Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,
