@@ -90,7 +90,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 async def crowd(address: str, clients: int, prompts: list[str], tokens: int) -> Cell:
     """Answer all prompts, so many at a time."""
     cell, left = Cell(), iter(prompts)
-    limits = httpx.Limits(max_connections=clients)
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)  # servers may close those
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
 
         async def one() -> None:
