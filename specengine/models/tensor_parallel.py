@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -146,6 +150,9 @@ class ShardedTarget(HuggingFaceTarget):
         scores = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
         return super().verify(TokenTree.of(ids, above, steps, scores, scores))
 
+    def want(self, features: Sequence[int] = (), successors: int = 0) -> None:
+        super().want(tuple(features), successors)
+
     def keep_path(self, path: list[int]) -> None:
         """Keep the slots of a path, as `commit` does, without the tokens."""
         self.cache.commit(path)
@@ -162,7 +169,8 @@ class Leader(ShardedTarget):
     def reserve(self, tokens: int, scratch: int) -> None:
         self._together("reserve", super().reserve, tokens, scratch)
 
-    def want(self, features: tuple[int, ...] = (), successors: int = 0) -> None:
+    def want(self, features: Sequence[int] = (), successors: int = 0) -> None:
+        features = tuple(features)
         if features != self._features:
             self._together("want", super().want, features, successors)
         else:
@@ -236,9 +244,23 @@ def follow(target: ShardedTarget) -> int:
 
 
 def _broadcast(command: Any, ranks: Ranks) -> Any:
-    held = [command]
-    dist.broadcast_object_list(held, src=0, group=ranks.control, device=torch.device("cpu"))
-    return held[0]
+    """Return rank 0's command. At the end, return once no thread of the group holds a tensor."""
+    written = json.dumps(command).encode() if ranks.own == 0 else b""
+    length = torch.tensor([len(written)])
+    dist.broadcast(length, src=0, group=ranks.control)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if written:
+        body.numpy()[:] = np.frombuffer(written, np.uint8)
+    dist.broadcast(body, src=0, group=ranks.control)
+    said = json.loads(body.numpy().tobytes())
+    if said[0] == END:
+        # A thread of gloo may let go of a tensor after the wait for it has ended, and takes Python's lock for that:
+        # should Python end first, the thread dies inside a destructor, which aborts the process.
+        held = weakref.ref(length), weakref.ref(body)
+        del length, body
+        while any(tensor() is not None for tensor in held):
+            time.sleep(0.001)
+    return said
 
 
 def _is_connection(error: BaseException) -> bool:

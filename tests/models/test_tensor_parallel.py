@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,30 @@ def test_the_command_line_answers_once(tmp_path: Path) -> None:
     found = json.loads(run.stdout)
     one = Engine.from_pretrained(str(tmp_path), "none", **PLAIN).generate("Hello", max_new_tokens=8)
     assert found["token_ids"] == one.token_ids
+
+
+@pytest.mark.parametrize("name", ["reset", tensor_parallel.END])
+def test_the_end_waits_until_no_thread_holds_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was let go while Python ended took its lock in a destructor, and the process aborted."""
+    held: list[Any] = []
+
+    def broadcast(tensor: Any, **_: Any) -> None:
+        held.append(tensor)
+
+    def let_go() -> None:
+        time.sleep(0.3)
+        ended.append(time.perf_counter())
+        held.clear()
+
+    ended: list[float] = []
+    monkeypatch.setattr(tensor_parallel.dist, "broadcast", broadcast)
+    other = threading.Thread(target=let_go)
+    other.start()
+    command = tensor_parallel._broadcast((name, (1, [2])), tensor_parallel.Ranks(0, 2, None))
+    waited = bool(ended)
+    other.join()
+    assert command == [name, [1, [2]]]
+    assert waited == (name == tensor_parallel.END)
 
 
 @pytest.mark.slow
