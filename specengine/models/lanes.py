@@ -29,6 +29,7 @@ GRACE = 0.002  # seconds that a forward waits for a text whose consumer has the 
 LONGEST = 0.05  # seconds that a forward waits at most for texts that are being drafted for
 EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
 MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
+IDLE = 0.1  # seconds without a forward, after which timing begins anew
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 
@@ -116,7 +117,8 @@ class Gathering:
         self._served: list[_Request] = []  # that are run at present
         self.rests = False  # whether texts beside others decode plainly
         self._tokens = 0  # committed, of all texts
-        self._epoch = (time.perf_counter(), 0, 0)  # began, tokens then, and how many texts, as a power of two
+        self._ran = -math.inf  # when the last forward ended
+        self._epoch = (time.perf_counter(), 0, 0)  # began, tokens then, texts as a power of two
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
     @contextmanager
@@ -194,21 +196,37 @@ class Gathering:
 
     def _choose_way(self, texts: int) -> None:
         """Go on, or turn, to the way that is faster with so many texts, or has not been timed for long."""
-        now, size = time.perf_counter(), texts.bit_length()
+        if texts < 2:  # which decides for itself
+            return
+        now, size = time.perf_counter(), (texts + 1).bit_length()  # one bucket when a text has ended before the next
         began, tokens, of = self._epoch
+        if now - self._ran > IDLE:
+            of = 0
+        self._ran = now
         if of == size and now - began < EPOCH:
             return
-        own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
+        rates = {way: self._rates.setdefault((way, size), _Rate()) for way in (True, False)}
+        own, other, turns = rates[self.rests], rates[not self.rests], False
         if of == size:
             rate = (self._tokens - tokens) / (now - began)
-            own.tokens, own.timed = (own.tokens + rate) / 2 if own.tokens else rate, now
-            if own.tokens < other.tokens:
-                own.again = min(2 * own.again, MAX_AGAIN)
-            else:
-                own.again = AGAIN
-        if now - other.timed > other.again or other.tokens > own.tokens > 0:
-            self.rests = not self.rests
-        self._epoch = now, self._tokens, size
+            own.tokens, own.timed = (own.tokens + rate) / 2 if now - own.timed < 3 * EPOCH else rate, now
+            own.again = min(2 * own.again, MAX_AGAIN) if own.tokens < other.tokens else AGAIN
+            turns = now - other.timed > other.again or other.tokens > own.tokens
+        elif of != -size and own.timed == other.timed == -math.inf:
+            if (rests := self._known_beside(size)) is not None:
+                rates[not rests].timed, turns = now, rests != self.rests
+        elif of != -size:
+            turns = other.tokens > own.tokens > 0
+        self.rests ^= turns
+        self._epoch = now, self._tokens, -size if turns else size  # drafts take in first what was put off, untimed
+
+    def _known_beside(self, size: int) -> bool | None:
+        """Return whether to rest by other numbers of texts: fewer ones that rest, more ones that draft; or None."""
+        for (rests, other), rate in self._rates.items():
+            against = self._rates.get((not rests, other), _Rate())
+            if (other < size if rests else other > size) and rate.tokens > against.tokens > 0:
+                return rests
+        return None
 
     def count(self, owner: Any) -> int:
         """Return the number of texts under way, this one left out."""

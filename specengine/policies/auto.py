@@ -167,6 +167,7 @@ class Auto(TreePolicy):
         self._context, self._group = 0, 0
         self._scale, self._timed = [1.0, 1.0], 0
         self._rests = False  # in this cycle
+        self._stale = False  # whether prices are to be brought up to date before the next tree
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
@@ -196,6 +197,8 @@ class Auto(TreePolicy):
         learns = shared is None or not self._rests
         if not learns:
             self._count(1)
+        elif self._stale:
+            self._reprice()
         return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
@@ -310,10 +313,14 @@ class Auto(TreePolicy):
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
     def _reprice(self) -> None:
-        if self._find is not None and (found := self._find()) is not self._costs:
+        if changed := self._find is not None and (found := self._find()) is not self._costs:
             both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
             self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
             self._count_experts()
+        if not changed and self._rests and isinstance(self._costs, SharedCosts):  # nobody asks for prices now
+            self._stale = True
+            return
+        self._stale = False
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify)

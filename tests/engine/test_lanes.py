@@ -7,6 +7,8 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,6 +324,51 @@ def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.Monk
         return gathering.forwards - before
 
     assert both(0.02) == 3  # two alone, and one for both
+
+
+class Served:
+    """Texts under a clock of its own: so many tokens per second, by whether they rest and how many they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]) -> None:
+        self.gathering, self.now, self.rates = Gathering(lm_of("llama", "float32")), 0.0, rates
+        monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def resting(self, texts: int, seconds: float, forward: float = 0.01) -> float:
+        """Serve so many texts for a while; the share of time in which they rested."""
+        rested, count = 0, round(seconds / forward)
+        for _ in range(count):
+            rested += self.gathering.rests
+            self.gathering.committed(self.rates(self.gathering.rests, texts) * forward)  # type: ignore[arg-type]
+            self.now += forward
+            self.gathering._choose_way(texts)
+        return rested / count
+
+
+def test_the_faster_way_is_kept_and_the_other_one_seldom_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 100.0 if rests == (texts > 4) else 70.0)
+    assert served.resting(8, 30.0) > 0.95
+    assert 0 < 1 - served.resting(8, 90.0) < 0.02  # it is tried
+    assert served.resting(16, 3.0) == 1.0  # more texts rest where fewer do
+    assert served.resting(4, 30.0) < 0.05
+    assert served.resting(2, 3.0) == 0.0  # fewer ones draft where more do
+    assert served.resting(8, 2.0) > 0.8  # what was known
+
+
+def test_a_way_that_became_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = [False]
+    served = Served(monkeypatch, lambda rests, texts: (100.0 if rests else 80.0) * (0.5 if slower[0] and rests else 1))
+    assert served.resting(8, 30.0) > 0.9
+    slower[0] = True
+    assert served.resting(8, 10.0) < 0.2
+
+
+def test_time_without_texts_counts_for_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 90.0)
+    for _ in range(20):
+        served.resting(8, 0.2)
+        served.now += 60.0
+    assert all(rate.tokens == 0 for rate in served.gathering._rates.values())  # no way was ever timed
+    assert served.resting(8, 10.0) > 0.9
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])

@@ -84,6 +84,7 @@ def test_trees_do_not_depend_on_when_the_drafter_takes_in_plain_cycles(
 
 def test_joined_cycles_are_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
+    monkeypatch.setattr(cycle, "MOST_PUT_OFF", 16)
     monkeypatch.setattr(Recycling, "accept", lambda self, cycle: seen.append(cycle))
     policy = Sometimes((3, 2))
     policy.every = 10**6
