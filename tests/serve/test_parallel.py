@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from specengine import Engine
-from specengine import engine as engine_module
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool
+from specengine.engine import pool as pool_module
 from specengine.errors import InputError
 from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
@@ -191,7 +191,7 @@ def test_rows_of_forward_passes_are_added_over_replicas() -> None:
 
 def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(engine_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
