@@ -35,7 +35,8 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.lanes import LaneTarget
+from specengine.models.lanes import GivenUpError, LaneTarget
+from specengine.models.lanes import Ticket as Ticket
 from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
@@ -195,7 +196,7 @@ class Engine:
                 for engine in Pool(self, parallel).engines if type(self.target) is NativeTarget else [self]:
                     idle.put(engine)
                 self._beside = key, idle
-        return AsyncTextGeneration(self._beside[1], prompt, options)
+        return AsyncTextGeneration(self._beside[1], functools.partial(TextGeneration, prompt=prompt, options=options))
 
     @property
     def is_busy(self) -> bool:
@@ -242,17 +243,19 @@ class Engine:
     ) -> Generator[Cycle, None, None]:
         """Yield the cycles of one generation; everything else reads from these.
 
-        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way.
+        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way. There
+        are none where the ticket of `options` is given up before the prompt is taken in.
         """
-        _, prediction, reuse_cache, constraint, origins = options = options or CycleOptions()
-        with self._serving(), contextlib.ExitStack() as held:
+        _, prediction, reuse_cache, constraint, origins, ticket = options = options or CycleOptions()
+        with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
             eager, captured = drivers = options.drivers or self.drivers.own
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             if self.pool is not None:
-                held.enter_context(self.pool.place(self, len(prompt) + stopper.left + eager.budget))
+                tokens = len(prompt) + stopper.left + eager.budget
+                held.enter_context(self.pool.place(self, tokens, ticket or Ticket()))
             with self.target.running():
                 hints = _hints(drivers.drafter, prompt, prediction, sampler)
                 lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)
@@ -296,6 +299,7 @@ class Engine:
         sampler: Sampler | None = None,
         reuse_cache: bool = False,
         constraint: Constraint | None = None,
+        ticket: Ticket | None = None,
     ) -> PreparedAnswer:
         """Prepare an answer with checked options.
 
@@ -307,7 +311,7 @@ class Engine:
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
         prediction = predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size)
         chosen = sampler or asked.sampler(len(prompt), self.target.device, constraint)
-        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins)
+        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins, ticket)
         cycles = self.cycles(prompt, chosen, stopper, stats, options)
         return PreparedAnswer(cycles, stopper, drivers.policy, origins)
 
@@ -404,7 +408,7 @@ class Engine:
             )
         try:
             yield
-        except GeneratorExit:
+        except (GeneratorExit, GivenUpError):
             raise  # the caller has had enough; the caches are as after the last cycle
         except Exception as error:
             self.reset()
@@ -512,6 +516,7 @@ class CycleOptions(NamedTuple):
     reuse_cache  keep the common prefix that both caches hold from the generation before
     constraint   of the sampler's processors, for trees to follow
     origins      notes the sources of nodes if they are wanted, see Cycle
+    ticket       says until when the answer waits for room beside others; None: as long as it takes
     """
 
     drivers: Drivers | None = None
@@ -519,6 +524,7 @@ class CycleOptions(NamedTuple):
     reuse_cache: bool = False
     constraint: Constraint | None = None
     origins: Origins | None = None
+    ticket: Ticket | None = None
 
 
 class PreparedAnswer(NamedTuple):
@@ -554,9 +560,11 @@ class TextGeneration:
         reuse_cache: bool = False,
         shown: Collection[int] = (),
         constraint: Constraint | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
-        tokens whose text the answer shows."""
+        tokens whose text the answer shows; ticket: says until when it waits for room beside others. An answer that is
+        given up while it waits has no pieces and no result."""
         engine.follow()
         target = engine.target
         given = vars(options) if isinstance(options, GenerationOptions) else options
@@ -593,6 +601,7 @@ class TextGeneration:
             self._decode,
             reuse_cache=reuse_cache,
             constraint=constraint,
+            ticket=ticket,
         )
 
     @property

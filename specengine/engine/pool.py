@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ from specengine import drafters
 from specengine.drafters import Drafter
 from specengine.errors import InputError, require
 from specengine.models import common_prefix
-from specengine.models.lanes import Gathering, LaneTarget, free_memory
+from specengine.models.lanes import Gathering, LaneTarget, Ticket, free_memory
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
@@ -57,8 +58,11 @@ class Pool:
         self._room = threading.Condition()
 
     @contextlib.contextmanager
-    def place(self, engine: Engine, tokens: int) -> Iterator[None]:
-        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first."""
+    def place(self, engine: Engine, tokens: int, ticket: Ticket) -> Iterator[None]:
+        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first.
+
+        GivenUpError where the ticket is cancelled, or its time is over, before there is room.
+        """
         target = cast(LaneTarget, engine.target)
         if (need := target.bytes_of(tokens)) > self.memory:
             target.forget()
@@ -68,11 +72,13 @@ class Pool:
                 f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
                 f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
             )
+        target.ticket, ticket.wake = ticket, self._look_again
         with target.aside(), self._room:
             self.waiting.add(engine)
             try:
                 while not self._make_room(engine, need):
-                    self._room.wait(LOOK_AGAIN)
+                    ticket.check()
+                    self._room.wait(min(LOOK_AGAIN, max(0.0, ticket.deadline - time.perf_counter())))
                 self._reserved[engine] = need
             finally:
                 self.waiting.discard(engine)
@@ -84,6 +90,10 @@ class Pool:
                 self._ended.remove(engine)
                 self._ended.append(engine)
                 self._room.notify_all()
+
+    def _look_again(self) -> None:
+        with self._room:
+            self._room.notify_all()
 
     def _make_room(self, engine: Engine, need: int) -> bool:
         left = self.memory - need - sum(self._reserved.values())
@@ -100,7 +110,7 @@ class Pool:
 
     @contextlib.contextmanager
     def reading(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
-        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning."""
+        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning, GivenUpError."""
         target, others = cast(LaneTarget, engine.target), [other for other in self.engines if other is not engine]
 
         def held(other: Engine) -> int:
@@ -111,7 +121,8 @@ class Pool:
         for known, end in list(self._reading.values()):
             if common_prefix(known, prompt) >= own + SHARED:
                 with target.aside():
-                    end.wait()
+                    while not end.wait(LOOK_AGAIN):
+                        target.ticket.check()
         best = max(others, key=held, default=engine)
         if (count := held(best)) >= held(engine) + SHARED:
             target.copy_from(cast(LaneTarget, best.target), count)

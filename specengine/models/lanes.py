@@ -7,11 +7,12 @@ runs a forward over all their rows. What a row gives does not depend on the rows
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,54 @@ LONGEST = 0.05  # seconds that a forward waits at most for texts that are being 
 EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
 MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
+
+
+@dataclass(eq=False)
+class Client:
+    """Who asks; `served` are the tokens that were read and written for it so far."""
+
+    served: int = 0
+
+
+class GivenUpError(Exception):
+    """Raised where nobody waits for an answer any more, or its time is over."""
+
+
+_numbers = itertools.count()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An answer's place in every line: who asks, and for how long.
+
+    client    whoever was served least goes first, and of one client's answers the one that was asked for first
+    deadline  time.perf_counter() after which the answer waits no longer
+    """
+
+    client: Client = field(default_factory=Client)
+    deadline: float = math.inf
+    cancelled: bool = field(default=False, init=False)
+    wake: Callable[[], None] = field(default_factory=lambda: _nothing, init=False, repr=False)  # called when cancelled
+    number: int = field(default_factory=_numbers.__next__, init=False)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return the place in a line, lowest first. It changes as clients are served."""
+        return self.client.served, self.number
+
+    def cancel(self) -> None:
+        """End the waiting. May be called from any thread."""
+        self.cancelled = True
+        self.wake()
+
+    def check(self) -> None:
+        """Raise GivenUpError if the answer is not wanted any more."""
+        if self.cancelled or time.perf_counter() > self.deadline:
+            raise GivenUpError
 
 
 @dataclass(eq=False)
@@ -372,6 +421,7 @@ class LaneTarget(NativeTarget):
         self.counts = False  # experts are read for all texts at once
         self.runs = functools.partial(gathering.run, self)
         self.joins_passes = False  # whether passes of its draft are run with those of other texts
+        self.ticket = Ticket()  # of the answer under way, or of the last one
 
     def join(self, head: NativeHead) -> None:
         """Run a head's passes with those of other texts."""
@@ -435,11 +485,15 @@ class LaneTarget(NativeTarget):
         return super().prefill(tokens, keep)
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt in short pieces while there are other texts; return its features."""
+        """Run the rest of a prompt in short pieces while there are other texts; return its features.
+
+        GivenUpError between two pieces; those that were run stay in the cache.
+        """
         if self.cache.memory is not None:
             return super()._extend(tokens)
         states: list[Tensor] = []
         while tokens:
+            self.ticket.check()
             size = PIECE if self.others else PREFILL_ROWS
             piece, tokens = tokens[:size], tokens[size:]
             length = self.cache.length
@@ -449,6 +503,7 @@ class LaneTarget(NativeTarget):
             found = self.runs(ids, positions, self.cache, (length, length, None), features=self._features)
             self.gathering.leave(self)
             self.cache.length = length + len(piece)
+            self.tokens.extend(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
 

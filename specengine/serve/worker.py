@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from specengine.engine import Engine, Pool, TextGeneration
+from specengine.engine import Engine, Pool, TextGeneration, Ticket
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
@@ -51,17 +51,22 @@ class Job:
     """A request in the queue.
 
     deliver: called from a thread of the worker's, at last with Ended or Failed, unless the job is cancelled.
+    ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
     read_s: seconds that reading took
     """
 
     asked: CheckedRequest
     deliver: Callable[[Event], None]
-    cancelled: bool = False
+    ticket: Ticket = field(default_factory=Ticket)
     came: float = field(default_factory=time.perf_counter)
     prepared: PreparedRequest | None = None
     quick: bool = True
     read_s: float = 0.0
+
+    @property
+    def cancelled(self) -> bool:
+        return self.ticket.cancelled
 
 
 class Worker:
@@ -113,7 +118,7 @@ class Worker:
         with self._changed:
             jobs = [*self._jobs, *self._answered]
             for job in jobs:
-                job.cancelled = True
+                job.ticket.cancel()
             self._jobs.clear()
         for job in jobs:
             job.deliver(Failed(unavailable("stopping")))
@@ -123,7 +128,7 @@ class Worker:
         with self._changed:
             self._stopping = True
             for job in [*self._jobs, *self._answered]:
-                job.cancelled = True
+                job.ticket.cancel()
             self._changed.notify_all()
         if self.engine is not None:
             for thread in (self._thread, *self._others):
@@ -142,9 +147,9 @@ class Worker:
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
-        """Take it out of the queue, or end it with the cycle under way."""
+        """Take it out of the queue, or end its wait for room, or itself with the cycle under way."""
         with self._changed:
-            job.cancelled = True
+            job.ticket.cancel()
             if job in self._jobs:
                 self._jobs.remove(job)
 
@@ -281,6 +286,7 @@ class Worker:
         own = ModelLimits(engine.tokenizer, engine.target.max_context, longest)
         prepared = job.prepared or self._prepare(engine, job, own)
         deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
+        job.ticket.deadline = deadline
         generation = TextGeneration(
             engine,
             prepared.prompt,
@@ -288,6 +294,7 @@ class Worker:
             reuse_cache=True,
             shown=prepared.shown,
             constraint=prepared.constraint,
+            ticket=job.ticket,
         )
         generation.origins = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
@@ -298,7 +305,9 @@ class Worker:
         with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
-                if piece is None:
+                if piece is None:  # it was given up while it waited
+                    generation.stats.num_prompt_tokens = len(generation.prompt)
+                    answer.reason = None if job.cancelled else "length"
                     break
                 answer.add(piece.cycle)
                 answer.text += piece.text

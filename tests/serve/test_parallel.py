@@ -201,6 +201,53 @@ def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pyt
         assert server.metric("num_requests_waiting") == 0
 
 
+def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 60.0)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
+        first = many.submit(server.post, long, TEXTS)
+        until(lambda: server.metric("num_requests_running") == 1)
+        with pytest.raises(httpx.TimeoutException):
+            server.client.post(TEXTS, json=long, timeout=0.5)
+        until(lambda: server.metric("num_requests_waiting") == 0)
+        until(lambda: len(server.worker._answered) == 1)  # no forward was run meanwhile
+        assert server.metric('request_success_total{finished_reason="abort"}') == 1
+        steps.allow(1000)
+        assert first.result().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_waits_for_room_beyond_its_time_ends(
+    stream: bool, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2, max_seconds=0.4) as server, ThreadPoolExecutor(2) as many:
+        first = many.submit(server.post, long, TEXTS)
+        until(lambda: server.metric("num_requests_running") == 1)
+        said = server.post(
+            long | {"stream": stream, "stream_options": {"include_usage": True}} if stream else long, TEXTS
+        )
+        assert said.status_code == 200
+        bodies = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")] or [
+            said.json()
+        ]
+        assert [choice["finish_reason"] for body in bodies for choice in body["choices"]][-1] == "length"
+        assert "".join(choice["text"] for body in bodies for choice in body["choices"]) == ""
+        assert bodies[-1]["usage"]["completion_tokens"] == 0
+        assert bodies[-1]["usage"]["prompt_tokens"] == 16
+        assert server.metric("num_requests_waiting") == 0
+        steps.allow(1000)
+        assert first.result().json()["choices"][0]["finish_reason"] == "length"
+        until(lambda: server.worker.idle)
+        assert not server.worker._pool._reserved  # type: ignore[union-attr]
+
+
 # ---- all places taken
 
 
