@@ -254,8 +254,9 @@ class Engine:
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             if self.pool is not None:
-                tokens = len(prompt) + stopper.left + eager.budget
-                held.enter_context(self.pool.place(self, tokens, ticket or Ticket()))
+                text = len(prompt) + stopper.left
+                slots = text + eager.budget, 0 if eager.policy is None else text + eager.policy.capacity + eager.unread
+                held.enter_context(self.pool.place(self, *slots, ticket or Ticket()))
             with self.target.running():
                 hints = _hints(drivers.drafter, prompt, prediction, sampler)
                 lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)

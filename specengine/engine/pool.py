@@ -36,9 +36,9 @@ class Pool:
     A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
     begins once the caches have room for it to the end; those of ended answers are kept until then.
 
-    engine: stays usable by itself; count: texts at once; memory: bytes that the target's caches of all texts may take,
-    besides some hundred tokens of each that has none, by default half of what is free. InputError for another target
-    than the native forward, a draft that serves one text alone, or a text that has no room even alone.
+    engine: stays usable by itself; count: texts at once; memory: bytes that caches of target and draft may take for all
+    texts, besides some hundred tokens of each that has none, by default half of what is free. InputError for another
+    target than the native forward, a draft that serves one text alone, or a text that has no room even alone.
     """
 
     def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
@@ -58,15 +58,16 @@ class Pool:
         self._room = threading.Condition()
 
     @contextlib.contextmanager
-    def place(self, engine: Engine, tokens: int, ticket: Ticket) -> Iterator[None]:
+    def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
         """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first.
 
+        tokens, drafted: slots of the target's cache and of the draft's, trees included.
         GivenUpError where the ticket is cancelled, or its time is over, before there is room.
         """
         target = cast(LaneTarget, engine.target)
-        if (need := target.bytes_of(tokens)) > self.memory:
-            target.forget()
-            need = target.bytes_of(tokens)
+        if (need := _bytes_of(engine, tokens, drafted)) > self.memory:
+            _forget(engine)
+            need = _bytes_of(engine, tokens, drafted)
         if need > self.memory:
             raise InputError(
                 f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
@@ -98,13 +99,13 @@ class Pool:
     def _make_room(self, engine: Engine, need: int) -> bool:
         left = self.memory - need - sum(self._reserved.values())
         kept = {
-            other: _cache_bytes(other) for other in self._ended if other is not engine and other not in self._reserved
+            other: bytes_held(other) for other in self._ended if other is not engine and other not in self._reserved
         }
         for other in kept:
             if sum(kept.values()) <= left:
                 break
             if not other.is_busy or other in self.waiting:
-                cast(LaneTarget, other.target).forget()
+                _forget(other)
                 kept[other] = 0
         return sum(kept.values()) <= left
 
@@ -180,5 +181,23 @@ class Pool:
         return [results[number] for number in range(count)]
 
 
-def _cache_bytes(engine: Engine) -> int:
-    return int(cast(LaneTarget, engine.target).cache.nbytes)
+def bytes_held(engine: Engine) -> int:
+    """Return the bytes that the caches of a pool's engine take."""
+    return _bytes_of(engine, 0, 0)
+
+
+def bytes_used(engine: Engine) -> int:
+    """Return the bytes of those slots of its caches that hold tokens."""
+    caches = cast(LaneTarget, engine.target).cache, drafters.cache_of(engine.drafter)
+    return sum(cache.length * cache.slot_bytes for cache in caches if cache is not None)
+
+
+def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
+    """Return the bytes of its caches with room for so many tokens, at least those that they have."""
+    cache = drafters.cache_of(engine.drafter)
+    return cast(LaneTarget, engine.target).bytes_of(tokens) + (0 if cache is None else cache.bytes_of(drafted))
+
+
+def _forget(engine: Engine) -> None:
+    cast(LaneTarget, engine.target).forget()
+    drafters.forget(engine.drafter)

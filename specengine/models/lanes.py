@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specengine.models import Successors, common_prefix
-from specengine.models.kv_cache import KVCache, rounded
+from specengine.models.kv_cache import KVCache
 from specengine.models.native import PREFILL_ROWS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 
@@ -470,11 +470,11 @@ class LaneTarget(NativeTarget):
     @property
     def slot_bytes(self) -> int:
         """The bytes that a token takes in the cache."""
-        return sum(slab.nbytes for slab in self.cache.slabs) // self.cache.capacity
+        return self.cache.slot_bytes
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of a cache with room for so many tokens; those of this one if it has more."""
-        return max(rounded(tokens) * self.slot_bytes, self.cache.nbytes)
+        return self.cache.bytes_of(tokens)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         super().commit(tree, path)

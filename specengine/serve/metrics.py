@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from specengine.engine import Pool
+from specengine.engine.pool import Pool, bytes_held, bytes_used
 from specengine.protocol.completion import Completion
 
 SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it
@@ -82,11 +80,9 @@ class _AtOnce(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pool, gathering = self._pool, self._pool.gathering
-        targets: list[Any] = [engine.target for engine in pool.engines]
-        busy = [engine.is_busy and engine not in pool.waiting for engine in pool.engines]
-        slots = [target.cache.length * target.slot_bytes for target in targets]
-        share = sum(itertools.compress(slots, busy)) / pool.memory
-        held = sum(target.cache.nbytes for target in targets)
+        busy = [engine for engine in pool.engines if engine.is_busy and engine not in pool.waiting]
+        share = sum(map(bytes_used, busy)) / pool.memory
+        held = sum(map(bytes_held, pool.engines))
         yield GaugeMetricFamily(
             f"specengine:kv_cache_usage{SHARE}", "Memory of the prompts and answers under way", share
         )

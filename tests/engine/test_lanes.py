@@ -7,6 +7,7 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.costs import PassCosts, SharedCosts
-from specengine.drafters import another
+from specengine.drafters import another, cache_of
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
+from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool, TextGeneration, Ticket
 from specengine.engine import pool as pool_module
+from specengine.engine.pool import bytes_held, bytes_used
 from specengine.errors import InputError
 from specengine.models import lanes
 from specengine.models.kv_cache import Rows
@@ -367,12 +370,12 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     pool = Pool(engine, 6, memory=int(2.5 * longest))  # for two of six
     most = []
 
-    def watched(place: Any, own: Engine, tokens: int) -> Any:
+    def watched(place: Any, *given: Any) -> Any:
         most.append(len(pool._reserved))
-        return place(own, tokens)
+        return place(*given)
 
     place = pool.place
-    pool.place = lambda own, tokens: watched(place, own, tokens)  # type: ignore[method-assign]
+    pool.place = lambda *given: watched(place, *given)  # type: ignore[method-assign]
     assert [result.token_ids for result in pool.generate(asked, max_new_tokens=20)] == alone
     assert max(most) <= 2
     assert not pool._reserved
@@ -417,6 +420,70 @@ def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
             await anext(stream)
 
     asyncio.run(several())
+
+
+def head_engine() -> Engine:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    return Engine(NativeTarget(lm), Eagle(NativeHead(config, random_state(config), lm), lm), policy_for("eagle"))
+
+
+def small_engine() -> Engine:
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    return Engine(NativeTarget(lm), SmallModel(native_lm(tiny("llama"))), policy_for("eagle"))
+
+
+@pytest.mark.parametrize("made", [head_engine, small_engine])
+def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> None:
+    asked = [[(number * i + 3) % VOCABULARY for i in range(100)] for number in range(6)]
+    alone = [made().generate(prompt, max_new_tokens=100).token_ids for prompt in asked]
+    engine = made()
+    target, draft = LaneTarget(Gathering(engine.target.lm)), cache_of(engine.drafter)
+    assert draft is not None
+    eager = engine.drivers.own.eager
+    assert eager.policy is not None
+    drafted = draft.bytes_of(200 + eager.policy.capacity + eager.unread)
+    both = target.bytes_of(200 + eager.budget) + drafted
+    pool = Pool(engine, 3, memory=3 * both - drafted // 2)  # for two of three; for three without the drafts
+    at_once: list[int] = []
+    make_room = pool._make_room
+
+    def watched(own: Engine, need: int) -> bool:
+        at_once.append(len(pool._reserved))
+        assert need >= both
+        assert sum(map(bytes_held, pool._reserved)) <= pool.memory
+        return make_room(own, need)
+
+    pool._make_room = watched  # type: ignore[method-assign]
+    assert [result.token_ids for result in pool.generate(asked, max_new_tokens=100)] == alone
+    assert max(at_once) == 2
+    least = target.bytes_of(1) + engine_draft_bytes(made())
+    assert sum(map(bytes_held, pool.engines)) <= pool.memory + 3 * least
+    assert all(bytes_used(own) <= bytes_held(own) for own in pool.engines)
+    small = Pool(engine, 2, memory=both - 1)
+    with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
+        small.generate(asked[:1], max_new_tokens=100)
+
+
+def engine_draft_bytes(engine: Engine) -> int:
+    cache = cache_of(engine.drafter)
+    return 0 if cache is None else cache.nbytes
+
+
+@pytest.mark.parametrize("kind", ["same heads", "other heads", "recurrent"])
+def test_a_cache_gives_back_its_memory(kind: str) -> None:
+    family = {"same heads": "llama", "other heads": "gemma4_text", "recurrent": "lfm2"}[kind]
+    cache = lm_of(family, "float32").new_cache(1)
+    least, filled = cache.nbytes, cache.filled
+    cache.reserve(2000)
+    assert cache.nbytes == cache.bytes_of(1) > least
+    assert cache.bytes_of(3000) > cache.nbytes
+    cache.release()
+    assert cache.nbytes == least
+    assert cache.length == 0
+    assert cache.filled is filled  # which others hold
+    cache.reserve(600)
+    assert all(slab.shape[3] == cache.capacity for slab in cache.slabs)
 
 
 # ---- answers that wait
