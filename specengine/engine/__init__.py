@@ -25,6 +25,8 @@ from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
 from specengine.engine.pool import Pool as Pool
+from specengine.engine.pool import parallel_of as parallel_of
+from specengine.engine.pool import slots_of
 from specengine.engine.streams import AsyncTextGeneration as AsyncTextGeneration
 from specengine.errors import (
     EngineBusyError,
@@ -254,8 +256,7 @@ class Engine:
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             if self.pool is not None:
-                text = len(prompt) + stopper.left
-                slots = text + eager.budget, 0 if eager.policy is None else text + eager.policy.capacity + eager.unread
+                slots = slots_of(eager, len(prompt) + stopper.left)
                 held.enter_context(self.pool.place(self, *slots, ticket or Ticket()))
             with self.target.running():
                 hints = _hints(drivers.drafter, prompt, prediction, sampler)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from specengine import drafters
+from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.errors import InputError, require
 from specengine.models import common_prefix
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from specengine.engine import Engine
 
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
+MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
 LOOK_AGAIN = 0.2  # seconds after which who waits for room looks again: scores free some without a word
 
 
@@ -179,6 +181,30 @@ class Pool:
         if errors:
             raise errors[0]
         return [results[number] for number in range(count)]
+
+
+def parallel_of(engine: Engine, memory: int | None = None) -> int:
+    """Return how many answers at once suit an engine: those whose caches fit in `memory`, MOST at most.
+
+    Caches are counted with the model's whole context, of target and draft; memory: as of a Pool. One where answers
+    share no forward: on other targets than the native forward, with recurrent layers, with a draft of one text.
+    """
+    target, draft = engine.target, engine.drafter
+    if type(target) is not NativeTarget or target.cache.memory is not None:
+        return 1
+    try:
+        caches = target.cache, None if draft is None else drafters.cache_of(drafters.another(draft))
+    except InputError:
+        return 1
+    slots = slots_of(engine.drivers.own.eager, target.max_context)
+    each = sum(cache.bytes_of(count) for cache, count in zip(caches, slots, strict=True) if cache is not None)
+    return max(1, min(MOST, (free_memory() // 2 if memory is None else memory) // each))
+
+
+def slots_of(driver: EagerDriver, text: int) -> tuple[int, int]:
+    """Return the slots that the caches of target and draft need for a text of so many tokens, trees included."""
+    drafted = 0 if driver.policy is None else text + driver.policy.capacity + driver.unread
+    return text + driver.budget, drafted
 
 
 def bytes_held(engine: Engine) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from specengine.engine import Engine, Pool, TextGeneration, Ticket
+from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
@@ -76,11 +76,12 @@ class Worker:
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
 
     load      makes the engine, in the worker's thread
+    parallel  None: by the memory that is free once the engine is loaded, see engine.parallel_of
     waiting   how many jobs may wait while as many as may are answered
     failed    called, in that thread, if `load` raises; `failure` is then the error
     """
 
-    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int = 1) -> None:
+    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int | None = 1) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
@@ -89,7 +90,8 @@ class Worker:
         self.limits: ModelLimits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
-        self._parallel = parallel
+        self.parallel = parallel or 1  # answers at once, once it has loaded
+        self._by_memory = parallel is None
         self._answered: set[Job] = set()  # at present
         self._idle: list[Engine] = []
         self._pool: Pool | None = None
@@ -141,7 +143,7 @@ class Worker:
         job.quick = job.asked.quick
         with self._changed:
             waiting = len(self._jobs)
-            if waiting >= self._most + self._parallel - len(self._answered):
+            if waiting >= self._most + self.parallel - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
             self._jobs.append(job)
             self._changed.notify_all()
@@ -176,15 +178,17 @@ class Worker:
     @property
     def retry_seconds(self) -> int:
         """Return the seconds until the queue is likely empty, by the recent time of answers."""
-        turns = (len(self._jobs) + len(self._answered)) / self._parallel
+        turns = (len(self._jobs) + len(self._answered)) / self.parallel
         return min(max(math.ceil(self._mean_seconds * max(turns, 1)), 1), MAX_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
             self.engine = self._load()
             self._idle = [self.engine]
-            if self._parallel > 1:
-                self._pool = Pool(self.engine, self._parallel)
+            if self._by_memory:
+                self.parallel = parallel_of(self.engine)
+            if self.parallel > 1:
+                self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
                 self.metrics.watch(self._pool)
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
@@ -195,8 +199,8 @@ class Worker:
         with self._changed:
             self.state = "ready"
         self._reader.start()
-        log.info("ready: %r", self.engine)
-        for number in range(1, self._parallel):
+        log.info("ready: %r, answers at once: %d", self.engine, self.parallel)
+        for number in range(1, self.parallel):
             self._others.append(threading.Thread(target=self._answer_all, name=f"specengine-{number}", daemon=True))
             self._others[-1].start()
         self._answer_all()
@@ -219,7 +223,7 @@ class Worker:
 
         An engine that holds another conversation is not taken for the few words that both begin with.
         """
-        if self._parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
+        if self.parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
             with self._reading, contextlib.suppress(Exception):  # raised again where it is answered
                 self._prepare(self.engine, job, self._short)
         prompt = [] if job.prepared is None else job.prepared.prompt

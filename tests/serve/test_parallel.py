@@ -14,15 +14,16 @@ import pytest
 
 from specengine import Engine
 from specengine.drafters.recycling import Recycling
-from specengine.engine import Pool
+from specengine.engine import Pool, parallel_of
 from specengine.engine import pool as pool_module
+from specengine.engine.pool import slots_of
 from specengine.errors import InputError
 from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Added, Metrics
 from tests.models.native_engines import native_lm, needs_extension
-from tests.serve.served import CHAT, NAME, TEXT, Served, served, until
+from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine, until
 from tests.toy import byte_tokenizer, policy_for, tiny
 
 pytestmark = needs_extension
@@ -68,7 +69,7 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def test_answers_at_once_are_those_given_alone() -> None:
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         alone = [server.post(asked(number)).json()["choices"][0] for number in range(12)]
     with served(native_engine, parallel=4) as server, ThreadPoolExecutor(12) as many:
         found = list(many.map(lambda number: server.post(asked(number)).json()["choices"][0], range(12)))
@@ -161,7 +162,7 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
         generated = server.metric("generation_tokens_total")
         assert 0 < server.metric("iteration_tokens_total_count") <= generated + 3
         assert server.metric("iteration_tokens_total_sum") >= generated
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         assert "iteration_tokens" not in server.client.get("/metrics").text
 
 
@@ -305,7 +306,7 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         assert [job.result() for job in leaving] == [None] * MANY
         until(lambda: server.worker.idle)
         assert server.metric('request_success_total{finished_reason="abort"}') > 0
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         assert texts == [server.post(LONG, TEXTS).json()["choices"][0]["text"]] * 2
 
 
@@ -331,6 +332,36 @@ def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, i
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="parallel: got 0, accepted 1 or more"):
         Settings(name=NAME, parallel=0)
+
+
+def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = native_engine()
+    cache: Any = engine.target.cache  # type: ignore[attr-defined]
+    each = cache.bytes_of(slots_of(engine.drivers.own.eager, 512)[0])  # the draft has no cache
+    for free, expected in ((2.1 * each, 1), (6.5 * each, 3), (100 * each, 8), (0, 1)):
+        monkeypatch.setattr(pool_module, "free_memory", lambda free=free: int(free))
+        assert parallel_of(engine) == expected
+        with served(native_engine) as server:
+            assert server.worker.parallel == expected
+            assert (server.worker._pool is None) == (expected == 1)
+            assert server.client.get("/health").json() == {"status": "ok", "parallel": expected}
+            assert server.post(CHAT).status_code == 200
+    with served(native_engine, parallel=2) as server:  # a number that is given holds
+        assert server.worker.parallel == 2
+    assert parallel_of(engine, memory=5 * each) == 5
+
+
+def test_engines_whose_answers_share_no_forward_answer_one_at_a_time() -> None:
+    class OneText(Recycling):
+        def __copy__(self) -> Any:
+            raise InputError("draft: one text alone")
+
+    hybrid = Engine(NativeTarget(native_lm(tiny("lfm2"))), Recycling(), policy_for("eagle"))
+    alone = Engine(NativeTarget(native_lm(tiny())), OneText(), policy_for("eagle"))
+    for engine in (tiny_engine(), hybrid, alone):
+        assert parallel_of(engine, memory=1 << 40) == 1
+    with served() as server:
+        assert server.client.get("/health").json()["parallel"] == 1
 
 
 def test_an_engine_that_answers_one_at_a_time_says_so() -> None:
