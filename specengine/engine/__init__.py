@@ -37,6 +37,7 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
+from specengine.models.lanes import Client as Client
 from specengine.models.lanes import GivenUpError, LaneTarget
 from specengine.models.lanes import Ticket as Ticket
 from specengine.models.native import NativeTarget

@@ -53,7 +53,7 @@ class Pool:
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)
-        self.waiting: set[Engine] = set()  # whose answers wait for room
+        self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
         self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
         self._reserved: dict[Engine, int] = {}  # bytes of answers under way
         self._ended = list(self.engines)  # the one whose answer ended last comes last
@@ -63,6 +63,7 @@ class Pool:
     def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
         """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first.
 
+        Of those that wait, the one whose client was served least has its turn; the others wait behind it.
         tokens, drafted: slots of the target's cache and of the draft's, trees included.
         GivenUpError where the ticket is cancelled, or its time is over, before there is room.
         """
@@ -77,14 +78,15 @@ class Pool:
             )
         target.ticket, ticket.wake = ticket, self._look_again
         with target.aside(), self._room:
-            self.waiting.add(engine)
+            self.waiting[engine] = ticket
             try:
                 while not self._make_room(engine, need):
                     ticket.check()
                     self._room.wait(min(LOOK_AGAIN, max(0.0, ticket.deadline - time.perf_counter())))
                 self._reserved[engine] = need
             finally:
-                self.waiting.discard(engine)
+                del self.waiting[engine]
+                self._room.notify_all()
         try:
             yield
         finally:
@@ -99,6 +101,8 @@ class Pool:
             self._room.notify_all()
 
     def _make_room(self, engine: Engine, need: int) -> bool:
+        if min(self.waiting, key=lambda other: self.waiting[other].rank) is not engine:
+            return False
         left = self.memory - need - sum(self._reserved.values())
         kept = {
             other: bytes_held(other) for other in self._ended if other is not engine and other not in self._reserved

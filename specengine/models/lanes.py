@@ -35,7 +35,7 @@ PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 @dataclass(eq=False)
 class Client:
-    """Who asks; `served` are the tokens that were read and written for it so far."""
+    """Who asks; `served`: tokens that were read for it here, and written, as whoever hands those on counts them."""
 
     served: int = 0
 
@@ -109,6 +109,7 @@ class _Rows(_Request):
     features: tuple[int, ...]
     logits: Tensor | None
     best: Successors | None
+    prompt: bool = False  # whether it is a piece of a prompt
     states: Tensor | None = None
 
 
@@ -265,7 +266,7 @@ class Gathering:
             waiting = {request.owner for request in (*self._waiting, *self._served)}
             return len((self._expected | self._away.keys() | waiting) - {owner})
 
-    def run(
+    def run(  # noqa: PLR0913
         self,
         owner: LaneTarget,
         tokens: Tensor,
@@ -276,9 +277,10 @@ class Gathering:
         features: tuple[int, ...] = (),
         logits: Tensor | None = None,
         best: Successors | None = None,
+        prompt: bool = False,
     ) -> Tensor | None:
         """Run rows as NativeLM.run does, with those of other texts. Returns their features."""
-        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
+        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best, prompt)
         self._ask(request)
         return request.states
 
@@ -306,8 +308,7 @@ class Gathering:
             with self._guard:
                 pause = -1.0 if self._leader is not request or self._running else max(self._pause(), 0.0)
                 if not pause:
-                    batch: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
-                    batch = batch or self._waiting
+                    batch = self._next()
                     self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
                     self._leader, self._served, self._running = None, batch, True
             if pause:
@@ -319,6 +320,28 @@ class Gathering:
                 self._hand_on(owner.turn)
         if request.error is not None:
             raise request.error
+
+    def _next(self) -> list[_Request]:
+        """Return what is run next: draft passes, or rows. Prompts have PIECE rows beside texts that are answered.
+
+        Of several prompts the one goes first whose client was served least.
+        """
+        passes: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
+        if passes:
+            return passes
+        trees, prompts = list[_Request](), list[_Rows]()
+        for waiting in cast("list[_Rows]", self._waiting):
+            (prompts if waiting.prompt else trees).append(waiting)
+        if len(prompts) < 2 or not (trees or self._expected or self._away):  # prompts alone hold nobody up
+            return self._waiting
+        rows = 0
+        for piece in sorted(prompts, key=lambda piece: piece.owner.ticket.rank):
+            if not rows or rows + len(piece.tokens) <= PIECE:
+                trees.append(piece)
+                rows += len(piece.tokens)
+            else:
+                piece.asked = time.perf_counter()  # the next forward waits for others as long as ever
+        return trees
 
     def _pause(self) -> float:
         """Return for how long to wait for more texts."""
@@ -490,6 +513,7 @@ class LaneTarget(NativeTarget):
         GivenUpError between two pieces; those that were run stay in the cache.
         """
         if self.cache.memory is not None:
+            self.ticket.client.served += len(tokens)
             return super()._extend(tokens)
         states: list[Tensor] = []
         while tokens:
@@ -500,10 +524,12 @@ class LaneTarget(NativeTarget):
             self.cache.reserve(length + len(piece))
             ids = torch.tensor(piece, dtype=torch.int64, device="cpu")
             positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
-            found = self.runs(ids, positions, self.cache, (length, length, None), features=self._features)
+            seen = length, length, None
+            found = self.gathering.run(self, ids, positions, self.cache, seen, features=self._features, prompt=True)
             self.gathering.leave(self)
             self.cache.length = length + len(piece)
             self.tokens.extend(piece)
+            self.ticket.client.served += len(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
 

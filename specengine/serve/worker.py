@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
 from specengine.request.prompts import longest_token
+from specengine.serve.clients import Clients
 from specengine.serve.metrics import Metrics
 from specengine.trace.writer import Texts, cycle_record
 
@@ -51,6 +52,7 @@ class Job:
     """A request in the queue.
 
     deliver: called from a thread of the worker's, at last with Ended or Failed, unless the job is cancelled.
+    who: a name of whoever asks
     ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
     read_s: seconds that reading took
@@ -58,6 +60,7 @@ class Job:
 
     asked: CheckedRequest
     deliver: Callable[[Event], None]
+    who: Hashable = None
     ticket: Ticket = field(default_factory=Ticket)
     came: float = field(default_factory=time.perf_counter)
     prepared: PreparedRequest | None = None
@@ -70,7 +73,7 @@ class Job:
 
 
 class Worker:
-    """Answers jobs in the order in which they came, `parallel` at once.
+    """Answers jobs, `parallel` at once: first those of whoever was served least, in the order in which they came.
 
     One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
@@ -90,6 +93,7 @@ class Worker:
         self.limits: ModelLimits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
+        self._clients = Clients()
         self.parallel = parallel or 1  # answers at once, once it has loaded
         self._by_memory = parallel is None
         self._answered: set[Job] = set()  # at present
@@ -145,6 +149,8 @@ class Worker:
             waiting = len(self._jobs)
             if waiting >= self._most + self.parallel - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
+            asking = {other.ticket.client for other in (*self._jobs, *self._answered)}
+            job.ticket.client = self._clients.of(job.who, asking)
             self._jobs.append(job)
             self._changed.notify_all()
 
@@ -243,10 +249,10 @@ class Worker:
             return job
 
     def _first(self, suits: Callable[[Job], bool]) -> Job | None:
-        """Wait for a job in the queue that suits, and return the first; None where the worker stops."""
+        """Wait for jobs in the queue that suit, and return the first in line; None where the worker stops."""
         with self._changed:
             while not self._stopping:
-                if (job := next(filter(suits, self._jobs), None)) is not None:
+                if (job := min(filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None)) is not None:
                     return job
                 self._changed.wait()
             return None
@@ -314,21 +320,19 @@ class Worker:
                     answer.reason = None if job.cancelled else "length"
                     break
                 answer.add(piece.cycle)
+                job.ticket.client.served += len(piece.cycle.tokens)
                 answer.text += piece.text
                 if generation.result is not None:
                     answer.text = generation.result.text
                     answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
-                extra = {}
-                if job.asked.request.return_cycles:
-                    plain = generation.policy and generation.policy.plan().plain_seconds
-                    extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+                extra = _cycles(generation, piece, texts) if job.asked.request.return_cycles else {}
                 job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
+        if self._pool is None:  # else they are counted piece by piece
+            job.ticket.client.served += generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
         if answer.reason is not None:
-            expected = prepared.prediction
-            found = found_again(expected, answer.token_ids) if expected else 0
-            answer.predicted = (found, len(expected) - found)
+            answer.predicted = _predicted(answer, prepared)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         _log(answer, ended)
@@ -354,6 +358,19 @@ def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Non
                 seconds = job.asked.settings.max_seconds
                 raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")
     answer.scored_s = time.perf_counter() - began
+
+
+def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, Any]:
+    """Return what a piece adds where the request wants cycles."""
+    plain = generation.policy and generation.policy.plan().plain_seconds
+    return {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+
+
+def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]:
+    """Return how many tokens of the prediction the answer has, and how many it has not."""
+    expected = prepared.prediction
+    found = found_again(expected, answer.token_ids) if expected else 0
+    return found, len(expected) - found
 
 
 def _limits(engine: Engine) -> ModelLimits:
@@ -388,6 +405,12 @@ def sse(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
+def _who(asked: CheckedRequest, request: Request) -> int:
+    """Return a number for whoever asks: by key and user, all others being one."""
+    names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
+    return hash((request.headers.get("authorization"), *names))
+
+
 async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
     """Yield the events of a request, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
@@ -400,7 +423,7 @@ async def events(worker: Worker, asked: CheckedRequest, request: Request) -> Asy
         with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-    job = Job(asked, deliver)
+    job = Job(asked, deliver, _who(asked, request))
     worker.submit(job)
 
     async def watch() -> None:
