@@ -196,7 +196,7 @@ class Worker:
             if self.parallel > 1:
                 self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
-                self.metrics.watch(self._pool)
+            self.metrics.watch(self._pool or self.engine)
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"

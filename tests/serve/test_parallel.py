@@ -164,6 +164,19 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
         assert server.metric("iteration_tokens_total_sum") >= generated
     with served(native_engine, parallel=1) as server:
         assert "iteration_tokens" not in server.client.get("/metrics").text
+        assert server.metric("kv_cache_usage_perc") == 0
+        with server.client.stream(
+            "POST", TEXTS, json=TEXT | {"stream": True, "max_tokens": 450, "ignore_eos": True}
+        ) as stream:
+            next(stream.iter_lines())
+            assert 16 / 512 <= server.metric("kv_cache_usage_perc") < 1  # the prompt's part of the context, or more
+        until(lambda: server.worker.idle)
+        assert server.metric("kv_cache_usage_perc") == 0
+        before = server.metric("prefix_cache_queries_total"), server.metric("prefix_cache_hits_total")
+        server.post(TEXT, TEXTS)
+        until(lambda: server.worker.idle)
+        assert server.metric("prefix_cache_queries_total") == before[0] + 16
+        assert server.metric("prefix_cache_hits_total") == before[1] + 15  # the last token is run again
 
 
 def test_use_of_caches_is_their_share_of_the_memory() -> None:
