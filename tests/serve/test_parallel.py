@@ -23,7 +23,7 @@ from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Added, Metrics
 from tests.models.native_engines import native_lm, needs_extension
-from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine, until
+from tests.serve.served import CHAT, NAME, TEXT, Gate, Served, served, tiny_engine, until
 from tests.toy import byte_tokenizer, policy_for, tiny
 
 pytestmark = needs_extension
@@ -164,19 +164,26 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
         assert server.metric("iteration_tokens_total_sum") >= generated
     with served(native_engine, parallel=1) as server:
         assert "iteration_tokens" not in server.client.get("/metrics").text
-        assert server.metric("kv_cache_usage_perc") == 0
-        with server.client.stream(
-            "POST", TEXTS, json=TEXT | {"stream": True, "max_tokens": 450, "ignore_eos": True}
-        ) as stream:
-            next(stream.iter_lines())
-            assert 16 / 512 <= server.metric("kv_cache_usage_perc") < 1  # the prompt's part of the context, or more
+        server.post(TEXT, TEXTS)
         until(lambda: server.worker.idle)
-        assert server.metric("kv_cache_usage_perc") == 0
         before = server.metric("prefix_cache_queries_total"), server.metric("prefix_cache_hits_total")
         server.post(TEXT, TEXTS)
         until(lambda: server.worker.idle)
         assert server.metric("prefix_cache_queries_total") == before[0] + 16
         assert server.metric("prefix_cache_hits_total") == before[1] + 15  # the last token is run again
+
+
+def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, ThreadPoolExecutor(1) as many:
+        assert server.metric("kv_cache_usage_perc") == 0
+        job = many.submit(server.post, TEXT, TEXTS)
+        until(lambda: gate.passed == 1)
+        assert server.metric("kv_cache_usage_perc") == pytest.approx(15 / gate.engine.target.max_context)
+        gate.open.set()
+        assert job.result().status_code == 200
+        until(lambda: server.worker.idle)
+        assert server.metric("kv_cache_usage_perc") == 0
 
 
 def test_use_of_caches_is_their_share_of_the_memory() -> None:
