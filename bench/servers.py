@@ -74,7 +74,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     model = [] if args.file is None else [str(args.file)]
     own = [sys.executable, "-m", "specengine", "serve", *model, "--queue", str(most), "--threads", str(args.threads)]
     found = {
-        "specengine, one at a time": own,
+        "specengine, one at a time": [*own, "--parallel", "1"],
         f"specengine, --parallel {most}": [*own, "--parallel", str(most)],
         f"specengine, --parallel {most}, plain": [*own, "--parallel", str(most), "--policy", "plain"],
     }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
-from specengine.engine import Engine, Pool
+from specengine.engine import Engine, Pool, parallel_of
 from specengine.errors import InputError
 from specengine.records import GenerationResult
 
@@ -81,13 +81,17 @@ def _said(result: GenerationResult) -> dict[str, Any]:
 
 
 def answered(
-    load: Callable[[], Engine], items: Iterable[Item], loaded: Callable[[dict[str, Any]], None], parallel: int = 1
+    load: Callable[[], Engine],
+    items: Iterable[Item],
+    loaded: Callable[[dict[str, Any]], None],
+    parallel: int | None = 1,
 ) -> Iterator[Answered]:
-    """Answer the lines in this process, `parallel` at once, in their order.
+    """Answer the lines in this process, `parallel` at once, in their order; None: as many as memory holds.
 
     loaded: called with the facts of the engine before the first answer.
     """
     engine = load()
+    parallel = parallel_of(engine) if parallel is None else parallel
     pool = None if parallel == 1 else Pool(engine, parallel)
     loaded(facts(engine))
     if pool is None:

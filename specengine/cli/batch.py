@@ -31,8 +31,9 @@ EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
 
 def run(arguments: argparse.Namespace) -> int:
     Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
-    require("parallel", arguments.parallel, "1 or more", arguments.parallel >= 1)
-    require("parallel", arguments.parallel, "1 with replicas", 1 in (arguments.parallel, arguments.replicas))
+    if arguments.parallel is not None:
+        require("parallel", arguments.parallel, "1 or more", arguments.parallel >= 1)
+        require("parallel", arguments.parallel, "1 with replicas", 1 in (arguments.parallel, arguments.replicas))
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
     found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)

@@ -94,7 +94,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: flag, type, default, help
-    ("parallel", int, 1, "answers at once, on the native forward (default 1)"),
+    ("parallel", int, None, "answers at once, on the native forward (default: as memory holds, 1 with replicas)"),
     ("queue", int, 16, "requests that may wait (default 16)"),
     ("max-body-bytes", int, 8 << 20, "largest body of a request (default 8388608)"),
     ("max-prompt-tokens", int, None, "longest prompt (default: the model's context)"),
@@ -176,7 +176,10 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
     parser.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="answers at once, on the native forward (default 1)"
+        "--parallel",
+        type=int,
+        metavar="N",
+        help="answers at once, on the native forward (default: as memory holds, 1 with replicas)",
     )
     add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs the extra `ray`)")
     add_model(parser)

@@ -23,7 +23,7 @@ from specengine.cli import given
 from specengine.cli.terminal import as_json, say
 from specengine.cli.train_arguments import as_typed
 from specengine.drafters import Drafter
-from specengine.engine import Engine
+from specengine.engine import Engine, parallel_of
 from specengine.errors import InputError
 from specengine.models.eagle import head_from, require_fit, with_appended_tokens
 from specengine.models.extension import NOT_BUILT
@@ -137,6 +137,7 @@ def _model(name: str, engine: Engine) -> dict[str, Any]:
         "numerics": target.lm.numerics if isinstance(target, NativeTarget) else dtype,
         "layers": target.lm.layers,
         "context": target.max_context,
+        "answers at once": parallel_of(engine),
         "vocabulary": target.vocab_size,
         "attention": target.lm.attention,
         "packed weights": target.lm.packed,

@@ -268,6 +268,19 @@ def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:
         drafter.copy_from(other, count)
 
 
+def cache_of(drafter: Drafter | None) -> KVCache | None:
+    """Return the cache of what a draft wraps, or of itself; None where it has none."""
+    found = None if drafter is None else innermost(drafter)
+    return found.cache if isinstance(found, RowDraft) else None
+
+
+def forget(drafter: Drafter | None) -> None:
+    """Give back the memory of a draft's cache, if it has one, with the tokens that it holds."""
+    if drafter is not None and (cache := cache_of(drafter)) is not None:
+        innermost(drafter).reset()
+        cache.release()
+
+
 def names() -> list[str]:
     """Return the names of all drafters."""
     return registry.names(sys.modules[__name__])

@@ -81,6 +81,21 @@ class KVCache:
         """The bytes of memory that it takes."""
         return self.slab.nbytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot, of all layers."""
+        return sum(slab.nbytes for slab in self.slabs) // self.capacity
+
+    def bytes_of(self, slots: int) -> int:
+        """Return the bytes that it takes with room for so many slots; those that it has if there are more."""
+        return max(rounded(slots) * self.slot_bytes, self.nbytes)
+
+    def release(self) -> None:
+        """Forget all slots, and give back their memory."""
+        self.crop(0)
+        layers, two, heads, _, head_size = self.slab.shape
+        self.slab = self.slab.new_empty(layers, two, heads, rounded(1), head_size)
+
     def reach(self, length: int) -> int:
         """Return how many slots are left behind `crop(length)`, where fewer than that may be kept."""
         return length
@@ -149,6 +164,12 @@ class UnevenCache(KVCache):
         for other in self._others:
             other.reserve(capacity)
         super().reserve(capacity)
+        self.more = tuple(other.slab for other in self._others)
+
+    def release(self) -> None:
+        for other in self._others:
+            other.release()
+        super().release()
         self.more = tuple(other.slab for other in self._others)
 
     def keep(self, path: Nodes) -> None:

@@ -7,11 +7,12 @@ runs a forward over all their rows. What a row gives does not depend on the rows
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specengine.models import Successors, common_prefix
-from specengine.models.kv_cache import KVCache, rounded
+from specengine.models.kv_cache import KVCache
 from specengine.models.native import PREFILL_ROWS, HeadRows, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 
@@ -31,6 +32,54 @@ EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the oth
 MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
 IDLE = 0.1  # seconds without a forward, after which timing begins anew
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
+
+
+@dataclass(eq=False)
+class Client:
+    """Who asks; `served`: tokens that were read for it here, and written, as whoever hands those on counts them."""
+
+    served: int = 0
+
+
+class GivenUpError(Exception):
+    """Raised where nobody waits for an answer any more, or its time is over."""
+
+
+_numbers = itertools.count()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An answer's place in every line: who asks, and for how long.
+
+    client    whoever was served least goes first, and of one client's answers the one that was asked for first
+    deadline  time.perf_counter() after which the answer waits no longer
+    """
+
+    client: Client = field(default_factory=Client)
+    deadline: float = math.inf
+    cancelled: bool = field(default=False, init=False)
+    wake: Callable[[], None] = field(default_factory=lambda: _nothing, init=False, repr=False)  # called when cancelled
+    number: int = field(default_factory=_numbers.__next__, init=False)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return the place in a line, lowest first. It changes as clients are served."""
+        return self.client.served, self.number
+
+    def cancel(self) -> None:
+        """End the waiting. May be called from any thread."""
+        self.cancelled = True
+        self.wake()
+
+    def check(self) -> None:
+        """Raise GivenUpError if the answer is not wanted any more."""
+        if self.cancelled or time.perf_counter() > self.deadline:
+            raise GivenUpError
 
 
 @dataclass(eq=False)
@@ -61,6 +110,7 @@ class _Rows(_Request):
     features: tuple[int, ...]
     logits: Tensor | None
     best: Successors | None
+    prompt: bool = False  # whether it is a piece of a prompt
     states: Tensor | None = None
 
 
@@ -234,7 +284,7 @@ class Gathering:
             waiting = {request.owner for request in (*self._waiting, *self._served)}
             return len((self._expected | self._away.keys() | waiting) - {owner})
 
-    def run(
+    def run(  # noqa: PLR0913
         self,
         owner: LaneTarget,
         tokens: Tensor,
@@ -245,9 +295,10 @@ class Gathering:
         features: tuple[int, ...] = (),
         logits: Tensor | None = None,
         best: Successors | None = None,
+        prompt: bool = False,
     ) -> Tensor | None:
         """Run rows as NativeLM.run does, with those of other texts. Returns their features."""
-        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best)
+        request = _Rows(owner, tokens.contiguous(), positions, cache, seen, features, logits, best, prompt)
         self._ask(request)
         return request.states
 
@@ -275,8 +326,7 @@ class Gathering:
             with self._guard:
                 pause = -1.0 if self._leader is not request or self._running else max(self._pause(), 0.0)
                 if not pause:
-                    batch: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
-                    batch = batch or self._waiting
+                    batch = self._next()
                     self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
                     self._leader, self._served, self._running = None, batch, True
             if pause:
@@ -288,6 +338,28 @@ class Gathering:
                 self._hand_on(owner.turn)
         if request.error is not None:
             raise request.error
+
+    def _next(self) -> list[_Request]:
+        """Return what is run next: draft passes, or rows. Prompts have PIECE rows beside texts that are answered.
+
+        Of several prompts the one goes first whose client was served least.
+        """
+        passes: list[_Request] = [waiting for waiting in self._waiting if isinstance(waiting, _Pass)]
+        if passes:
+            return passes
+        trees, prompts = list[_Request](), list[_Rows]()
+        for waiting in cast("list[_Rows]", self._waiting):
+            (prompts if waiting.prompt else trees).append(waiting)
+        if len(prompts) < 2 or not (trees or self._expected or self._away):  # prompts alone hold nobody up
+            return self._waiting
+        rows = 0
+        for piece in sorted(prompts, key=lambda piece: piece.owner.ticket.rank):
+            if not rows or rows + len(piece.tokens) <= PIECE:
+                trees.append(piece)
+                rows += len(piece.tokens)
+            else:
+                piece.asked = time.perf_counter()  # the next forward waits for others as long as ever
+        return trees
 
     def _pause(self) -> float:
         """Return for how long to wait for more texts."""
@@ -390,6 +462,7 @@ class LaneTarget(NativeTarget):
         self.counts = False  # experts are read for all texts at once
         self.runs = functools.partial(gathering.run, self)
         self.joins_passes = False  # whether passes of its draft are run with those of other texts
+        self.ticket = Ticket()  # of the answer under way, or of the last one
 
     def join(self, head: NativeHead) -> None:
         """Run a head's passes with those of other texts."""
@@ -438,11 +511,11 @@ class LaneTarget(NativeTarget):
     @property
     def slot_bytes(self) -> int:
         """The bytes that a token takes in the cache."""
-        return sum(slab.nbytes for slab in self.cache.slabs) // self.cache.capacity
+        return self.cache.slot_bytes
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of a cache with room for so many tokens; those of this one if it has more."""
-        return max(rounded(tokens) * self.slot_bytes, self.cache.nbytes)
+        return self.cache.bytes_of(tokens)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         super().commit(tree, path)
@@ -453,20 +526,28 @@ class LaneTarget(NativeTarget):
         return super().prefill(tokens, keep)
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt in short pieces while there are other texts; return its features."""
+        """Run the rest of a prompt in short pieces while there are other texts; return its features.
+
+        GivenUpError between two pieces; those that were run stay in the cache.
+        """
         if self.cache.memory is not None:
+            self.ticket.client.served += len(tokens)
             return super()._extend(tokens)
         states: list[Tensor] = []
         while tokens:
+            self.ticket.check()
             size = PIECE if self.others else PREFILL_ROWS
             piece, tokens = tokens[:size], tokens[size:]
             length = self.cache.length
             self.cache.reserve(length + len(piece))
             ids = torch.tensor(piece, dtype=torch.int64, device="cpu")
             positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
-            found = self.runs(ids, positions, self.cache, (length, length, None), features=self._features)
+            seen = length, length, None
+            found = self.gathering.run(self, ids, positions, self.cache, seen, features=self._features, prompt=True)
             self.gathering.leave(self)
             self.cache.length = length + len(piece)
+            self.tokens.extend(piece)
+            self.ticket.client.served += len(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
 

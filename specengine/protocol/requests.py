@@ -174,7 +174,7 @@ class Prediction(BaseModel):
 
 
 class Hints(BaseModel):
-    """Fields that say something to whoever runs a server, and change no token of an answer: taken, without effect."""
+    """Fields that say something to whoever runs a server, and change no token of an answer."""
 
     model_config = _STRICT
     user: str | None = None

@@ -19,7 +19,8 @@ class Settings:
     strict_model        refuse requests that name another model; else the one model answers whatever they call it
     allowed_hosts       names, beside this machine's own, that clients may call the server by; `*` for all
     origins             web origins that browsers may call from (CORS); `*` for all
-    parallel            answers at once, on the native forward; each has caches of its own
+    parallel            answers at once, on the native forward; each has caches of its own; None: by the memory that is
+                        free, and 1 in a replica
     queue               requests that may wait while as many as may are answered
     max_body_bytes      of a request
     max_prompt_tokens   None: what the model's context holds
@@ -40,7 +41,7 @@ class Settings:
     strict_model: bool = False
     allowed_hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    parallel: int = 1
+    parallel: int | None = None
     queue: int = 16
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None
@@ -66,7 +67,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         require("port", self.port, "0 to 65535", 0 <= self.port <= 65535)
-        require("parallel", self.parallel, "1 or more", self.parallel >= 1)
+        require("parallel", self.parallel, "1 or more", self.parallel is None or self.parallel >= 1)
         require("queue", self.queue, "0 or more", self.queue >= 0)
         for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
             value = getattr(self, field)

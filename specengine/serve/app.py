@@ -118,7 +118,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
     @app.get("/health", summary="200 while requests are taken, else 503", responses=health_says)
     async def health() -> Response:
         _require_ready(worker)
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "parallel": worker.parallel})
 
     for path in HEALTH:
         app.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)

@@ -232,7 +232,7 @@ def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
     """Return the handle of replicas on the cluster that this process has joined. Raises Ray Serve's errors."""
     if scale.most > scale.replicas:
         bounds = {"min_replicas": scale.replicas, "max_replicas": scale.most}
-        count: dict[str, Any] = {"autoscaling_config": bounds | {"target_ongoing_requests": settings.parallel}}
+        count: dict[str, Any] = {"autoscaling_config": bounds | {"target_ongoing_requests": settings.parallel or 1}}
     else:
         count = {"num_replicas": scale.replicas}
     made: Any = serve.deployment(Replica)
@@ -240,7 +240,7 @@ def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
     replicas = made.options(
         name="engine",
         ray_actor_options=cluster.needs(scale),
-        max_ongoing_requests=settings.parallel + min(NEXT, settings.queue),
+        max_ongoing_requests=(settings.parallel or 1) + min(NEXT, settings.queue),
         max_queued_requests=settings.queue,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.5,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from specengine.engine import Pool
+from specengine.engine import Engine
+from specengine.engine.pool import Pool, bytes_held, bytes_used
 from specengine.protocol.completion import Completion
 
 SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it
+USAGE = f"specengine:kv_cache_usage{SHARE}"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -40,6 +40,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, 0 the first", ("position",)
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.asked_tokens = counter("prefix_cache_queries", "Tokens of prompts that were looked for in the caches")
         self.cached_tokens = counter("prefix_cache_hits", "Tokens of prompts that the caches held")
         self.generated = counter("generation_tokens", "Tokens generated")
         self.finished = counter("request_success", "Requests answered, by how they ended", ("finished_reason",))
@@ -48,9 +49,13 @@ class Metrics:
         self.queued = seconds("request_queue_time", "Spent waiting for the engine")
         self.whole = seconds("e2e_request_latency", "From the request to its last token")
 
-    def watch(self, pool: Pool) -> None:
-        """Report the answers of a pool too: rows of forward passes and use of caches."""
-        self.registry.register(_AtOnce(pool))
+    def watch(self, answering: Pool | Engine) -> None:
+        """Report the use of caches too, and of a pool the rows of forward passes."""
+        if isinstance(answering, Pool):
+            self.registry.register(_AtOnce(answering))
+            return
+        used = Gauge(USAGE, "Part of the context that the prompt and answer under way fill", registry=self.registry)
+        used.set_function(lambda: _share_of_context(answering))
 
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
         """Count one generation; ended: stop, length or abort; waited, whole: seconds since the request came."""
@@ -61,6 +66,7 @@ class Metrics:
         for position in range(len(stats.acceptance_histogram) - 1):
             self.by_position.labels(position).inc(sum(stats.acceptance_histogram[position + 1 :]))
         self.prompt_tokens.inc(stats.num_prompt_tokens)
+        self.asked_tokens.inc(stats.num_prompt_tokens)
         self.cached_tokens.inc(answer.cached_tokens)
         self.generated.inc(stats.num_generated_tokens)
         self.finished.labels(ended).inc()
@@ -74,6 +80,10 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def _share_of_context(engine: Engine) -> float:
+    return len(engine.target.tokens) / engine.target.max_context if engine.is_busy else 0.0
+
+
 class _AtOnce(Collector):
     """Figures of a pool's forward passes and caches, read when they are asked for."""
 
@@ -82,14 +92,10 @@ class _AtOnce(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pool, gathering = self._pool, self._pool.gathering
-        targets: list[Any] = [engine.target for engine in pool.engines]
-        busy = [engine.is_busy and engine not in pool.waiting for engine in pool.engines]
-        slots = [target.cache.length * target.slot_bytes for target in targets]
-        share = sum(itertools.compress(slots, busy)) / pool.memory
-        held = sum(target.cache.nbytes for target in targets)
-        yield GaugeMetricFamily(
-            f"specengine:kv_cache_usage{SHARE}", "Memory of the prompts and answers under way", share
-        )
+        busy = [engine for engine in pool.engines if engine.is_busy and engine not in pool.waiting]
+        share = sum(map(bytes_used, busy)) / pool.memory
+        held = sum(map(bytes_held, pool.engines))
+        yield GaugeMetricFamily(USAGE, "Part of the memory that prompts and answers under way fill", share)
         yield GaugeMetricFamily("specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held)
         rows = "Rows of each forward pass, of all requests"
         yield SummaryMetricFamily("specengine:iteration_tokens_total", rows, gathering.forwards, gathering.rows)

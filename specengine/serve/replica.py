@@ -80,7 +80,7 @@ class Replica:
         """Wait until the engine is loaded; raises the errors of loading."""
         if cluster.is_alone():
             _listen_here_alone()
-        self._worker = Worker(load, settings.queue, Metrics(), settings.parallel)
+        self._worker = Worker(load, settings.queue, Metrics(), settings.parallel or 1)
         self._app = create_app(
             self._worker, dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",))
         )

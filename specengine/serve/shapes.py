@@ -22,6 +22,7 @@ class ErrorBody(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"]
+    parallel: int | None = None  # answers at once; not of several replicas
 
 
 class Model(BaseModel):

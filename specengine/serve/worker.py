@@ -12,18 +12,19 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from specengine.engine import Engine, Pool, TextGeneration
+from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
 from specengine.request.prompts import longest_token
+from specengine.serve.clients import Clients
 from specengine.serve.metrics import Metrics
 from specengine.trace.writer import Texts, cycle_record
 
@@ -51,31 +52,39 @@ class Job:
     """A request in the queue.
 
     deliver: called from a thread of the worker's, at last with Ended or Failed, unless the job is cancelled.
+    who: a name of whoever asks
+    ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
     read_s: seconds that reading took
     """
 
     asked: CheckedRequest
     deliver: Callable[[Event], None]
-    cancelled: bool = False
+    who: Hashable = None
+    ticket: Ticket = field(default_factory=Ticket)
     came: float = field(default_factory=time.perf_counter)
     prepared: PreparedRequest | None = None
     quick: bool = True
     read_s: float = 0.0
 
+    @property
+    def cancelled(self) -> bool:
+        return self.ticket.cancelled
+
 
 class Worker:
-    """Answers jobs in the order in which they came, `parallel` at once.
+    """Answers jobs, `parallel` at once: first those of whoever was served least, in the order in which they came.
 
     One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
 
     load      makes the engine, in the worker's thread
+    parallel  None: by the memory that is free once the engine is loaded, see engine.parallel_of
     waiting   how many jobs may wait while as many as may are answered
     failed    called, in that thread, if `load` raises; `failure` is then the error
     """
 
-    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int = 1) -> None:
+    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int | None = 1) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
@@ -84,7 +93,9 @@ class Worker:
         self.limits: ModelLimits | None = None
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
-        self._parallel = parallel
+        self._clients = Clients()
+        self.parallel = parallel or 1  # answers at once, once it has loaded
+        self._by_memory = parallel is None
         self._answered: set[Job] = set()  # at present
         self._idle: list[Engine] = []
         self._pool: Pool | None = None
@@ -113,7 +124,7 @@ class Worker:
         with self._changed:
             jobs = [*self._jobs, *self._answered]
             for job in jobs:
-                job.cancelled = True
+                job.ticket.cancel()
             self._jobs.clear()
         for job in jobs:
             job.deliver(Failed(unavailable("stopping")))
@@ -123,7 +134,7 @@ class Worker:
         with self._changed:
             self._stopping = True
             for job in [*self._jobs, *self._answered]:
-                job.cancelled = True
+                job.ticket.cancel()
             self._changed.notify_all()
         if self.engine is not None:
             for thread in (self._thread, *self._others):
@@ -136,15 +147,17 @@ class Worker:
         job.quick = job.asked.quick
         with self._changed:
             waiting = len(self._jobs)
-            if waiting >= self._most + self._parallel - len(self._answered):
+            if waiting >= self._most + self.parallel - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
+            asking = {other.ticket.client for other in (*self._jobs, *self._answered)}
+            job.ticket.client = self._clients.of(job.who, asking)
             self._jobs.append(job)
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
-        """Take it out of the queue, or end it with the cycle under way."""
+        """Take it out of the queue, or end its wait for room, or itself with the cycle under way."""
         with self._changed:
-            job.cancelled = True
+            job.ticket.cancel()
             if job in self._jobs:
                 self._jobs.remove(job)
 
@@ -171,17 +184,19 @@ class Worker:
     @property
     def retry_seconds(self) -> int:
         """Return the seconds until the queue is likely empty, by the recent time of answers."""
-        turns = (len(self._jobs) + len(self._answered)) / self._parallel
+        turns = (len(self._jobs) + len(self._answered)) / self.parallel
         return min(max(math.ceil(self._mean_seconds * max(turns, 1)), 1), MAX_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
             self.engine = self._load()
             self._idle = [self.engine]
-            if self._parallel > 1:
-                self._pool = Pool(self.engine, self._parallel)
+            if self._by_memory:
+                self.parallel = parallel_of(self.engine)
+            if self.parallel > 1:
+                self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
-                self.metrics.watch(self._pool)
+            self.metrics.watch(self._pool or self.engine)
             self.limits, self._short = _limits(self.engine), _limits(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
@@ -190,8 +205,8 @@ class Worker:
         with self._changed:
             self.state = "ready"
         self._reader.start()
-        log.info("ready: %r", self.engine)
-        for number in range(1, self._parallel):
+        log.info("ready: %r, answers at once: %d", self.engine, self.parallel)
+        for number in range(1, self.parallel):
             self._others.append(threading.Thread(target=self._answer_all, name=f"specengine-{number}", daemon=True))
             self._others[-1].start()
         self._answer_all()
@@ -214,7 +229,7 @@ class Worker:
 
         An engine that holds another conversation is not taken for the few words that both begin with.
         """
-        if self._parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
+        if self.parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
             with self._reading, contextlib.suppress(Exception):  # raised again where it is answered
                 self._prepare(self.engine, job, self._short)
         prompt = [] if job.prepared is None else job.prepared.prompt
@@ -234,10 +249,10 @@ class Worker:
             return job
 
     def _first(self, suits: Callable[[Job], bool]) -> Job | None:
-        """Wait for a job in the queue that suits, and return the first; None where the worker stops."""
+        """Wait for jobs in the queue that suit, and return the first in line; None where the worker stops."""
         with self._changed:
             while not self._stopping:
-                if (job := next(filter(suits, self._jobs), None)) is not None:
+                if (job := min(filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None)) is not None:
                     return job
                 self._changed.wait()
             return None
@@ -281,6 +296,7 @@ class Worker:
         own = ModelLimits(engine.tokenizer, engine.target.max_context, longest)
         prepared = job.prepared or self._prepare(engine, job, own)
         deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
+        job.ticket.deadline = deadline
         generation = TextGeneration(
             engine,
             prepared.prompt,
@@ -288,6 +304,7 @@ class Worker:
             reuse_cache=True,
             shown=prepared.shown,
             constraint=prepared.constraint,
+            ticket=job.ticket,
         )
         generation.origins = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
@@ -298,24 +315,24 @@ class Worker:
         with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
                 piece = next(generation, None)
-                if piece is None:
+                if piece is None:  # it was given up while it waited
+                    generation.stats.num_prompt_tokens = len(generation.prompt)
+                    answer.reason = None if job.cancelled else "length"
                     break
                 answer.add(piece.cycle)
+                job.ticket.client.served += len(piece.cycle.tokens)
                 answer.text += piece.text
                 if generation.result is not None:
                     answer.text = generation.result.text
                     answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
                 elif time.perf_counter() > deadline:
                     answer.reason = "length"
-                extra = {}
-                if job.asked.request.return_cycles:
-                    plain = generation.policy and generation.policy.plan().plain_seconds
-                    extra = {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+                extra = _cycles(generation, piece, texts) if job.asked.request.return_cycles else {}
                 job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
+        if self._pool is None:  # else they are counted piece by piece
+            job.ticket.client.served += generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
         if answer.reason is not None:
-            expected = prepared.prediction
-            found = found_again(expected, answer.token_ids) if expected else 0
-            answer.predicted = (found, len(expected) - found)
+            answer.predicted = _predicted(answer, prepared)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         _log(answer, ended)
@@ -341,6 +358,19 @@ def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Non
                 seconds = job.asked.settings.max_seconds
                 raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")
     answer.scored_s = time.perf_counter() - began
+
+
+def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, Any]:
+    """Return what a piece adds where the request wants cycles."""
+    plain = generation.policy and generation.policy.plan().plain_seconds
+    return {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+
+
+def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]:
+    """Return how many tokens of the prediction the answer has, and how many it has not."""
+    expected = prepared.prediction
+    found = found_again(expected, answer.token_ids) if expected else 0
+    return found, len(expected) - found
 
 
 def _limits(engine: Engine) -> ModelLimits:
@@ -375,6 +405,12 @@ def sse(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
+def _who(asked: CheckedRequest, request: Request) -> int:
+    """Return a number for whoever asks: by key and user, all others being one."""
+    names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
+    return hash((request.headers.get("authorization"), *names))
+
+
 async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
     """Yield the events of a request, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
@@ -387,7 +423,7 @@ async def events(worker: Worker, asked: CheckedRequest, request: Request) -> Asy
         with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-    job = Job(asked, deliver)
+    job = Job(asked, deliver, _who(asked, request))
     worker.submit(job)
 
     async def watch() -> None:

@@ -48,6 +48,7 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert found["drafters"]["ngram"]["default policy"]["name"] == "auto"
     model = found["model"]
     assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
+    assert 1 <= model["answers at once"] <= 8
     assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)
     assert re.fullmatch(r"native \(\w+, float32, \d+ MB of weights as f32\)", model["backend"])
     assert model["numerics"] == "float32"

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.costs import PassCosts, SharedCosts
-from specengine.drafters import another
+from specengine.drafters import another, cache_of
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
-from specengine.engine import Pool
+from specengine.drafters.small_model import SmallModel
+from specengine.engine import Pool, TextGeneration, Ticket
+from specengine.engine import pool as pool_module
+from specengine.engine.pool import bytes_held, bytes_used
 from specengine.errors import InputError
 from specengine.models import lanes
 from specengine.models.kv_cache import Rows
@@ -413,12 +416,12 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     pool = Pool(engine, 6, memory=int(2.5 * longest))  # for two of six
     most = []
 
-    def watched(place: Any, own: Engine, tokens: int) -> Any:
+    def watched(place: Any, *given: Any) -> Any:
         most.append(len(pool._reserved))
-        return place(own, tokens)
+        return place(*given)
 
     place = pool.place
-    pool.place = lambda own, tokens: watched(place, own, tokens)  # type: ignore[method-assign]
+    pool.place = lambda *given: watched(place, *given)  # type: ignore[method-assign]
     assert [result.token_ids for result in pool.generate(asked, max_new_tokens=20)] == alone
     assert max(most) <= 2
     assert not pool._reserved
@@ -463,3 +466,206 @@ def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
             await anext(stream)
 
     asyncio.run(several())
+
+
+def head_engine() -> Engine:
+    config = head_config()
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    return Engine(NativeTarget(lm), Eagle(NativeHead(config, random_state(config), lm), lm), policy_for("eagle"))
+
+
+def small_engine() -> Engine:
+    lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
+    return Engine(NativeTarget(lm), SmallModel(native_lm(tiny("llama"))), policy_for("eagle"))
+
+
+@pytest.mark.parametrize("made", [head_engine, small_engine])
+def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> None:
+    asked = [[(number * i + 3) % VOCABULARY for i in range(100)] for number in range(6)]
+    alone = [made().generate(prompt, max_new_tokens=100).token_ids for prompt in asked]
+    engine = made()
+    target, draft = LaneTarget(Gathering(engine.target.lm)), cache_of(engine.drafter)
+    assert draft is not None
+    eager = engine.drivers.own.eager
+    assert eager.policy is not None
+    drafted = draft.bytes_of(200 + eager.policy.capacity + eager.unread)
+    both = target.bytes_of(200 + eager.budget) + drafted
+    pool = Pool(engine, 3, memory=3 * both - drafted // 2)  # for two of three; for three without the drafts
+    at_once: list[int] = []
+    make_room = pool._make_room
+
+    def watched(own: Engine, need: int) -> bool:
+        at_once.append(len(pool._reserved))
+        assert need >= both
+        assert sum(map(bytes_held, pool._reserved)) <= pool.memory
+        return make_room(own, need)
+
+    pool._make_room = watched  # type: ignore[method-assign]
+    assert [result.token_ids for result in pool.generate(asked, max_new_tokens=100)] == alone
+    assert max(at_once) == 2
+    least = target.bytes_of(1) + engine_draft_bytes(made())
+    assert sum(map(bytes_held, pool.engines)) <= pool.memory + 3 * least
+    assert all(bytes_used(own) <= bytes_held(own) for own in pool.engines)
+    small = Pool(engine, 2, memory=both - 1)
+    with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
+        small.generate(asked[:1], max_new_tokens=100)
+
+
+def engine_draft_bytes(engine: Engine) -> int:
+    cache = cache_of(engine.drafter)
+    return 0 if cache is None else cache.nbytes
+
+
+@pytest.mark.parametrize("kind", ["same heads", "other heads", "recurrent"])
+def test_a_cache_gives_back_its_memory(kind: str) -> None:
+    family = {"same heads": "llama", "other heads": "gemma4_text", "recurrent": "lfm2"}[kind]
+    cache = lm_of(family, "float32").new_cache(1)
+    least, filled = cache.nbytes, cache.filled
+    cache.reserve(2000)
+    assert cache.nbytes == cache.bytes_of(1) > least
+    assert cache.bytes_of(3000) > cache.nbytes
+    cache.release()
+    assert cache.nbytes == least
+    assert cache.length == 0
+    assert cache.filled is filled  # which others hold
+    cache.reserve(600)
+    assert all(slab.shape[3] == cache.capacity for slab in cache.slabs)
+
+
+# ---- answers that wait
+
+
+def engine_without_room(monkeypatch: pytest.MonkeyPatch) -> tuple[Pool, Any]:
+    """Return a pool of two with room for one answer, which is under way. Who waits looks again when it is told to."""
+    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 60.0)
+    engine = engine_of()
+    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    pool = Pool(engine, 2, memory=room)
+    first = pool.engines[0].stream([1, 2, 3], max_new_tokens=60, eos_token_id=[])
+    next(first)
+    return pool, first
+
+
+def waiting_answer(pool: Pool, ticket: Ticket) -> tuple[threading.Thread, TextGeneration]:
+    answer = TextGeneration(pool.engines[1], [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket)
+    thread = threading.Thread(target=lambda: [*answer])
+    thread.start()
+    return thread, answer
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+def test_an_answer_that_waits_for_room_is_given_up_at_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, first = engine_without_room(monkeypatch)
+    ticket = Ticket(deadline=time.perf_counter() + 0.3) if how == "too late" else Ticket()
+    thread, answer = waiting_answer(pool, ticket)
+    if how == "cancelled":
+        until(lambda: bool(pool.waiting))
+        ticket.cancel()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert answer.result is None
+    assert not answer.stats.num_generated_tokens
+    assert not pool.waiting
+    assert list(pool._reserved) == [pool.engines[0]]
+    assert not pool.engines[1].is_busy
+    rest = [token for piece in first for token in piece.cycle.tokens]
+    assert len(rest) > 30  # the answer under way goes on
+    alone = engine_of().generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids
+    assert pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids == alone
+    assert not pool._reserved
+
+
+def test_an_answer_that_waits_goes_on_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, first = engine_without_room(monkeypatch)
+    thread, answer = waiting_answer(pool, Ticket(deadline=time.perf_counter() + 60))
+    until(lambda: bool(pool.waiting))
+    first.close()  # whose end tells it
+    thread.join(20)
+    assert answer.result is not None
+    assert len(answer.result.token_ids) == 60
+
+
+def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "PREFILL_ROWS", 64)
+    pool = Pool(engine_of(), 2)
+    prompt = [(7 * i + 3) % VOCABULARY for i in range(240)]
+    ticket, run = Ticket(), Gathering._run
+
+    def leaving(gathering: Gathering, batch: Any) -> None:
+        run(gathering, batch)
+        if gathering.rows == 128:
+            ticket.cancel()
+
+    monkeypatch.setattr(Gathering, "_run", leaving)
+    answer = TextGeneration(pool.engines[0], prompt, {"max_new_tokens": 8}, ticket=ticket)
+    assert [*answer] == []
+    assert pool.gathering.rows == 128
+    assert not pool._reserved
+    alone = engine_of().generate(prompt, max_new_tokens=8)
+    for engine in pool.engines:  # both find what was read
+        result = engine.generate(prompt, max_new_tokens=8)
+        assert result.token_ids == alone.token_ids
+        assert result.stats.num_cached_prompt_tokens >= 128
+
+
+def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 0.01)
+    pool, begun, go_on = Pool(engine_of(), 2), threading.Event(), threading.Event()
+    prompt = [(7 * i + 3) % VOCABULARY for i in range(90)]
+    run = Gathering._run
+
+    def held(gathering: Gathering, batch: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        run(gathering, batch)
+
+    monkeypatch.setattr(Gathering, "_run", held)
+    first = threading.Thread(target=lambda: pool.engines[0].generate(prompt, max_new_tokens=4))
+    first.start()
+    assert begun.wait(20)
+    answer = TextGeneration(
+        pool.engines[1], prompt, {"max_new_tokens": 4}, ticket=Ticket(deadline=time.perf_counter() + 0.1)
+    )
+    assert [*answer] == []
+    go_on.set()
+    first.join(20)
+    assert len(pool.engines[1].generate(prompt, max_new_tokens=4).token_ids) == 4
+
+
+@pytest.mark.parametrize("lacks", ["engine", "room"])
+def test_leaving_an_asynchronous_stream_that_waits_ends_its_thread(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 200 + engine.drivers.own.eager.budget)
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    go_on, run = threading.Event(), Gathering._run
+
+    def held(gathering: Gathering, batch: Any) -> None:
+        assert gathering.forwards < 4 or go_on.wait(30)
+        run(gathering, batch)
+
+    monkeypatch.setattr(Gathering, "_run", held)
+
+    def threads() -> int:
+        return sum(thread.name == "specengine-astream" for thread in threading.enumerate())
+
+    async def several() -> None:
+        options = {"max_new_tokens": 200, "eos_token_id": [], "parallel": 1 if lacks == "engine" else 2}
+        async with engine.astream([1, 2, 3], **options) as first:
+            await anext(first)
+            second = engine.astream([4, 5, 6], **options)
+            await asyncio.sleep(0.05)
+            assert threads() == 2
+            await second.aclose()
+            assert [piece async for piece in second] == []
+            await asyncio.to_thread(until, lambda: threads() == 1)
+            assert second.result is None
+            go_on.set()
+
+    asyncio.run(several())
+
+
+def until(holds: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)

@@ -81,7 +81,7 @@ def test_health_has_its_usual_names_and_heads(hasty: Served) -> None:
     for path in ("/health", "/healthz", "/v1/health", "/"):
         answer = hasty.client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
-    assert hasty.client.get("/v1/health").json() == {"status": "ok"}
+    assert hasty.client.get("/v1/health").json() == {"status": "ok", "parallel": 1}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])

@@ -13,16 +13,17 @@ import httpx
 import pytest
 
 from specengine import Engine
-from specengine import engine as engine_module
 from specengine.drafters.recycling import Recycling
-from specengine.engine import Pool
+from specengine.engine import Pool, parallel_of
+from specengine.engine import pool as pool_module
+from specengine.engine.pool import slots_of
 from specengine.errors import InputError
 from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Added, Metrics
 from tests.models.native_engines import native_lm, needs_extension
-from tests.serve.served import CHAT, NAME, TEXT, Served, served, until
+from tests.serve.served import CHAT, NAME, TEXT, Gate, Served, served, tiny_engine, until
 from tests.toy import byte_tokenizer, policy_for, tiny
 
 pytestmark = needs_extension
@@ -68,7 +69,7 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def test_answers_at_once_are_those_given_alone() -> None:
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         alone = [server.post(asked(number)).json()["choices"][0] for number in range(12)]
     with served(native_engine, parallel=4) as server, ThreadPoolExecutor(12) as many:
         found = list(many.map(lambda number: server.post(asked(number)).json()["choices"][0], range(12)))
@@ -161,8 +162,28 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
         generated = server.metric("generation_tokens_total")
         assert 0 < server.metric("iteration_tokens_total_count") <= generated + 3
         assert server.metric("iteration_tokens_total_sum") >= generated
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         assert "iteration_tokens" not in server.client.get("/metrics").text
+        server.post(TEXT, TEXTS)
+        until(lambda: server.worker.idle)
+        before = server.metric("prefix_cache_queries_total"), server.metric("prefix_cache_hits_total")
+        server.post(TEXT, TEXTS)
+        until(lambda: server.worker.idle)
+        assert server.metric("prefix_cache_queries_total") == before[0] + 16
+        assert server.metric("prefix_cache_hits_total") == before[1] + 15  # the last token is run again
+
+
+def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, ThreadPoolExecutor(1) as many:
+        assert server.metric("kv_cache_usage_perc") == 0
+        job = many.submit(server.post, TEXT, TEXTS)
+        until(lambda: gate.passed == 1)
+        assert server.metric("kv_cache_usage_perc") == pytest.approx(15 / gate.engine.target.max_context)
+        gate.open.set()
+        assert job.result().status_code == 200
+        until(lambda: server.worker.idle)
+        assert server.metric("kv_cache_usage_perc") == 0
 
 
 def test_use_of_caches_is_their_share_of_the_memory() -> None:
@@ -191,7 +212,7 @@ def test_rows_of_forward_passes_are_added_over_replicas() -> None:
 
 def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(engine_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
@@ -199,6 +220,53 @@ def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pyt
         steps.allow(1000)
         assert all(job.result().status_code == 200 for job in jobs)
         assert server.metric("num_requests_waiting") == 0
+
+
+def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 60.0)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
+        first = many.submit(server.post, long, TEXTS)
+        until(lambda: server.metric("num_requests_running") == 1)
+        with pytest.raises(httpx.TimeoutException):
+            server.client.post(TEXTS, json=long, timeout=0.5)
+        until(lambda: server.metric("num_requests_waiting") == 0)
+        until(lambda: len(server.worker._answered) == 1)  # no forward was run meanwhile
+        assert server.metric('request_success_total{finished_reason="abort"}') == 1
+        steps.allow(1000)
+        assert first.result().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_waits_for_room_beyond_its_time_ends(
+    stream: bool, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 600 * slot_bytes()  # for one answer
+    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    long = TEXT | {"max_tokens": 400, "ignore_eos": True}
+    with served(native_engine, parallel=2, max_seconds=0.4) as server, ThreadPoolExecutor(2) as many:
+        first = many.submit(server.post, long, TEXTS)
+        until(lambda: server.metric("num_requests_running") == 1)
+        said = server.post(
+            long | {"stream": stream, "stream_options": {"include_usage": True}} if stream else long, TEXTS
+        )
+        assert said.status_code == 200
+        bodies = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")] or [
+            said.json()
+        ]
+        assert [choice["finish_reason"] for body in bodies for choice in body["choices"]][-1] == "length"
+        assert "".join(choice["text"] for body in bodies for choice in body["choices"]) == ""
+        assert bodies[-1]["usage"]["completion_tokens"] == 0
+        assert bodies[-1]["usage"]["prompt_tokens"] == 16
+        assert server.metric("num_requests_waiting") == 0
+        steps.allow(1000)
+        assert first.result().json()["choices"][0]["finish_reason"] == "length"
+        until(lambda: server.worker.idle)
+        assert not server.worker._pool._reserved  # type: ignore[union-attr]
 
 
 # ---- all places taken
@@ -258,7 +326,7 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         assert [job.result() for job in leaving] == [None] * MANY
         until(lambda: server.worker.idle)
         assert server.metric('request_success_total{finished_reason="abort"}') > 0
-    with served(native_engine) as server:
+    with served(native_engine, parallel=1) as server:
         assert texts == [server.post(LONG, TEXTS).json()["choices"][0]["text"]] * 2
 
 
@@ -284,6 +352,36 @@ def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, i
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="parallel: got 0, accepted 1 or more"):
         Settings(name=NAME, parallel=0)
+
+
+def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = native_engine()
+    cache: Any = engine.target.cache  # type: ignore[attr-defined]
+    each = cache.bytes_of(slots_of(engine.drivers.own.eager, 512)[0])  # the draft has no cache
+    for free, expected in ((2.1 * each, 1), (6.5 * each, 3), (100 * each, 8), (0, 1)):
+        monkeypatch.setattr(pool_module, "free_memory", lambda free=free: int(free))
+        assert parallel_of(engine) == expected
+        with served(native_engine) as server:
+            assert server.worker.parallel == expected
+            assert (server.worker._pool is None) == (expected == 1)
+            assert server.client.get("/health").json() == {"status": "ok", "parallel": expected}
+            assert server.post(CHAT).status_code == 200
+    with served(native_engine, parallel=2) as server:  # a number that is given holds
+        assert server.worker.parallel == 2
+    assert parallel_of(engine, memory=5 * each) == 5
+
+
+def test_engines_whose_answers_share_no_forward_answer_one_at_a_time() -> None:
+    class OneText(Recycling):
+        def __copy__(self) -> Any:
+            raise InputError("draft: one text alone")
+
+    hybrid = Engine(NativeTarget(native_lm(tiny("lfm2"))), Recycling(), policy_for("eagle"))
+    alone = Engine(NativeTarget(native_lm(tiny())), OneText(), policy_for("eagle"))
+    for engine in (tiny_engine(), hybrid, alone):
+        assert parallel_of(engine, memory=1 << 40) == 1
+    with served() as server:
+        assert server.client.get("/health").json()["parallel"] == 1
 
 
 def test_an_engine_that_answers_one_at_a_time_says_so() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from transformers import PreTrainedModel
 
-from specengine import contracts, drafters, loading, policies
+from specengine import contracts, loading, policies
 from specengine.captured import CapturedDriver
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import Graphs
@@ -26,6 +24,10 @@ from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
+from specengine.engine.pool import Pool as Pool
+from specengine.engine.pool import parallel_of as parallel_of
+from specengine.engine.pool import slots_of
+from specengine.engine.streams import AsyncTextGeneration as AsyncTextGeneration
 from specengine.errors import (
     EngineBusyError,
     InputError,
@@ -35,8 +37,10 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.lanes import Gathering, LaneTarget, free_memory
-from specengine.models.native import NativeHead, NativeTarget
+from specengine.models.lanes import Client as Client
+from specengine.models.lanes import GivenUpError, LaneTarget
+from specengine.models.lanes import Ticket as Ticket
+from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import (
@@ -195,7 +199,7 @@ class Engine:
                 for engine in Pool(self, parallel).engines if type(self.target) is NativeTarget else [self]:
                     idle.put(engine)
                 self._beside = key, idle
-        return AsyncTextGeneration(self._beside[1], prompt, options)
+        return AsyncTextGeneration(self._beside[1], functools.partial(TextGeneration, prompt=prompt, options=options))
 
     @property
     def is_busy(self) -> bool:
@@ -242,17 +246,19 @@ class Engine:
     ) -> Generator[Cycle, None, None]:
         """Yield the cycles of one generation; everything else reads from these.
 
-        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way.
+        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way. There
+        are none where the ticket of `options` is given up before the prompt is taken in.
         """
-        _, prediction, reuse_cache, constraint, origins = options = options or CycleOptions()
-        with self._serving(), contextlib.ExitStack() as held:
+        _, prediction, reuse_cache, constraint, origins, ticket = options = options or CycleOptions()
+        with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
             eager, captured = drivers = options.drivers or self.drivers.own
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
             whole = captured is not None and captured.serves(sampler)
             driver = captured if captured is not None and not whole else eager
             if self.pool is not None:
-                held.enter_context(self.pool.place(self, len(prompt) + stopper.left + eager.budget))
+                slots = slots_of(eager, len(prompt) + stopper.left)
+                held.enter_context(self.pool.place(self, *slots, ticket or Ticket()))
             with self.target.running():
                 hints = _hints(drivers.drafter, prompt, prediction, sampler)
                 lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)
@@ -296,6 +302,7 @@ class Engine:
         sampler: Sampler | None = None,
         reuse_cache: bool = False,
         constraint: Constraint | None = None,
+        ticket: Ticket | None = None,
     ) -> PreparedAnswer:
         """Prepare an answer with checked options.
 
@@ -307,7 +314,7 @@ class Engine:
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
         prediction = predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size)
         chosen = sampler or asked.sampler(len(prompt), self.target.device, constraint)
-        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins)
+        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins, ticket)
         cycles = self.cycles(prompt, chosen, stopper, stats, options)
         return PreparedAnswer(cycles, stopper, drivers.policy, origins)
 
@@ -404,7 +411,7 @@ class Engine:
             )
         try:
             yield
-        except GeneratorExit:
+        except (GeneratorExit, GivenUpError):
             raise  # the caller has had enough; the caches are as after the last cycle
         except Exception as error:
             self.reset()
@@ -512,6 +519,7 @@ class CycleOptions(NamedTuple):
     reuse_cache  keep the common prefix that both caches hold from the generation before
     constraint   of the sampler's processors, for trees to follow
     origins      notes the sources of nodes if they are wanted, see Cycle
+    ticket       says until when the answer waits for room beside others; None: as long as it takes
     """
 
     drivers: Drivers | None = None
@@ -519,6 +527,7 @@ class CycleOptions(NamedTuple):
     reuse_cache: bool = False
     constraint: Constraint | None = None
     origins: Origins | None = None
+    ticket: Ticket | None = None
 
 
 class PreparedAnswer(NamedTuple):
@@ -554,9 +563,11 @@ class TextGeneration:
         reuse_cache: bool = False,
         shown: Collection[int] = (),
         constraint: Constraint | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
-        tokens whose text the answer shows."""
+        tokens whose text the answer shows; ticket: says until when it waits for room beside others. An answer that is
+        given up while it waits has no pieces and no result."""
         engine.follow()
         target = engine.target
         given = vars(options) if isinstance(options, GenerationOptions) else options
@@ -593,6 +604,7 @@ class TextGeneration:
             self._decode,
             reuse_cache=reuse_cache,
             constraint=constraint,
+            ticket=ticket,
         )
 
     @property
@@ -678,72 +690,6 @@ class TextGeneration:
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
         return text
-
-
-class AsyncTextGeneration:
-    """One generation as an asynchronous iterator of StreamPiece, answered by a thread; leaving it ends the answer.
-
-    `result` is there once the iterator has ended. Errors of `Engine.generate` are raised by the iterator.
-    """
-
-    def __init__(self, idle: queue.SimpleQueue[Engine], prompt: Prompt, options: dict[str, Any]) -> None:
-        """idle: engines that have nothing to do; the answer takes one, and waits where there is none."""
-        self.result: GenerationResult | None = None
-        self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = asyncio.Queue()
-        self._left = threading.Event()
-        given = idle, prompt, options, self._left, asyncio.get_running_loop(), self._pieces
-        threading.Thread(target=_send_pieces, args=given, name="specengine-astream", daemon=True).start()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StreamPiece:
-        piece = None if self._left.is_set() else await self._pieces.get()
-        if isinstance(piece, StreamPiece):
-            return piece
-        self._left.set()
-        if isinstance(piece, BaseException):
-            raise piece
-        self.result = piece or self.result
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """End the answer with the cycle under way."""
-        self._left.set()
-
-    def __del__(self) -> None:
-        self._left.set()
-
-
-def _send_pieces(
-    idle: queue.SimpleQueue[Engine],
-    prompt: Prompt,
-    options: dict[str, Any],
-    left: threading.Event,
-    loop: asyncio.AbstractEventLoop,
-    pieces: asyncio.Queue[Any],
-) -> None:
-    """Answer on an idle engine; send the pieces, then the result or the error."""
-    last: GenerationResult | BaseException | None = None
-    engine = idle.get()
-    try:
-        if not left.is_set():
-            with engine.stream(prompt, **options) as stream, engine.target.running():
-                while not left.is_set() and (piece := next(stream, None)) is not None:
-                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
-            last = stream.result
-    except BaseException as error:  # of a thread: raised by who reads the pieces
-        last = error
-    finally:
-        idle.put(engine)
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(pieces.put_nowait, last)
 
 
 class Session:
@@ -856,154 +802,3 @@ class KeptDrivers:
 
     def _of(self, policy: TreePolicy | None) -> Drivers:
         return Drivers.of(self._target, self._drafter, policy)
-
-
-SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
-LOOK_AGAIN = 0.2  # seconds after which who waits for room looks again: scores free some without a word
-
-
-class Pool:
-    """Engines that share the weights of one, and answer at the same time.
-
-    Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
-    of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
-
-    A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
-    begins once the caches have room for it to the end; those of ended answers are kept until then.
-
-    engine: stays usable by itself; count: texts at once; memory: bytes that the target's caches of all texts may take,
-    besides some hundred tokens of each that has none, by default half of what is free. InputError for another target
-    than the native forward, a draft that serves one text alone, or a text that has no room even alone.
-    """
-
-    def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
-        require("parallel", count, "1 or more", type(count) is int and count >= 1)
-        if type(engine.target) is not NativeTarget:
-            raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
-        self.memory = free_memory() // 2 if memory is None else memory
-        self.gathering = Gathering(engine.target.lm)
-        self.engines = [self._beside(engine) for _ in range(count)]
-        for other in self.engines[1:]:
-            if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
-                learn_with(self.engines[0].policy)
-        self.waiting: set[Engine] = set()  # whose answers wait for room
-        self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
-        self._reserved: dict[Engine, int] = {}  # bytes of answers under way
-        self._ended = list(self.engines)  # the one whose answer ended last comes last
-        self._room = threading.Condition()
-
-    @contextlib.contextmanager
-    def place(self, engine: Engine, tokens: int) -> Iterator[None]:
-        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first."""
-        target = cast(LaneTarget, engine.target)
-        if (need := target.bytes_of(tokens)) > self.memory:
-            target.forget()
-            need = target.bytes_of(tokens)
-        if need > self.memory:
-            raise InputError(
-                f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
-                f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
-            )
-        with target.aside(), self._room:
-            self.waiting.add(engine)
-            try:
-                while not self._make_room(engine, need):
-                    self._room.wait(LOOK_AGAIN)
-                self._reserved[engine] = need
-            finally:
-                self.waiting.discard(engine)
-        try:
-            yield
-        finally:
-            with self._room:
-                del self._reserved[engine]
-                self._ended.remove(engine)
-                self._ended.append(engine)
-                self._room.notify_all()
-
-    def _make_room(self, engine: Engine, need: int) -> bool:
-        left = self.memory - need - sum(self._reserved.values())
-        kept = {
-            other: _cache_bytes(other) for other in self._ended if other is not engine and other not in self._reserved
-        }
-        for other in kept:
-            if sum(kept.values()) <= left:
-                break
-            if not other.is_busy or other in self.waiting:
-                cast(LaneTarget, other.target).forget()
-                kept[other] = 0
-        return sum(kept.values()) <= left
-
-    @contextlib.contextmanager
-    def reading(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
-        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning."""
-        target, others = cast(LaneTarget, engine.target), [other for other in self.engines if other is not engine]
-
-        def held(other: Engine) -> int:
-            count = target.shares(cast(LaneTarget, other.target), prompt)
-            return count if drafter is None or other.drafter is None else min(count, other.drafter.cached(prompt))
-
-        own = held(engine)
-        for known, end in list(self._reading.values()):
-            if common_prefix(known, prompt) >= own + SHARED:
-                with target.aside():
-                    end.wait()
-        best = max(others, key=held, default=engine)
-        if (count := held(best)) >= held(engine) + SHARED:
-            target.copy_from(cast(LaneTarget, best.target), count)
-            if drafter is not None and best.drafter is not None:
-                drafters.copy_prompt(drafter, best.drafter, count)
-        self._reading[engine] = prompt, (end := threading.Event())
-        try:
-            yield
-        finally:
-            del self._reading[engine]
-            end.set()
-
-    def _beside(self, engine: Engine) -> Engine:
-        """Return an engine of the same parts with a state of its own."""
-        draft = None if engine.drafter is None else drafters.another(engine.drafter)
-        policy: Any = engine.policy
-        policy = None if policy is None else dataclasses.replace(policy)
-        target = LaneTarget(self.gathering)
-        if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
-            target.join(head)
-        made = Engine(target, draft, policy, copy.deepcopy(engine.tokenizer))
-        made.notes, made.pool = list(engine.notes), self
-        return made
-
-    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:
-        """Answer all prompts, as many at once as there are engines; options as in Engine.generate.
-
-        Returns the results in the order of the prompts. The first error ends all of it and is raised.
-        """
-        asked: queue.SimpleQueue[tuple[int, Prompt]] = queue.SimpleQueue()
-        count = 0
-        for count, prompt in enumerate(prompts, 1):
-            asked.put((count - 1, prompt))
-        results: dict[int, Any] = {}
-        errors: list[BaseException] = []
-
-        def work(engine: Engine) -> None:
-            while not errors:
-                try:
-                    number, prompt = asked.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    results[number] = engine.generate(prompt, **options)
-                except BaseException as error:  # of a thread: raised by the caller's
-                    errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(engine,)) for engine in self.engines[:count]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[number] for number in range(count)]
-
-
-def _cache_bytes(engine: Engine) -> int:
-    return int(cast(LaneTarget, engine.target).cache.nbytes)

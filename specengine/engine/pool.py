@@ -1,0 +1,233 @@
+"""Engines that answer at the same time, and the memory that their caches share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from specengine import drafters
+from specengine.cycle import EagerDriver
+from specengine.drafters import Drafter
+from specengine.errors import InputError, require
+from specengine.models import common_prefix
+from specengine.models.lanes import Gathering, LaneTarget, Ticket, free_memory
+from specengine.models.native import NativeHead, NativeTarget
+from specengine.records import GenerationResult
+from specengine.request.prompts import Prompt
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
+
+SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
+MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
+LOOK_AGAIN = 0.2  # seconds after which who waits for room looks again: scores free some without a word
+
+
+class Pool:
+    """Engines that share the weights of one, and answer at the same time.
+
+    Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
+    of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
+
+    A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
+    begins once the caches have room for it to the end; those of ended answers are kept until then.
+
+    engine: stays usable by itself; count: texts at once; memory: bytes that caches of target and draft may take for all
+    texts, besides some hundred tokens of each that has none, by default half of what is free. InputError for another
+    target than the native forward, a draft that serves one text alone, or a text that has no room even alone.
+    """
+
+    def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
+        require("parallel", count, "1 or more", type(count) is int and count >= 1)
+        if type(engine.target) is not NativeTarget:
+            raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
+        self.memory = free_memory() // 2 if memory is None else memory
+        self.gathering = Gathering(engine.target.lm)
+        self.engines = [self._beside(engine) for _ in range(count)]
+        for other in self.engines[1:]:
+            if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
+                learn_with(self.engines[0].policy)
+        self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
+        self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
+        self._reserved: dict[Engine, int] = {}  # bytes of answers under way
+        self._ended = list(self.engines)  # the one whose answer ended last comes last
+        self._room = threading.Condition()
+
+    @contextlib.contextmanager
+    def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
+        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first.
+
+        Of those that wait, the one whose client was served least has its turn; the others wait behind it.
+        tokens, drafted: slots of the target's cache and of the draft's, trees included.
+        GivenUpError where the ticket is cancelled, or its time is over, before there is room.
+        """
+        target = cast(LaneTarget, engine.target)
+        if (need := _bytes_of(engine, tokens, drafted)) > self.memory:
+            _forget(engine)
+            need = _bytes_of(engine, tokens, drafted)
+        if need > self.memory:
+            raise InputError(
+                f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
+                f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
+            )
+        target.ticket, ticket.wake = ticket, self._look_again
+        with target.aside(), self._room:
+            self.waiting[engine] = ticket
+            try:
+                while not self._make_room(engine, need):
+                    ticket.check()
+                    self._room.wait(min(LOOK_AGAIN, max(0.0, ticket.deadline - time.perf_counter())))
+                self._reserved[engine] = need
+            finally:
+                del self.waiting[engine]
+                self._room.notify_all()
+        try:
+            yield
+        finally:
+            with self._room:
+                del self._reserved[engine]
+                self._ended.remove(engine)
+                self._ended.append(engine)
+                self._room.notify_all()
+
+    def _look_again(self) -> None:
+        with self._room:
+            self._room.notify_all()
+
+    def _make_room(self, engine: Engine, need: int) -> bool:
+        if min(self.waiting, key=lambda other: self.waiting[other].rank) is not engine:
+            return False
+        left = self.memory - need - sum(self._reserved.values())
+        kept = {
+            other: bytes_held(other) for other in self._ended if other is not engine and other not in self._reserved
+        }
+        for other in kept:
+            if sum(kept.values()) <= left:
+                break
+            if not other.is_busy or other in self.waiting:
+                _forget(other)
+                kept[other] = 0
+        return sum(kept.values()) <= left
+
+    @contextlib.contextmanager
+    def reading(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
+        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning, GivenUpError."""
+        target, others = cast(LaneTarget, engine.target), [other for other in self.engines if other is not engine]
+
+        def held(other: Engine) -> int:
+            count = target.shares(cast(LaneTarget, other.target), prompt)
+            return count if drafter is None or other.drafter is None else min(count, other.drafter.cached(prompt))
+
+        own = held(engine)
+        for known, end in list(self._reading.values()):
+            if common_prefix(known, prompt) >= own + SHARED:
+                with target.aside():
+                    while not end.wait(LOOK_AGAIN):
+                        target.ticket.check()
+        best = max(others, key=held, default=engine)
+        if (count := held(best)) >= held(engine) + SHARED:
+            target.copy_from(cast(LaneTarget, best.target), count)
+            if drafter is not None and best.drafter is not None:
+                drafters.copy_prompt(drafter, best.drafter, count)
+        self._reading[engine] = prompt, (end := threading.Event())
+        try:
+            yield
+        finally:
+            del self._reading[engine]
+            end.set()
+
+    def _beside(self, engine: Engine) -> Engine:
+        """Return an engine of the same parts with a state of its own."""
+        draft = None if engine.drafter is None else drafters.another(engine.drafter)
+        policy: Any = engine.policy
+        policy = None if policy is None else dataclasses.replace(policy)
+        target = LaneTarget(self.gathering)
+        if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
+            target.join(head)
+        made = type(engine)(target, draft, policy, copy.deepcopy(engine.tokenizer))
+        made.notes, made.pool = list(engine.notes), self
+        return made
+
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:
+        """Answer all prompts, as many at once as there are engines; options as in Engine.generate.
+
+        Returns the results in the order of the prompts. The first error ends all of it and is raised.
+        """
+        asked: queue.SimpleQueue[tuple[int, Prompt]] = queue.SimpleQueue()
+        count = 0
+        for count, prompt in enumerate(prompts, 1):
+            asked.put((count - 1, prompt))
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+
+        def work(engine: Engine) -> None:
+            while not errors:
+                try:
+                    number, prompt = asked.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    results[number] = engine.generate(prompt, **options)
+                except BaseException as error:  # of a thread: raised by the caller's
+                    errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(engine,)) for engine in self.engines[:count]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return [results[number] for number in range(count)]
+
+
+def parallel_of(engine: Engine, memory: int | None = None) -> int:
+    """Return how many answers at once suit an engine: those whose caches fit in `memory`, MOST at most.
+
+    Caches are counted with the model's whole context, of target and draft; memory: as of a Pool. One where answers
+    share no forward: on other targets than the native forward, with recurrent layers, with a draft of one text.
+    """
+    target, draft = engine.target, engine.drafter
+    if type(target) is not NativeTarget or target.cache.memory is not None:
+        return 1
+    try:
+        caches = target.cache, None if draft is None else drafters.cache_of(drafters.another(draft))
+    except InputError:
+        return 1
+    slots = slots_of(engine.drivers.own.eager, target.max_context)
+    each = sum(cache.bytes_of(count) for cache, count in zip(caches, slots, strict=True) if cache is not None)
+    return max(1, min(MOST, (free_memory() // 2 if memory is None else memory) // each))
+
+
+def slots_of(driver: EagerDriver, text: int) -> tuple[int, int]:
+    """Return the slots that the caches of target and draft need for a text of so many tokens, trees included."""
+    drafted = 0 if driver.policy is None else text + driver.policy.capacity + driver.unread
+    return text + driver.budget, drafted
+
+
+def bytes_held(engine: Engine) -> int:
+    """Return the bytes that the caches of a pool's engine take."""
+    return _bytes_of(engine, 0, 0)
+
+
+def bytes_used(engine: Engine) -> int:
+    """Return the bytes of those slots of its caches that hold tokens."""
+    caches = cast(LaneTarget, engine.target).cache, drafters.cache_of(engine.drafter)
+    return sum(cache.length * cache.slot_bytes for cache in caches if cache is not None)
+
+
+def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
+    """Return the bytes of its caches with room for so many tokens, at least those that they have."""
+    cache = drafters.cache_of(engine.drafter)
+    return cast(LaneTarget, engine.target).bytes_of(tokens) + (0 if cache is None else cache.bytes_of(drafted))
+
+
+def _forget(engine: Engine) -> None:
+    cast(LaneTarget, engine.target).forget()
+    drafters.forget(engine.drafter)

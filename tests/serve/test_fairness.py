@@ -1,0 +1,208 @@
+"""Whoever was served least goes first: into a lane, into memory, and with the rows of a prompt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from specengine.engine import Client, Pool, TextGeneration, Ticket
+from specengine.models.lanes import PIECE, Gathering, LaneTarget, _Rows
+from specengine.serve.clients import MOST, Clients
+from specengine.serve.worker import Job, Worker
+from tests.models.native_engines import needs_extension
+from tests.serve.served import CHAT, Gate, served, until
+from tests.serve.test_parallel import native_engine
+
+
+def test_who_comes_back_has_no_claim_to_what_it_did_not_ask_for() -> None:
+    clients = Clients()
+    one, two = clients.of("one", []), clients.of("two", [])
+    assert (one.served, two.served) == (0, 0)
+    one.served, two.served = 100, 500
+    assert clients.of("one", [one, two]) is one
+    assert one.served == 100  # it asks already: its own count holds
+    three = clients.of("three", [one, two])
+    assert three.served == 100  # as the least served of those that ask
+    assert clients.of("four", [two]).served == 500
+    assert clients.of("five", []).served == 500
+    assert clients.of("two", [three]).served == 500
+
+
+def test_clients_are_forgotten_and_none_is_lifted_by_that() -> None:
+    clients = Clients()
+    busy = clients.of("busy", [])
+    busy.served = 50
+    for number in range(MOST + 10):
+        clients.of(number, [busy])
+    assert len(clients._known) == MOST
+    assert clients.of("busy", [busy]) is not busy
+    assert clients.of("new", [busy]).served == 50
+
+
+def order_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    order: list[Any] = []
+    answer = Worker._answer
+
+    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> None:
+        order.append(job.asked.request.user)
+        answer(worker, engine, job, waited)
+
+    monkeypatch.setattr(Worker, "_answer", noted)
+    return order
+
+
+def asked_in_order(
+    users: list[str | None], monkeypatch: pytest.MonkeyPatch, keys: list[str] | None = None
+) -> list[Any]:
+    """Return in which order a server answers requests that come in this order while the first is under way."""
+    order, gate = order_of(monkeypatch), Gate()
+    with served(lambda: gate.engine) as server, ThreadPoolExecutor(len(users)) as many:
+        jobs = []
+        for number, user in enumerate(users):
+            headers = {} if keys is None else {"Authorization": f"Bearer {keys[number]}"}
+            jobs.append(many.submit(server.post, CHAT | {"user": user, "max_tokens": 8}, headers=headers))
+            until(lambda: bool(order))
+            until(lambda number=number: server.metric("num_requests_waiting") == number)
+        gate.open.set()
+        assert all(job.result().status_code == 200 for job in jobs)
+    return order
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        (["a", "a", "a", "b"], ["a", "b", "a", "a"]),
+        (["a", "a", "b", "a", "b", "c"], ["a", "b", "c", "a", "b", "a"]),
+        ([None, None, None], [None, None, None]),
+        (["a", "a", None], ["a", None, "a"]),
+    ],
+)
+def test_who_was_served_least_gets_the_next_lane(
+    users: list[str | None], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = asked_in_order(users, monkeypatch)
+    if users[2:3] == ["b"]:  # equal prompts and answers: a, b and c are even after a turn each
+        assert found[:3] == expected[:3]
+        assert sorted(found[3:]) == sorted(expected[3:])
+    else:
+        assert found == expected
+
+
+def test_keys_tell_clients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    users: list[str | None] = ["1", "1", "1", "1"]
+    tickets: list[int] = []
+    answer = Worker._answer
+
+    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> None:
+        tickets.append(job.ticket.number)
+        answer(worker, engine, job, waited)
+
+    monkeypatch.setattr(Worker, "_answer", noted)
+    asked_in_order(users, monkeypatch, ["x", "x", "x", "y"])
+    first = tickets[0]
+    assert [number - first for number in tickets] == [0, 3, 1, 2]
+
+
+@needs_extension
+def test_room_goes_to_who_was_served_least_and_others_wait_behind() -> None:
+    engine = native_engine()
+    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    pool = Pool(engine, 4, memory=room)  # for one
+    placed: list[Any] = []
+    make_room = pool._make_room
+
+    def noted(own: Any, need: int) -> bool:
+        if found := make_room(own, need):
+            placed.append(own)
+        return found
+
+    pool._make_room = noted  # type: ignore[method-assign]
+    first = pool.engines[0].stream([1, 2, 3], max_new_tokens=60, eos_token_id=[])
+    next(first)
+    threads = []
+    for own, served_so_far in zip(pool.engines[1:], (300, 20, 100), strict=True):
+        ticket = Ticket(Client(served_so_far))
+        answer = TextGeneration(own, [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket)
+        threads.append(threading.Thread(target=lambda answer=answer: [*answer]))
+        threads[-1].start()
+        until(lambda: len(pool.waiting) == len(threads))
+    first.close()
+    for thread in threads:
+        thread.join(20)
+    assert [pool.engines.index(own) for own in placed] == [0, 2, 3, 1]
+    assert not pool.waiting
+
+
+def piece(gathering: Gathering, rows: int, served_so_far: int, *, prompt: bool = True) -> _Rows:
+    owner = LaneTarget(gathering)
+    owner.ticket = Ticket(Client(served_so_far))
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    return _Rows(owner, tokens, tokens, owner.cache, (0, 0, None), (), None, None, prompt)
+
+
+@needs_extension
+def test_rows_of_prompts_go_to_who_was_served_least() -> None:
+    gathering = Gathering(native_engine().target.lm)
+    heavy, light, tail = (piece(gathering, *given) for given in ((PIECE, 900), (PIECE - 20, 10), (20, 950)))
+    tree = piece(gathering, 5, 0, prompt=False)
+    before = heavy.asked
+    gathering._waiting = [heavy, tree, light, tail]
+    assert gathering._next() == [tree, light, tail]  # what is left of the budget fits the last one
+    assert heavy.asked > before  # it waits anew
+    gathering._waiting = [heavy, tree]
+    assert gathering._next() == [heavy, tree]
+    gathering._waiting = [heavy, light]
+    assert gathering._next() == [heavy, light]  # they hold nobody up
+    gathering._away[tree.owner] = time.perf_counter()
+    assert gathering._next() == [light]
+    same = [piece(gathering, PIECE, 7) for _ in range(3)]
+    gathering._waiting = [same[2], same[0], same[1]]
+    assert gathering._next() == [same[0]]  # the one that was asked for first
+
+
+@needs_extension
+def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least served first, PIECE rows a forward for all of them; each answer is that given alone."""
+    engine = native_engine(1024)
+    pool, run = Pool(engine, 3), Gathering._run
+    prompts = [[(number * i + 3) % 250 for i in range(400)] for number in (7, 11)]
+    alone = [native_engine(1024).generate(prompt, max_new_tokens=4).token_ids for prompt in prompts]
+    batches: list[list[tuple[Any, int]]] = []
+    both = threading.Event()
+
+    def noted(gathering: Gathering, batch: Any) -> None:
+        asked = [request.owner for request in batch if request.prompt]
+        waits = [request.owner for request in gathering._waiting if getattr(request, "prompt", False)]
+        if len({*asked, *waits}) == 2:
+            both.set()
+        if both.is_set():
+            batches.append([(request.owner, len(request.tokens)) for request in batch if request.prompt])
+        run(gathering, batch)
+
+    monkeypatch.setattr(Gathering, "_run", noted)
+    with pool.engines[0].stream([1, 2, 3], max_new_tokens=900, eos_token_id=[]) as pieces:
+        next(pieces)
+        answers = [
+            TextGeneration(own, prompt, {"max_new_tokens": 4}, ticket=Ticket(Client(count)))
+            for own, prompt, count in zip(pool.engines[1:], prompts, (5000, 0), strict=True)
+        ]
+        threads = [threading.Thread(target=answer.run) for answer in answers]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            next(pieces, None)
+        for thread in threads:
+            thread.join(20)
+    assert [answer.result.token_ids for answer in answers if answer.result is not None] == alone
+    assert both.is_set()
+    counts = [sum(rows for _, rows in batch) for batch in batches]
+    assert max(counts) <= PIECE
+    light = pool.engines[2].target
+    owners = [owner for batch in batches[1:] for owner, _ in batch]
+    last = max(place for place, owner in enumerate(owners) if owner is light)
+    assert [owner is light for owner in owners[: last + 1]].count(False) <= 1  # one that had begun before
