@@ -22,7 +22,7 @@ from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import CachedTarget
-from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, of_head, parts_in
+from specengine.models.mtp import MtpHead, MtpLayer, blocks_of, fused_experts, names_in_head, of_head, parts_in
 from specengine.models.native import NativeLM
 from specengine.models.weights import layer_template, with_buffers
 
@@ -132,7 +132,7 @@ def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Te
     tensors = (
         {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
     )
-    names = names_in_head(tensors, _layers(target.config))
+    names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
     return fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
 
 
@@ -145,13 +145,16 @@ def _in_file(source: GGUFSource) -> dict[str, Tensor]:
 
 def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
     """Return the names of a head's tensors in GGUF files by those in MtpLayer."""
-    head, above = of_head(config), f"blk.{_layers(config)}."
-    prefix = f"{family_of(head).layers.transformers}.0."
-    names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
-    block = {
-        f"block.{name.removeprefix(prefix)}": tuple(one.replace("blk.0.", above, 1) for one in stored)
-        for name, stored in names.items()
-    }
+    head, above, count, block = of_head(config), f"blk.{_layers(config)}.", len(blocks_of(config)), {}
+    for number in range(count):
+        prefix = f"{family_of(head).layers.transformers}.{number}."
+        names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
+        for name, stored in names.items():
+            inside = [one.replace(f"blk.{number}.", above, 1) for one in stored]
+            if number:  # of what is one block there
+                inside = [one.replace(".attn_norm.", ".post_attention_norm.") for one in inside]
+            own = name.removeprefix(prefix)
+            block[f"block.{own}" if count == 1 else f"block.{number}.{own}"] = tuple(inside)
     return block | {key: (above + name,) for key, name in _OUTSIDE.items()}
 
 

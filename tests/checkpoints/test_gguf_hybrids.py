@@ -324,6 +324,44 @@ BLOCK = {  # of an MTP head, as llama.cpp's converter calls what Qwen's checkpoi
 }
 
 
+BLOCKS_OF_NEMOTRON = {
+    **{name: BLOCK[name] for name in ("fc.weight", "embedding_norm.weight", "hidden_norm.weight", "norm.weight")},
+    "block.0.norm.weight": "attn_norm.weight",
+    **{f"block.0.mixer.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+    "block.0.mixer.o_proj.weight": "attn_output.weight",
+    "block.1.norm.weight": "post_attention_norm.weight",
+    "block.1.mixer.gate.weight": "ffn_gate_inp.weight",
+    "block.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"block.1.mixer.experts.{part}_proj": f"ffn_{part}_exps.weight" for part in ("up", "down")},
+    **{f"block.1.mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")},
+}
+
+
+def test_a_head_of_several_blocks_is_read(tmp_path: Path) -> None:
+    """As llama.cpp's converter makes one block of two of Nemotron-H."""
+    model = made("nemotron_h")
+    torch.manual_seed(3)
+    head = {
+        key: torch.randn(one.shape) * 0.2 for key, one in MtpLayer(model.config, torch.float32).state_dict().items()
+    }
+    assert head.keys() == BLOCKS_OF_NEMOTRON.keys()
+    changes: Keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.head_count_kv": [0, 0, 2, 0, 0, 2]}
+    changes |= {"feed_forward_length": [0, 24, 0, 0, 24, 24]}
+    changes |= {f"blk.5.{BLOCKS_OF_NEMOTRON[name]}": tensor.numpy() for name, tensor in head.items()}
+    for part in "qk":
+        rows = changes[f"blk.5.attn_{part}.weight"]
+        changes[f"blk.5.attn_{part}.weight"] = rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+    _, path = write(tmp_path, "nemotron_h", **changes)
+    engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
+    found = engine.drafter.head.module.state_dict()
+    assert found.keys() == head.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in head.items())
+    answer = engine.generate(PROMPT, max_new_tokens=12)
+    assert answer.token_ids == plainly(model, PROMPT, 12)
+    assert answer.stats.num_draft_tokens
+    assert "mtp" in Engine.from_pretrained(str(path), offline=True).drafter.name
+
+
 @pytest.mark.parametrize("case", ["qwen35", "qwen3next"])
 def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
     model = made(case)
