@@ -94,14 +94,16 @@ void require_finite(float value, bool holds, const char* name, const char* accep
 //   query factors   of how many positions each is, and the factors
 //   layer norms     no numbers: norms of what attention, networks and the head read are centred
 //   parallel        no numbers: networks read what attention reads
+//   gated last      no numbers: gates of Mamba-2 multiply what was normed
 //   latent          the sizes of latent attention in the order of cpu::LatentSizes; heads are one of keys then
 using Traits = std::map<std::string, std::vector<double>>;
 
 void require_known(const Traits& traits) {
   for (const auto& [name, numbers] : traits) {
     const bool counted = name == "query factors" || name == "latent";
-    if (!counted && name != "layer norms" && name != "parallel")
-      throw std::invalid_argument("traits: got " + name + ", accepted query factors, layer norms, parallel, latent");
+    if (!counted && name != "layer norms" && name != "parallel" && name != "gated last")
+      throw std::invalid_argument("traits: got " + name +
+                                  ", accepted query factors, layer norms, parallel, gated last, latent");
     if (!counted) require(numbers.empty(), "numbers of a trait", static_cast<int64_t>(numbers.size()), "none");
     for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
   }
@@ -600,6 +602,7 @@ PYBIND11_MODULE(_cpu, module) {
         cpu::Shape shape = shape_of(sizes, activation, numbers);
         shape.form.routing = routing_of(routing);
         shape.recurrence = recurrence_of(recurrence);
+        shape.recurrence.gated_last = traits.count("gated last") != 0;
         shape.latent = latent_of(traits, shape.heads);
         for (const bool beside : {!recurrence.empty(), traits.count("query factors") != 0})
           require(!shape.latent.rank || !beside, "latent", shape.latent.rank, "none beside recurrence or query factors");

@@ -71,7 +71,7 @@ class Weights {
     return found->second;
   }
 
-  // Return the matrix of this many outputs and inputs (0: any), with its bias if there is one.
+  // Return the matrix of this many outputs and inputs (0: any), with its bias and its factor if there are such.
   Matrix matrix(const std::string& name, int64_t outputs = 0, int64_t inputs = 0) const {
     Matrix m = stored(name + ".weight");
     if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
@@ -79,6 +79,7 @@ class Weights {
                                   "], accepted [" + std::to_string(outputs ? outputs : m.outputs) + ", " +
                                   std::to_string(inputs ? inputs : m.inputs) + "]");
     m.bias = vector(name + ".bias", m.outputs);
+    if (const float* factor = vector(name + ".factor", 1)) m.factor = *factor;
     return m;
   }
   bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
@@ -130,9 +131,9 @@ class Weights {
     return found;
   }
 
-  // inputs: of queries, keys and values; mixes: whether a mixer stands in the place of attention; of: sizes of latents, if
-  // attention is over such. A layer has attention, a mixer or a network, or a network behind one of the others. own_keys:
-  // else another layer's are read; own_values: else they are what keys are made of.
+  // inputs: of queries, keys and values; mixes: whether there is a mixer; of: sizes of latents, if attention is over such. A
+  // layer has attention or a mixer, or both side by side, or a network, or a network behind the others. own_keys: else
+  // another layer's are read; own_values: else they are what keys are made of.
   Layer layer(const std::string& prefix, const Heads& heads, int64_t hidden, int64_t inputs, bool mixes = false,
               const LatentSizes& of = {}, bool own_keys = true, bool own_values = true) const {
     Layer one;
@@ -142,7 +143,7 @@ class Weights {
     if (of.rank) {
       one.latent = latent(prefix + "self_attn.", heads, of, hidden);
       one.o = matrix(prefix + "self_attn.o_proj", hidden, heads.queries * of.value);
-    } else if (!mixes && (!feeds || has(prefix + "self_attn.q_proj"))) {
+    } else if (!(mixes || feeds) || has(prefix + "self_attn.q_proj")) {
       one.q = matrix(prefix + "self_attn.q_proj", heads.queries * heads.size, inputs);
       if (own_keys) one.k = matrix(prefix + "self_attn.k_proj", heads.keys * heads.size, inputs);
       if (own_keys && own_values) one.v = matrix(prefix + "self_attn.v_proj", heads.keys * heads.size, inputs);
@@ -224,7 +225,7 @@ class Weights {
   }
 
   std::unique_ptr<Mixer> mamba(const std::string& prefix, const Recurrence& of, int64_t hidden, float eps) const {
-    if (!of.heads || !of.norms) throw std::invalid_argument(prefix + "in_proj_xbc: the recurrence has no heads or norms");
+    if (!of.heads) throw std::invalid_argument(prefix + "in_proj_xbc: the recurrence has no heads");
     Mamba2::Parts parts;
     parts.gates = matrix(prefix + "in_proj_z", of.values(), hidden);
     parts.xbc = matrix(prefix + "in_proj_xbc", of.channels, hidden);
@@ -235,7 +236,7 @@ class Weights {
     parts.a_log = needed(prefix + "A_log", of.heads);
     parts.dt_bias = needed(prefix + "dt_bias", of.heads);
     parts.skip = needed(prefix + "D", of.heads);
-    parts.norm = needed(prefix + "norm.weight", of.values());
+    parts.norm = of.norms ? needed(prefix + "norm.weight", of.values()) : nullptr;
     return std::make_unique<Mamba2>(of, parts, eps);
   }
 
@@ -286,7 +287,7 @@ struct Shape {
   Form form;
   float embedding = 1.0f;  // what embeddings are multiplied by
   float divisor = 1.0f;    // of logits
-  Recurrence recurrence = {};  // of the layers without attention; their number is found
+  Recurrence recurrence = {};  // of the layers that have a mixer; their number is found
   float cap = 0.0f;         // of what tanh leaves of logits; 0: all
   float own_inputs = 1.0f;  // what the embeddings are multiplied by that are inputs of single layers
   bool centred = false;        // norms of what attention, networks and the head read are layer norms
@@ -329,7 +330,7 @@ class Decoder {
       const Mixer* mixer = mixers_.back().get();
       layers_.push_back(weights.layer(prefix, heads_of(shape, place), shape.hidden, shape.hidden, mixer, shape.latent,
                                       place.reads == Place::kOwn, weights.has(prefix + "self_attn.v_proj")));
-      if (mixer) layers_.back().o = mixer->out(), ++shape_.recurrence.layers;
+      if (mixer) ++shape_.recurrence.layers;
       layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
       layers_.back().parallel = shape.parallel;
       add_place(place, layers_.back().attends());
@@ -366,7 +367,7 @@ class Decoder {
     int64_t* chosen;       // [rows][count]: their tokens, largest first, the lowest first of equals; -1 where there are fewer
     float* chosen_logits;  // [rows][count], -inf where there are fewer
     int64_t layers;        // that are run
-    Memory* memory = nullptr;  // of layers without attention
+    Memory* memory = nullptr;  // of the layers with a mixer
     int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
     ExpertReads* reads = nullptr;  // is filled, where there is one
   };
@@ -538,20 +539,18 @@ class Decoder {
         if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
         if (mixer) {
           mixer->run(team, space_, lineage_, mixing++, in, scratch_, mixed);
-          run.add_rows(layer, mixed);
-          run.feed_rows(layer, in, network);
-        } else if (layer.attends()) {
+          run.add_rows(layer, mixer->out(), mixed);
+        }
+        if (layer.attends()) {  // also beside a mixer, of the same norm
           for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call, lane, i);
           const Input& heads = attended[attended_channels(layer.heads)];
           if (latents)
             latents->attend_rows(layer, caches.data(), in, heads);
           else
             run.attend_rows(layer, caches.data(), in, heads);
-          run.add_rows(layer, heads);
-          run.feed_rows(layer, in, network);
-        } else {
-          run.feed_rows(layer, in, network);
+          run.add_rows(layer, layer.o, heads);
         }
+        run.feed_rows(layer, in, network);
         run.add_own(layer, inputs + i * own_.size * kRows, shape_.layers * own_.size, in, own);
       }
       norm_tiles(team, space_, space_.x, norm_, hidden, shape_.form.eps, in, normed);
@@ -693,7 +692,7 @@ class Decoder {
   std::map<int64_t, Buffer<uint32_t>> attended_, gated_;  // by channels, and by panels of gates
   Buffer<uint32_t> own_gated_;
   Buffer<float> own_inputs_;
-  std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has attention
+  std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has none
   Lineage lineage_;
   MixerScratch scratch_;
   LatentScratch latent_;

@@ -42,6 +42,7 @@ struct Matrix {
   const uint8_t* data = nullptr;
   const float* scales = nullptr;  // [panels * 16], of i8 and int_i8: times the sum
   const float* bias = nullptr;    // [panels * 16] or null
+  float factor = 1.0f;            // of all outputs, the bias included; those who call kernels multiply by it
 };
 
 // Inputs of products: [tile][inputs][16] as float, or, where the kernels take pairs, [tile][inputs / 2][16] pairs of

@@ -61,7 +61,7 @@ struct Norm {
   bool centred;                // the mean of a row's channels is subtracted before
 };
 
-// Hold the parts of a layer. A norm that is null is left out. Where a mixer stands in attention's place, o is behind it.
+// Hold the parts of a layer but its mixer. A norm that is null is left out.
 struct Layer {
   Heads heads;
   Matrix q, k, v, o;  // without v: values are what keys are made of; without k: another layer's are read
@@ -470,6 +470,11 @@ inline void norm_tiles(const Team& team, Workspace& space, const float* states, 
   });
 }
 
+// Multiplies what the kernels gave of a panel by the matrix's factor.
+inline void multiply_by_factor(const Matrix& m, float* sums, int64_t tiles) {
+  if (m.factor != 1.0f) multiply(sums, tiles * kOutputs * kRows, m.factor);
+}
+
 // Runs `body(part, panel, sums, pieces)` for each panel of the parts, which read one input.
 template <typename Body>
 void products_of(const Team& team, Workspace& space, const std::vector<const Matrix*>& parts, const Input& in,
@@ -499,7 +504,10 @@ void products_of(const Team& team, Workspace& space, const std::vector<const Mat
           of[count] = part;
         }
         space.kernels.products(matrices, panels, count, in, space.tiles, space.rows, to, scratch);
-        for (int i = 0; i < count; ++i) body(of[i], panels[i], to[i], pieces);
+        for (int i = 0; i < count; ++i) {
+          multiply_by_factor(*matrices[i], to[i], space.tiles);
+          body(of[i], panels[i], to[i], pieces);
+        }
       }
     }
   });
@@ -516,7 +524,7 @@ class LayerRun {
   void run(const Layer& layer, const Cache* caches, const Input& in, const Input& attended,
            const Input& normed, const Input& gated) {
     attend_rows(layer, caches, in, attended);
-    add_rows(layer, attended);
+    add_rows(layer, layer.o, attended);
     feed_rows(layer, normed, gated);
   }
 
@@ -543,8 +551,8 @@ class LayerRun {
     if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
-  // Adds attention, or what stands in its place.
-  void add_rows(const Layer& layer, const Input& attended) { add(layer.o, attended, layer.attention_norm); }
+  // Adds attention, or what a mixer gives; out: the product behind it.
+  void add_rows(const Layer& layer, const Matrix& out, const Input& given) { add(out, given, layer.attention_norm); }
 
   // Adds the network, or the experts, if there are any. normed: room for what that reads; where it is parallel to
   // attention, it holds that already.
@@ -830,6 +838,7 @@ class LayerRun {
         for (int64_t panel = pieces.first; panel < pieces.last; ++panel) {
           const int64_t panels[2] = {panel, panel};
           space_.kernels.products(matrices, panels, count, in, space_.tiles, space_.rows, to, scratch);
+          for (int i = 0; i < count; ++i) multiply_by_factor(*matrices[i], to[i], space_.tiles);
           for (int64_t t = 0; t < space_.tiles; ++t) {
             const int64_t at = t * kOutputs * kRows;
             space_.kernels.gate(to[0] + at, to[1] + at, gated, t, panel * kOutputs, form_.activation);

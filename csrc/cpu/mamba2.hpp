@@ -1,5 +1,5 @@
 // Mamba-2: a causal convolution of inputs, keys and queries (x, B and C in its paper), a state for each head that decays and
-// adds its inputs, and a norm of what it gives, by groups of channels, which is gated before.
+// adds its inputs, gates of what it gives, and, before them, behind them or not at all, a norm by groups of channels.
 #pragma once
 
 #include "cpu/exponents.hpp"
@@ -16,7 +16,7 @@ class Mamba2 : public Mixer {
     const float* a_log;      // [heads]
     const float* dt_bias;    // [heads]
     const float* skip;       // [heads]: by which inputs are added to what a state gives
-    const float* norm;       // [values]
+    const float* norm;       // [values], or null where there is none
   };
 
   Mamba2(const Recurrence& of, const Parts& parts, float eps)
@@ -96,27 +96,45 @@ class Mamba2 : public Mixer {
     }
   }
 
-  // Adds the inputs to what the heads give, multiplies it by the activated gates, and norms it.
+  // Adds the inputs to what the heads give, multiplies it by the activated gates, and norms it before or behind that.
   void norm(const Team& team, Workspace& space, const MixerRows& rows, const float* convolved, const float* gates,
             float* outs, const Input& mixed) const {
-    const int64_t values = of_.values(), size = values / of_.norms, heads = of_.heads / of_.norms;
-    team.each(space.tiles * of_.norms, 1, [&](Pieces& pieces) {
+    const int64_t groups = of_.norms ? of_.norms : of_.heads;
+    const int64_t values = of_.values(), size = values / groups, heads = of_.heads / groups;
+    team.each(space.tiles * groups, 1, [&](Pieces& pieces) {
       ThreadScratch& mine = space.threads[static_cast<size_t>(pieces.index())];
       float* tile = mine.floats.reserve(static_cast<size_t>(size * kRows));
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
-          const int64_t group = i % of_.norms, row = i / of_.norms * kRows;
+          const int64_t group = i % groups, row = i / groups * kRows, begin = group * size;
           const int64_t count = std::min<int64_t>(kRows, space.rows - row);
           for (int64_t r = row; r < row + count; ++r)
             for (int64_t h = group * heads; h < (group + 1) * heads; ++h) {
               const int64_t at = h * of_.value_size;
-              space.kernels.skip(convolved + rows.item_of(r) * of_.width() + at, parts_.skip[h], gates + r * values + at,
-                                 of_.value_size, outs + r * values + at);
+              space.kernels.skip(convolved + rows.item_of(r) * of_.width() + at, parts_.skip[h],
+                                 of_.gated_last ? nullptr : gates + r * values + at, of_.value_size,
+                                 outs + r * values + at);
             }
-          rows_to_tile(outs + row * values + group * size, values, count, size, tile);
-          space.kernels.norm(tile, parts_.norm + group * size, size, eps_, &mixed, i / of_.norms, group * size, nullptr);
+          rows_to_tile(outs + row * values + begin, values, count, size, tile);
+          const bool last = !of_.gated_last;
+          if (parts_.norm)
+            space.kernels.norm(tile, parts_.norm + begin, size, eps_, last ? &mixed : nullptr, i / groups, begin,
+                               last ? nullptr : tile);
+          else if (last)
+            space.kernels.copy(tile, size, mixed, i / groups, begin);
+          if (!last) gate(space, gates + row * values + begin, count, tile, size, mixed, i / groups, begin);
         }
     });
+  }
+
+  // Multiplies a tile's channels by the activated gates of its rows.
+  void gate(const Workspace& space, const float* gates, int64_t count, const float* tile, int64_t size,
+            const Input& mixed, int64_t number, int64_t begin) const {
+    float own[kOutputs * kRows];
+    for (int64_t c = 0; c < size; c += kOutputs) {
+      rows_to_tile(gates + c, of_.values(), count, kOutputs, own);
+      space.kernels.gate(own, tile + c * kRows, mixed, number, begin + c, Activation::silu);
+    }
   }
 
   const Recurrence of_;

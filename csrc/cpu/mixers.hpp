@@ -1,4 +1,4 @@
-// Recurrent mixers, which stand in the place of a layer's attention: what the files of the single ones have in common.
+// Recurrent mixers, which stand in the place of a layer's attention or beside it: what the files of the single ones have in common.
 #pragma once
 
 #include "cpu/recurrent.hpp"

@@ -25,7 +25,8 @@ struct Recurrence {
   int64_t taps = 0;      // tokens that it reads, the row's own included
   int64_t key_heads = 0, heads = 0;           // of keys and queries, and of values and states
   int64_t key_size = 0, value_size = 0;       // channels of each
-  int64_t norms = 0;     // of Mamba-2: groups of channels of what its heads give, each normed by itself
+  int64_t norms = 0;     // of Mamba-2: groups of channels of what its heads give, each normed by itself; 0: none is
+  bool gated_last = false;  // of Mamba-2: the gates multiply what was normed
 
   int64_t keys() const { return key_heads * key_size; }  // channels of all keys
   int64_t values() const { return heads * value_size; }
@@ -37,7 +38,8 @@ struct Recurrence {
 
   bool operator==(const Recurrence& other) const {
     return layers == other.layers && channels == other.channels && taps == other.taps && key_heads == other.key_heads &&
-           heads == other.heads && key_size == other.key_size && value_size == other.value_size && norms == other.norms;
+           heads == other.heads && key_size == other.key_size && value_size == other.value_size && norms == other.norms &&
+           gated_last == other.gated_last;
   }
 };
 

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
@@ -22,7 +22,7 @@ from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import CachedTarget
-from specengine.models.mtp import MtpHead, MtpLayer, fused_experts, names_in_head, of_head, parts_in
+from specengine.models.mtp import MtpHead, MtpLayer, blocks_of, fused_experts, names_in_head, of_head, parts_in
 from specengine.models.native import NativeLM
 from specengine.models.weights import layer_template, with_buffers
 
@@ -88,7 +88,9 @@ def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fa
 
 
 def is_assistant(draft: Any, *, offline: bool = False) -> bool:
-    """Return whether a draft is the folder or Hub id of Gemma 4's assistant."""
+    """Return whether a draft is Gemma 4's assistant: its folder, its Hub id, or the loaded model."""
+    if isinstance(draft, PreTrainedModel):
+        return draft.config.model_type in TYPES
     if not isinstance(draft, str) or Path(draft).is_file() or why_absent(draft, offline=offline) is not None:
         return False
     try:
@@ -98,24 +100,29 @@ def is_assistant(draft: Any, *, offline: bool = False) -> bool:
     return config.get("model_type") in TYPES
 
 
-def load_assistant(draft: str, target: CachedTarget, *, offline: bool = False) -> AssistantHead:
-    """Return an assistant in the target's dtype and on its device. CheckpointError, as `load`, for damaged files."""
-    folder = Path(draft)
+def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offline: bool = False) -> AssistantHead:
+    """Return an assistant in the target's dtype and on its device. CheckpointError, as `load`, for damaged files.
+
+    A loaded one's weights are used where they are, or copied where dtype or device differ; its modules are not run.
+    """
+    name = type(draft).__name__ if isinstance(draft, PreTrainedModel) else draft
     try:
-        if not folder.is_dir():
+        folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
+        if folder is not None and not folder.is_dir():
             wanted = ["config.json", *WEIGHT_FILES]
-            folder = Path(snapshot_download(draft, allow_patterns=wanted, local_files_only=offline))
-        net = Assistant(AutoConfig.from_pretrained(folder), target.dtype)
+            folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
+        config = draft.config if isinstance(draft, PreTrainedModel) else AutoConfig.from_pretrained(folder)
+        net = Assistant(config, target.dtype)
     except (OSError, ValueError, AttributeError, TypeError) as error:  # of transformers' own checks too
-        raise CheckpointError(f"{draft}: no assistant can be made of its config.json: {error}") from error
-    state: dict[str, Tensor] = {}
-    for file in safetensors_files(folder):
+        raise CheckpointError(f"{name}: no assistant can be made of its config.json: {error}") from error
+    state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
+    for file in [] if folder is None else safetensors_files(folder):
         try:
             state |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
     state.pop(net.tied, None)
-    _fill(net, state, target.dtype, f"{folder}: its tensors do not fit its config")
+    _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)
     return AssistantHead(net.to(target.lm.device), target)
 
@@ -125,7 +132,7 @@ def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Te
     tensors = (
         {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
     )
-    names = names_in_head(tensors, _layers(target.config))
+    names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
     return fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
 
 
@@ -138,13 +145,16 @@ def _in_file(source: GGUFSource) -> dict[str, Tensor]:
 
 def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
     """Return the names of a head's tensors in GGUF files by those in MtpLayer."""
-    head, above = of_head(config), f"blk.{_layers(config)}."
-    prefix = f"{family_of(head).layers.transformers}.0."
-    names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
-    block = {
-        f"block.{name.removeprefix(prefix)}": tuple(one.replace("blk.0.", above, 1) for one in stored)
-        for name, stored in names.items()
-    }
+    head, above, count, block = of_head(config), f"blk.{_layers(config)}.", len(blocks_of(config)), {}
+    for number in range(count):
+        prefix = f"{family_of(head).layers.transformers}.{number}."
+        names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
+        for name, stored in names.items():
+            inside = [one.replace(f"blk.{number}.", above, 1) for one in stored]
+            if number:  # of what is one block there
+                inside = [one.replace(".attn_norm.", ".post_attention_norm.") for one in inside]
+            own = name.removeprefix(prefix)
+            block[f"block.{own}" if count == 1 else f"block.{number}.{own}"] = tuple(inside)
     return block | {key: (above + name,) for key, name in _OUTSIDE.items()}
 
 

@@ -19,7 +19,7 @@ class NoOptions:
 
 
 class Mtp(Eagle):
-    """The first MTP head of the target's own checkpoint (Qwen's `mtp.*`, or DeepSeek's layer beyond the last one).
+    """The first MTP head of the target's own checkpoint (`mtp.*` of Qwen and Nemotron-H, DeepSeek's layer beyond all).
 
     Trees grow from it as from an EAGLE-1 head: the root's children are the head's own prediction, and each further
     level runs the same layer on its parent's state. Sources: DeepSeek-V3, section 2.2; Qwen3-Next.

@@ -156,8 +156,8 @@ def refuse_config(config: PretrainedConfig) -> None:
     kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
     pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
     other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
-    blocks = [layer.first for layer in family.layers_of(config)]
-    refused = next((block.refused for block in blocks if block is not None and block.refused), "")
+    blocks = [block for layer in family.layers_of(config) for block in layer.firsts]
+    refused = next((block.refused for block in blocks if block.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,

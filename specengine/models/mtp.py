@@ -1,6 +1,7 @@
 """Heads for multi-token prediction (MTP) that checkpoints bring along: one decoder layer of the model's own kind.
 
-Sources: DeepSeek-V3 (section 2.2), Qwen3-Next; transformers' MtpModel computes the same.
+Of Nemotron-H, whose layers have one block each, several. Sources: DeepSeek-V3 (section 2.2), Qwen3-Next; transformers'
+MtpModel computes the same; for Nemotron-H vLLM's NemotronHMTP.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from specengine.models.native import NativeLM
 from specengine.models.weights import with_buffers
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
-_NAMES = {  # of both layouts, Qwen's behind `mtp.`, DeepSeek's behind the number of a layer beyond the last one
+_OWN = re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)")
+_NAMES = {  # outside of the blocks: Qwen's behind `mtp.`
     "fc": "fc",
-    "eh_proj": "fc",
     "pre_fc_norm_embedding": "embedding_norm",
-    "enorm": "embedding_norm",
     "pre_fc_norm_hidden": "hidden_norm",
-    "hnorm": "hidden_norm",
     "norm": "norm",
+}
+_NAMES_IN_LAYERS = {  # DeepSeek's behind the number of a layer beyond the last one, Nemotron's behind `mtp.layers.0.`
+    "eh_proj": "fc",
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
     "shared_head.norm": "norm",
+    "final_layernorm": "norm",
 }
 _MARKS = (".eh_proj.", ".enorm.", ".hnorm.")  # of a layer that is a head
 _SHARED = ("shared_head.head", "embed_tokens")  # copies of the model's own
@@ -52,25 +57,39 @@ def parts_in(names: Collection[str], layers: int) -> set[str]:
     return found.union(*(own for own in inside.values() if any(mark in name for name in own for mark in _MARKS)))
 
 
-def names_in_head(names: Collection[str], layers: int) -> dict[str, str]:
-    """Map the tensors of the first MTP head to their names in MtpLayer. Deeper heads are left out."""
+def names_in_head(names: Collection[str], layers: int, blocks: int = 1) -> dict[str, str]:
+    """Map the tensors of the first MTP head to their names in MtpLayer. Deeper heads are left out.
+
+    blocks: of the head; of several, each has its number in the names.
+    """
     found = {}
     for name in parts_in(names, layers):
-        inside = _inside(name, layers)
-        module, _, kind = inside.rpartition(".")
-        if not inside or module in _SHARED:
+        own = _OWN.fullmatch(name)
+        if (match := own or _LAYER.fullmatch(name)) is None:
             continue
-        found[name] = f"{_NAMES[module]}.{kind}" if module in _NAMES else f"block.{inside}"
+        number, inside = match.groups()
+        block = 0 if number is None else int(number) - (0 if own else layers)
+        module, _, kind = inside.rpartition(".")
+        if block >= blocks or module in _SHARED:
+            continue
+        outside = (_NAMES if number is None else _NAMES_IN_LAYERS).get(module)
+        above = "block" if blocks == 1 else f"block.{block}"
+        found[name] = f"{above}.{inside}" if outside is None else f"{outside}.{kind}"
     return found
 
 
-def _inside(name: str, layers: int) -> str:
-    """Return the name of a tensor within the first head; empty for one of another part of the model."""
-    if name.startswith("mtp."):
-        rest = name.removeprefix("mtp.")
-        return rest.removeprefix("layers.0.") if rest.startswith("layers.0.") or "layers." not in rest else ""
-    found = _LAYER.fullmatch(name)
-    return found[2] if found is not None and int(found[1]) == layers else ""
+def blocks_of(config: PretrainedConfig) -> list[str]:
+    """Return the kinds of a head's blocks: several of models whose layers have one block each, else one."""
+    return list(getattr(config.get_text_config(decoder=True), "mtp_layers_block_type", None) or ["full_attention"])
+
+
+class Blocks(nn.ModuleList):
+    """Several blocks of a head, one behind another."""
+
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        for block in self:
+            hidden = block(hidden, **arguments)
+        return hidden
 
 
 class MtpLayer(nn.Module):
@@ -80,17 +99,24 @@ class MtpLayer(nn.Module):
         super().__init__()
         model = empty_model(of_head(config), dtype)
         decoder: Any = with_buffers(model).get_decoder()
-        size, eps, norm = decoder.config.hidden_size, decoder.config.rms_norm_eps, type(decoder.norm)
+        size, norm = decoder.config.hidden_size, type(getattr(decoder, "norm", None) or decoder.norm_f)
+        eps = getattr(decoder.config, "rms_norm_eps", None) or decoder.config.layer_norm_epsilon
         with torch.device("meta"):
             self.fc = nn.Linear(2 * size, size, bias=False, dtype=dtype)
             self.embedding_norm, self.hidden_norm, self.norm = (norm(size, eps=eps).to(dtype) for _ in range(3))
-        self.block, self.rotary_emb, self.block_config = decoder.layers[0], decoder.rotary_emb, decoder.config
+        self.block = decoder.layers[0] if len(decoder.layers) == 1 else Blocks(decoder.layers)
+        self.rotary_emb, self.block_config = getattr(decoder, "rotary_emb", None), decoder.config
 
 
 def of_head(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of a model whose one layer is the head's: full attention, experts if the model has any."""
+    """Return the config of a model whose one layer is the head's: full attention, experts if the model has any.
+
+    Of a model whose layers have one block each, one whose layers are the head's blocks.
+    """
     fields: dict[str, Any] = {"num_hidden_layers": 1}
-    if getattr(config, "layer_types", None):
+    if hasattr(config, "mtp_layers_block_type"):
+        fields = {"layers_block_type": blocks_of(config)}
+    elif getattr(config, "layer_types", None):
         fields["layer_types"] = list(getattr(config, "mtp_layer_types", None) or ["full_attention"])[:1]
     if getattr(config, "mlp_layer_types", None):
         fields["mlp_layer_types"] = list(getattr(config, "mtp_mlp_layer_types", None) or ["sparse"])[:1]
@@ -111,10 +137,12 @@ def fused_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             single.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
     for name, experts in single.items():
-        if {len(one) for one in experts.values()} != {3} or sorted(experts) != list(range(len(experts))):
+        kinds = {frozenset(one) for one in experts.values()}
+        if len(kinds) > 1 or sorted(experts) != list(range(len(experts))) or not {"up_proj", "down_proj"} <= min(kinds):
             continue  # listed as missing
-        ordered = [experts[number] for number in sorted(experts)]
-        found[f"{name}.gate_up_proj"] = torch.stack([torch.cat([one["gate_proj"], one["up_proj"]]) for one in ordered])
+        ordered, gated = [experts[number] for number in sorted(experts)], "gate_proj" in min(kinds)
+        ups = [torch.cat([one["gate_proj"], one["up_proj"]]) if gated else one["up_proj"] for one in ordered]
+        found[f"{name}.gate_up_proj" if gated else f"{name}.up_proj"] = torch.stack(ups)
         found[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in ordered])
     return found
 
@@ -207,7 +235,7 @@ class MtpHead:
         normed = net.embedding_norm(embeddings), net.hidden_norm(hidden.to(self.dtype))
         inputs = net.fc(torch.cat(normed, dim=-1))[None]
         at = (positions + 1).clamp(max=self._last)[None]
-        turned = net.rotary_emb(inputs, at)
+        turned = None if net.rotary_emb is None else net.rotary_emb(inputs, at)
         out = net.block(inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments)
         return net.norm(out[0] if isinstance(out, tuple) else out)[0]
 

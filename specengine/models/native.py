@@ -27,7 +27,7 @@ from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Attention, Factors, Latent, Shape
+from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Latent, Mamba2, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
 from specengine.models.loaded import RECORDING, ModelSource
@@ -413,6 +413,7 @@ class NativeLM:
         ]
         self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
         self._add_value_norms(at)
+        self._add_factors()
         keys = list(ropes)
         sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
         self.decoder = extension().Decoder(
@@ -442,14 +443,23 @@ class NativeLM:
         found: dict[str, list[float]] = {"latent": attention.sizes} if isinstance(attention, Latent) else {}
         found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
         named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
+        mixer = family.mixer(self.config)
+        named |= {"gated last": isinstance(mixer, Mamba2) and mixer.gated_last}
         return found | {name: [] for name, holds in named.items() if holds}
 
     def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
         """Add weights of one for values that are normed by none."""
         for number, layer in enumerate(family_of(self.config).layers_of(self.config)):
-            if isinstance(own := layer.first, Attention) and own.v_normed and own.reads is None:
+            if (own := layer.attention) is not None and own.v_normed and own.reads is None:
                 ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
                 self._weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
+
+    def _add_factors(self) -> None:
+        """Add what the outputs of modules are multiplied by."""
+        for name, scaled in family_of(self.config).scaled(self.config).items():
+            factor = torch.tensor([scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu")
+            for number in range(self.shape.layers):
+                self._weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
 
     def _routing(self) -> tuple[str, list[int], list[float]]:
         routing = family_of(self.config).routing(self.config)
@@ -492,8 +502,14 @@ class NativeLM:
         """
         module, _, kind = weight.name.rpartition(".")
         if module.endswith(CONVOLUTIONS):  # by taps
-            count = weight.shape[0]
-            return Weight.of(weight.name, weight.rows(0, count).float().reshape(count, -1).T.flatten())
+            count, mixer = weight.shape[0], family_of(self.config).mixer(self.config)
+            taps = weight.rows(0, count).float().reshape(count, -1)
+            if kind == "weight" and mixer is not None and (factors := mixer.convolved(self.shape)):
+                taps = taps * torch.tensor(factors, dtype=torch.float32, device="cpu")[:, None]
+            return Weight.of(weight.name, taps.T.flatten())
+        scaled = family_of(self.config).scaled(self.config).get(module.split(".", 3)[-1])
+        if scaled is not None and kind == "bias":  # which both factors multiply in csrc/cpu
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() / scaled.inputs)
         norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
@@ -162,7 +161,7 @@ class Source(ABC):
         del tokens, ids
         family = family_of(self.config)
         factors, inputs = family.factors(self.config), {"inputs_embeds": embeddings[None]}
-        if factors.in_module:
+        if factors.in_module or factors.by_token:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
         if own is not None and (of := family.own_inputs(self.config)) is not None:
             by_layer = own.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
@@ -307,13 +306,23 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
+    filled_by_decoder = False
     for module in model.modules():
-        if any(buffer.is_meta for buffer in itertools.chain(module.buffers(recurse=False))):
+        lacking = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if not lacking:
+            continue
+        if hasattr(module, "layer_idx"):  # of a layer
+            filled_by_decoder = True
+            fresh = {key: torch.empty_like(buffer, device="cpu") for key, buffer in lacking.items()}
+        else:
             with torch.device("cpu"):
                 factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
-                fresh = type(module)(config=model.config) if factor is None else type(module)(1, 1, None, factor)
-            for key, buffer in fresh.named_buffers(recurse=False):
-                setattr(module, key, buffer)
+                made = type(module)(config=model.config) if factor is None else type(module)(1, 1, None, factor)
+            fresh = dict(made.named_buffers(recurse=False))
+        for key, buffer in fresh.items():
+            setattr(module, key, buffer)
+    if filled_by_decoder:
+        model._init_weights(model.get_decoder())  # noqa: SLF001
     return model
 
 

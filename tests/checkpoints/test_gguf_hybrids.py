@@ -66,6 +66,21 @@ GRANITE: Keys = {
 }
 BLOCKS = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
 HEADS: Keys = {"attention.key_length": 16, "attention.value_length": 16, "attention.head_count_kv": [0, 0, 2, 0, 0]}
+FALCON: Keys = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 64,
+    "ssm.time_step_rank": 4,
+    "attention.key_length": 8,
+    "attention.value_length": 8,
+}
+PLAIN: Keys = {
+    **{f"{name}_multiplier": 1.0 for name in ("embedding", "lm_head", "key")},
+    **{f"{name}_{end}_multiplier": 1.0 for name in ("attention", "ssm") for end in ("in", "out")},
+    "ssm_multipliers": [1.0] * 5,
+    "mlp_multipliers": [1.0] * 2,
+}
 # Of each: the architecture, the family, changes of its tiny model, and what the metadata says beside the sizes.
 FILES: dict[str, tuple[str, str, Keys, Keys]] = {
     "qwen35": (
@@ -113,7 +128,16 @@ FILES: dict[str, tuple[str, str, Keys, Keys]] = {
         {"layers_block_type": ["mlp" if kind == "moe" else kind for kind in BLOCKS]},
         {**MAMBA, **HEADS, "feed_forward_length": [0, 48, 0, 0, 48]},
     ),
+    "falcon-h1": ("falcon-h1", "falcon_h1", PLAIN, FALCON),
+    "falcon-h1 norms": (
+        "falcon-h1",
+        "falcon_h1",
+        {**PLAIN, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False},
+        FALCON,
+    ),
+    "falcon-h1 multiplied": ("falcon-h1", "falcon_h1", {}, FALCON),
 }
+MULTIPLIED = "falcon-h1 multiplied"  # whose numbers llama.cpp's converter multiplies
 
 
 def by_key(numbers: np.ndarray, keys: int, sizes: list[int]) -> list[np.ndarray]:
@@ -156,7 +180,7 @@ def laid_out(name: str, numbers: np.ndarray, config: Any) -> list[np.ndarray]:
         numbers = numbers[:, None]
     elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         numbers = numbers.reshape(2, -1)
-    elif module in ("q_proj", "k_proj"):
+    elif module in ("q_proj", "k_proj") and kind != "falcon_h1":
         half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
         numbers = numbers.reshape(-1, 2, half, numbers.shape[-1]).swapaxes(1, 2).reshape(numbers.shape)
     if module == "gate_up_proj":
@@ -200,9 +224,10 @@ def write(folder: Path, case: str, kind: str = "F32", **changes: Any) -> tuple[P
             kinds.get(type(value), writer.add_float32)(f"{architecture}.{key}", value)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {name: tensors[name].detach().numpy().astype(np.float32) for name in layer_template(config)}
-    stored = {name: value for name, value in changes.items() if isinstance(value, np.ndarray)}
+    stored: dict[str, np.ndarray] = {}
     for name, names in gguf.tensor_names(config, tensors).items():
         stored |= dict(zip(names, laid_out(name, tensors[name], config), strict=True))
+    stored |= {name: value for name, value in changes.items() if isinstance(value, np.ndarray)}
     wanted = written.GGMLQuantizationType[kind]
     for name, numbers in stored.items():
         blocks = wanted is not written.GGMLQuantizationType.F32 and numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
@@ -211,7 +236,7 @@ def write(folder: Path, case: str, kind: str = "F32", **changes: Any) -> tuple[P
     return model, finish(writer, path)
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", [case for case in FILES if case != MULTIPLIED])
 def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     model, path = write(tmp_path, case)
     engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
@@ -220,7 +245,39 @@ def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("case", ["qwen35", "qwen3next", "granitehybrid dense", "nemotron_h"])
+def test_numbers_that_a_file_was_multiplied_by_are_not_asked_for(tmp_path: Path) -> None:
+    model = made(MULTIPLIED)
+    config = model.config
+    z, x, b, c, dt = config.ssm_multipliers
+    rows = torch.tensor([z] * 64 + [x] * 64 + [b] * 16 + [c] * 16 + [dt] * 4)
+    own = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * rows[:, None],
+        "out_proj": config.ssm_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+    }
+    names = gguf.tensor_names(config, layer_template(config))
+    changed = {
+        names[name][0]: (tensor.detach() * own[name.split(".")[-2]]).numpy()
+        for name, tensor in model.named_parameters()
+        if name.split(".")[-2] in own
+    }
+    _, path = write(tmp_path, MULTIPLIED, **changed)
+    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    expected = plainly(model, PROMPT, 20)
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == expected
+    _, path = write(tmp_path, MULTIPLIED)
+    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids != expected
+
+
+@pytest.mark.parametrize("case", ["qwen35", "qwen3next", "granitehybrid dense", "nemotron_h", "falcon-h1"])
 def test_blocks_are_of_the_rows_that_transformers_has(case: str, tmp_path: Path) -> None:
     """Loading compares layers with transformers' modules, which are made of unpacked tensors."""
     _, path = write(tmp_path, case, "Q8_0")
@@ -265,6 +322,44 @@ BLOCK = {  # of an MTP head, as llama.cpp's converter calls what Qwen's checkpoi
     "block.mlp.gate.weight": "ffn_gate_inp.weight",
     "block.mlp.experts.down_proj": "ffn_down_exps.weight",
 }
+
+
+BLOCKS_OF_NEMOTRON = {
+    **{name: BLOCK[name] for name in ("fc.weight", "embedding_norm.weight", "hidden_norm.weight", "norm.weight")},
+    "block.0.norm.weight": "attn_norm.weight",
+    **{f"block.0.mixer.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+    "block.0.mixer.o_proj.weight": "attn_output.weight",
+    "block.1.norm.weight": "post_attention_norm.weight",
+    "block.1.mixer.gate.weight": "ffn_gate_inp.weight",
+    "block.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"block.1.mixer.experts.{part}_proj": f"ffn_{part}_exps.weight" for part in ("up", "down")},
+    **{f"block.1.mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")},
+}
+
+
+def test_a_head_of_several_blocks_is_read(tmp_path: Path) -> None:
+    """As llama.cpp's converter makes one block of two of Nemotron-H."""
+    model = made("nemotron_h")
+    torch.manual_seed(3)
+    head = {
+        key: torch.randn(one.shape) * 0.2 for key, one in MtpLayer(model.config, torch.float32).state_dict().items()
+    }
+    assert head.keys() == BLOCKS_OF_NEMOTRON.keys()
+    changes: Keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.head_count_kv": [0, 0, 2, 0, 0, 2]}
+    changes |= {"feed_forward_length": [0, 24, 0, 0, 24, 24]}
+    changes |= {f"blk.5.{BLOCKS_OF_NEMOTRON[name]}": tensor.numpy() for name, tensor in head.items()}
+    for part in "qk":
+        rows = changes[f"blk.5.attn_{part}.weight"]
+        changes[f"blk.5.attn_{part}.weight"] = rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+    _, path = write(tmp_path, "nemotron_h", **changes)
+    engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
+    found = engine.drafter.head.module.state_dict()
+    assert found.keys() == head.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in head.items())
+    answer = engine.generate(PROMPT, max_new_tokens=12)
+    assert answer.token_ids == plainly(model, PROMPT, 12)
+    assert answer.stats.num_draft_tokens
+    assert "mtp" in Engine.from_pretrained(str(path), offline=True).drafter.name
 
 
 @pytest.mark.parametrize("case", ["qwen35", "qwen3next"])

@@ -33,6 +33,7 @@ OTHERS = (  # of blocks that those have not
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
+    "falcon_h1",
     "gemma",
     "gemma3_text",
     "gemma4_text",

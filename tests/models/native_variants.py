@@ -178,6 +178,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 1,
         },
     ),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 biases": (
+        "falcon_h1",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 2,
+        },
+    ),
+    "falcon_h1 norms": ("falcon_h1", {"mamba_rms_norm": True, "mamba_d_ssm": None, "tie_word_embeddings": True}),
+    "falcon_h1 gated before norms": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "granitemoehybrid": ("granitemoehybrid", {}),
     "granitemoehybrid dense": (
         "granitemoehybrid",

@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedTextConfig,
+    PreTrainedModel,
+)
 
 from specengine import Engine
 from specengine.drafters.mtp import Mtp
@@ -46,34 +54,46 @@ def prompt_of(length: int) -> list[int]:
     return [(7 * i * i + 3 * i) % VOCABULARY for i in range(length)]
 
 
+# Targets, and the classes of their assistants.
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "gemma4_text": (Gemma4AssistantForCausalLM, Gemma4AssistantConfig, Gemma4TextConfig),
+    "gemma4_unified_text": (
+        Gemma4UnifiedAssistantForCausalLM,
+        Gemma4UnifiedAssistantConfig,
+        Gemma4UnifiedTextConfig,
+    ),
+}
+
+
 @pytest.fixture
 def target() -> PreTrainedModel:
     return tiny("gemma4_text")
 
 
 def assistant(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 32, **changes: Any
-) -> Gemma4AssistantForCausalLM:
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 32, kind: str = "gemma4_text", **changes: Any
+) -> PreTrainedModel:
     """Save a random assistant of a target of `size` channels; changes: of its text's config, or ordered: True."""
-    modes = Gemma4TextConfig.kv_sharing_modes
-    # transformers 5.18 makes no model all of whose layers read keys of another one
+    made, whole, text = KINDS[kind]
+    modes = text.kv_sharing_modes
+    # transformers 5.23 makes no model all of whose layers read keys of another one
     monkeypatch.setattr(
-        Gemma4TextConfig,
+        text,
         "kv_sharing_modes",
         property(
             lambda own: ["reuse"] * 3 if own.num_kv_shared_layers == 3 == own.num_hidden_layers else modes.fget(own)
         ),
     )
     ordered = changes.pop("ordered", False)
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(**TEXT | changes),
+    config = whole(
+        text_config=text(**TEXT | changes),
         backbone_hidden_size=size,
         use_ordered_embeddings=ordered,
         num_centroids=VOCABULARY // 10,
         centroid_intermediate_top_k=4,
     )
     torch.manual_seed(5)
-    model = Gemma4AssistantForCausalLM(config).eval()
+    model = made(config).eval()
     if ordered:
         model.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     model.save_pretrained(folder)
@@ -140,6 +160,30 @@ def test_answers_are_those_of_the_model(
         answer = engine.generate(prompt, max_new_tokens=12, eos_token_id=[])
         assert answer.token_ids == plainly(target, prompt, 12)
         assert answer.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_assistants_of_every_kind_draft_from_folders_and_loaded(
+    backend: str, loaded: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"num_hidden_layers": 6, "layer_types": [SWA, FULL] * 3, "num_kv_shared_layers": 3}  # as transformers asks
+    heads = {field: TEXT[field] for field in ("num_global_key_value_heads", "attention_k_eq_v")}
+    model, draft = tiny(kind, **shared, **heads), assistant(tmp_path, monkeypatch, kind=kind)
+    assert draft.config.model_type == ("gemma4_assistant" if kind == "gemma4_text" else "gemma4_unified_assistant")
+    engine = Engine.from_pretrained(model, draft if loaded else str(tmp_path), "eagle", backend=backend, lookup=False)
+    assert engine.drafter.name == "assistant"
+    answer = engine.generate(prompt_of(30), max_new_tokens=12, eos_token_id=[])
+    assert answer.token_ids == plainly(model, prompt_of(30), 12)
+    assert answer.stats.num_draft_tokens
+    tokens, child = prompt_of(30), 11
+    engine.target.reset()
+    engine.drafter.reset()
+    with torch.inference_mode():
+        engine.drafter.begin(tokens[:-1], engine.target.prefill(tokens[:-1]))
+    found = engine.drafter.root(TokenTree.root(tokens[-1], 2)).logits[0]
+    torch.testing.assert_close(found, reference(model, draft, tokens, child)[0], atol=2e-5, rtol=2e-5)
 
 
 def test_assistants_of_other_targets_are_refused(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -19,31 +19,32 @@ from specengine.errors import CheckpointError, InputError
 from specengine.models.mtp import names_in_head, parts_in
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from tests.models.mtp_checkpoints import NEXT_N, QWEN, checkpoint, edited
+from tests.models.mtp_checkpoints import NEMOTRON, NEXT_N, QWEN, checkpoint, edited
 from tests.sweep.serving import generated, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=[*NEXT_N, *QWEN])
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, MtpModel]:
+@pytest.fixture(scope="module", params=[*NEXT_N, *QWEN, NEMOTRON])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, *checkpoint(request.param, folder)
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, head: MtpModel, tokens: list[int], child: int) -> tuple[Tensor, Tensor]:
+def reference(model: PreTrainedModel, head: Any, tokens: list[int], child: int) -> tuple[Tensor, Tensor]:
     """Return the logits of transformers' head behind all tokens, and behind a child as well: its state is read then."""
     ids = torch.tensor([tokens])
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
-    cache, places = MtpCache(config=head.config), torch.arange(1, len(tokens))[None]
+    cache: Any = MtpCache(config=head.config) if isinstance(head, MtpModel) else DynamicCache()
+    places = torch.arange(1, len(tokens))[None]
     own = head.forward_layer(0, states, places, cache, input_ids=ids[:, 1:])
     after = torch.tensor([[child]]), torch.tensor([[len(tokens)]])
     below = head.forward_layer(0, own[:, -1:], after[1], cache, input_ids=after[0])
     return model.lm_head(own[0, -1]), model.lm_head(below[0, -1])
 
 
-def test_logits_are_those_of_transformers(stored: tuple[Path, Any, MtpModel]) -> None:
+def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any]) -> None:
     folder, model, head = stored
     engine = Engine.from_pretrained(str(folder), "mtp", dtype=torch.float32, lookup=False)
     drafter, target, tokens = engine.drafter, engine.target, prompt_of(19)
@@ -65,7 +66,7 @@ def test_logits_are_those_of_transformers(stored: tuple[Path, Any, MtpModel]) ->
 
 
 @pytest.mark.parametrize("policy", ["eagle", "auto", "chain"])
-def test_answers_are_those_of_the_model(stored: tuple[Path, Any, MtpModel], policy: str) -> None:
+def test_answers_are_those_of_the_model(stored: tuple[Path, Any, Any], policy: str) -> None:
     folder, model, _ = stored
     prompt = prompt_of(30)
     engine = Engine.from_pretrained(str(folder), "mtp", policy, dtype=torch.float32)
@@ -74,7 +75,7 @@ def test_answers_are_those_of_the_model(stored: tuple[Path, Any, MtpModel], poli
     assert answer.stats.num_draft_tokens or policy == "auto"
 
 
-def test_a_stored_head_is_the_default_draft(stored: tuple[Path, Any, MtpModel]) -> None:
+def test_a_stored_head_is_the_default_draft(stored: tuple[Path, Any, Any]) -> None:
     folder, model, _ = stored
     assert "mtp" in Engine.from_pretrained(str(folder)).drafter.name
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -124,4 +125,12 @@ def test_names_of_both_layouts() -> None:
         "model.layers.2.self_attn.q_proj.bias": "block.self_attn.q_proj.bias",
     }
     qwen = ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.1.mlp.gate.weight"]
+    nemotron = ["mtp.layers.0.norm.weight", "mtp.layers.0.hnorm.weight", "mtp.layers.1.final_layernorm.weight"]
+    nemotron += ["mtp.layers.1.mixer.gate.weight", "mtp.layers.2.norm.weight"]
+    assert names_in_head(nemotron, 4, 2) == {
+        nemotron[0]: "block.0.norm.weight",
+        nemotron[1]: "hidden_norm.weight",
+        nemotron[2]: "norm.weight",
+        nemotron[3]: "block.1.mixer.gate.weight",
+    }
     assert set(names_in_head(qwen, 2).values()) == {"fc.weight", "norm.weight", "block.self_attn.q_proj.weight"}

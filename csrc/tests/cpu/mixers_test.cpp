@@ -213,6 +213,15 @@ Blocks mambas(int64_t taps, int64_t groups, int64_t heads, int64_t size, int64_t
   return blocks;
 }
 
+// Attention stands beside the mixers. norms: 0 for none.
+Blocks beside(int64_t taps, int64_t groups, int64_t heads, int64_t norms, bool gated_last) {
+  Blocks blocks = mambas(taps, groups, heads, 16, 32, norms, false);
+  blocks.mixers = {Mixes::mamba, Mixes::mamba};
+  blocks.beside = true;
+  blocks.recurrence.gated_last = gated_last;
+  return blocks;
+}
+
 void test_exponents() {
   for (double x = -40.0; x < 40.0; x += 0.37) {
     const auto near = [&](double got, double exact) { return std::fabs(got - exact) <= 4e-15 * std::fabs(exact); };
@@ -247,6 +256,9 @@ void test_mixers() {
       {{K::f32, K::f32, 34, 40, 53, {2, 1, 8}, false, true, false, true, mambas(3, 1, 3, 32, 16, 1, true)}, 2, 70},
       {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, true, true, false, mambas(4, 2, 8, 16, 48, 4, false)}, 33, 19},
       {{K::i8, K::i8, 64, 64, 53, {4, 2, 16}, true, false, false, true, mambas(2, 1, 2, 64, 16, 1, true)}, 18, 33},
+      {{K::f32, K::f32, 48, 37, 53, {2, 2, 16}, false, true, false, false, beside(4, 2, 4, 0, false)}, 21, 19},
+      {{K::bf16, K::bf16, 64, 41, 53, {4, 2, 32}, true, false, false, false, beside(3, 1, 2, 2, true)}, 33, 19},
+      {{K::i8, K::i8, 64, 64, 53, {4, 2, 16}, true, true, false, true, beside(2, 2, 4, 2, false)}, 18, 33},
   };
   for (const auto& [shape, prompt, nodes] : cases) {
     const ToyDecoder toy(shape);

@@ -8,7 +8,7 @@ Row Dense::operator()(const Row& x) const {
     const double *row = weights.data() + o * inputs, *from = x.data();
     double sum = bias.empty() ? 0.0 : bias[static_cast<size_t>(o)];
     for (int64_t k = 0; k < inputs; ++k) sum += row[k] * from[k];
-    out[static_cast<size_t>(o)] = sum;
+    out[static_cast<size_t>(o)] = sum * factor;
   }
   return out;
 }
@@ -40,6 +40,11 @@ void Toy::vector(const std::string& name, int64_t count, double mean, double dev
 void Toy::bias(const std::string& name, int64_t count) {
   vector(name + ".bias", count, 0.0, 0.3);
   dense[name].bias = vectors[name + ".bias"];
+}
+
+void Toy::factor(const std::string& name, float by) {
+  weights.add_vector(name + ".factor", &by, 1);
+  dense[name].factor = static_cast<double>(by);
 }
 
 void Toy::network(const std::string& prefix, const ToyShape& shape) {
@@ -88,7 +93,7 @@ void Toy::mix(const std::string& prefix, const ToyShape& shape, Mixes mixer) {
     vector(mamba + "A_log", of.heads, 0.0, 1.0);
     vector(mamba + "dt_bias", of.heads, -2.0, 1.0);
     vector(mamba + "D", of.heads, 0.5, 1.0);
-    vector(mamba + "norm.weight", of.values(), 1.0, 0.2);
+    if (of.norms) vector(mamba + "norm.weight", of.values(), 1.0, 0.2);
     return;
   }
   const std::string delta = prefix + "linear_attn.";
@@ -106,7 +111,7 @@ void Toy::mix(const std::string& prefix, const ToyShape& shape, Mixes mixer) {
 void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer) {
   const std::string attention = prefix + "self_attn.";
   const int64_t size = shape.heads.size, queries = shape.heads.queries * size, keys = shape.heads.keys * size;
-  const bool attends = mixer == Mixes::none && !shape.blocks.single, feeds = mixer == Mixes::none || !shape.blocks.single;
+  const bool beside = shape.blocks.beside, attends = (beside || mixer == Mixes::none) && !shape.blocks.single, feeds = mixer == Mixes::none || !shape.blocks.single;
   if (mixer != Mixes::none) mix(prefix, shape, mixer);
   if (attends) {
     matrix(attention + "q_proj", shape.kind, queries, width);
@@ -132,6 +137,15 @@ void Toy::layer(const std::string& prefix, const ToyShape& shape, int64_t width,
     bias(attention + "k_proj", keys);
     bias(attention + "v_proj", keys);
     bias(attention + "o_proj", shape.hidden);
+  }
+  if (beside) {
+    factor(attention + "q_proj", 1.3f);
+    factor(attention + "k_proj", 0.6f);
+    factor(attention + "o_proj", -0.7f);
+    factor(prefix + "mlp.gate_proj", 1.4f);
+    factor(prefix + "mlp.down_proj", 0.5f);
+    if (mixer == Mixes::mamba) factor(prefix + "mamba.in_proj_xbc", 1.7f);
+    if (mixer == Mixes::mamba) factor(prefix + "mamba.in_proj_dt", 0.8f);
   }
   if (shape.head_norms && attends) {
     vector(attention + "q_norm.weight", shape.blocks.whole_norms ? queries : size, 1.0, 0.2);
@@ -271,9 +285,12 @@ std::vector<Row> mix_by_mamba(const Toy& toy, const std::string& own, const cpu:
     for (int64_t h = 0; h < of.heads; ++h)
       for (const double value : given_by_state(along, steps, h, of, false)) {
         const double x = heads[r][out.size()], gate = gates[out.size()];
-        out.push_back((value + vector("D", static_cast<size_t>(h)) * x) * gate * sigmoid(gate));
+        out.push_back(value + vector("D", static_cast<size_t>(h)) * x);
+        if (!of.gated_last) out.back() *= gate * sigmoid(gate);
       }
-    found.push_back(dense("out_proj", normed_by_groups(out, toy.vectors.at(own + "norm.weight"), of.norms)));
+    if (of.norms) out = normed_by_groups(out, toy.vectors.at(own + "norm.weight"), of.norms);
+    for (size_t c = 0; c < out.size() && of.gated_last; ++c) out[c] *= gates[c] * sigmoid(gates[c]);
+    found.push_back(dense("out_proj", out));
   }
   return found;
 }
@@ -349,7 +366,16 @@ void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vec
 }
 
 std::vector<Row> Layer::mixed(const std::vector<Row>& inputs, const Context& context) const {
-  if (mixer_ != Mixes::none) return mix(toy_, prefix_, mixer_, blocks_.recurrence, inputs, context);
+  if (mixer_ == Mixes::none) return attended(inputs, context);
+  std::vector<Row> found = mix(toy_, prefix_, mixer_, blocks_.recurrence, inputs, context);
+  if (!blocks_.beside) return found;
+  const std::vector<Row> other = attended(inputs, context);
+  for (size_t r = 0; r < found.size(); ++r)
+    for (size_t c = 0; c < found[r].size(); ++c) found[r][c] += other[r][c];
+  return found;
+}
+
+std::vector<Row> Layer::attended(const std::vector<Row>& inputs, const Context& context) const {
   std::vector<Row> queries, keys, values, found;
   for (size_t r = 0; r < inputs.size(); ++r) {
     queries.push_back(heads_of("q", heads_.queries, inputs[r], context.positions[r]));

@@ -27,6 +27,7 @@ struct Blocks {
   bool choice = false, shared = false;
   float scale = 0.0f, embedding = 1.0f, residual = 1.0f, divisor = 1.0f;
   std::vector<Mixes> mixers = {};    // of the layers, in attention's place
+  bool beside = false;               // mixers stand beside attention instead, and factors multiply what matrices give
   cpu::Recurrence recurrence = {};   // of all mixers
   bool gated = false;                // attention, by gates of all channels
   bool by_head = false;              // by one of each head instead
@@ -49,6 +50,7 @@ constexpr float kEps = 1e-6f;
 struct Dense {
   int64_t outputs = 0, inputs = 0;
   Row weights, bias;  // [outputs][inputs]; [outputs] or nothing
+  double factor = 1.0;  // of all outputs
 
   Row operator()(const Row& x) const;
 };
@@ -62,10 +64,11 @@ class Toy {
   void add(const std::string& name, Kind kind, const FileMatrix& file);
   void vector(const std::string& name, int64_t count, double mean, double deviation);
   void bias(const std::string& name, int64_t count);
+  void factor(const std::string& name, float by);
   // A router and its experts, or one gated network.
   void experts(const std::string& prefix, const ToyShape& shape);
   void network(const std::string& prefix, const ToyShape& shape);
-  // Attention, or the mixer in its place, and gated network of a layer, whose queries, keys and values are made of `width`
+  // Attention, or the mixer in its place or beside it, and gated network of a layer, whose queries, keys and values are made of `width`
   // inputs.
   void layer(const std::string& prefix, const ToyShape& shape, int64_t width, Mixes mixer = Mixes::none);
 
@@ -99,7 +102,7 @@ struct Context {
 std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, const cpu::Recurrence& of,
                      const std::vector<Row>& inputs, const Context& context);
 
-// Adds to the rows of `residual` what attention over `inputs` gives, or a mixer, and then the gated network.
+// Adds to the rows of `residual` what attention over `inputs` gives, or a mixer, or both, and then the gated network.
 class Layer {
  public:
   // positions: null where they do not count.
@@ -115,8 +118,9 @@ class Layer {
   Row gated(const std::string& prefix, const Row& x) const;
   Row by_experts(const Row& x) const;  // what the experts give
   std::vector<size_t> chosen(const Row& scores) const;
-  // What the product behind attention, or behind a mixer, gives.
+  // What the products behind attention and behind a mixer give.
   std::vector<Row> mixed(const std::vector<Row>& inputs, const Context& context) const;
+  std::vector<Row> attended(const std::vector<Row>& inputs, const Context& context) const;
   Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,

@@ -92,7 +92,8 @@ class Factors(NamedTuple):
     """Numbers that a model multiplies by.
 
     scores     of attention; 0 for one over the root of a head's size
-    embedding  embeddings; in_module: by transformers' module for them, in the model's dtype
+    embedding  embeddings; by_token: where transformers' model looks them up, so that those it is given stay as they
+               are; in_module: as well, by its module for them, in the model's dtype
     residual   what attention and the network add
     divisor    of logits
     cap        of what tanh leaves of logits; 0 for all
@@ -106,6 +107,14 @@ class Factors(NamedTuple):
     cap: float = 0.0
     own: float = 1.0
     in_module: bool = False
+    by_token: bool = False
+
+
+class Scaled(NamedTuple):
+    """What the inputs and the outputs of a module are multiplied by; its bias is added in between."""
+
+    inputs: float = 1.0
+    outputs: float = 1.0
 
 
 def _apart(heads: int, sizes: list[int]) -> list[int]:
@@ -308,11 +317,10 @@ def latent_factors(config: Any) -> Factors:
 
 @dataclass(frozen=True)
 class Mixer:
-    """Stand in the place of attention, with a state of all tokens before; csrc/cpu/recurrent.hpp says how trees run."""
+    """Stand in the place of attention or beside it, with a state of all tokens before.
 
-    def place(self, config: Any, layer: int) -> Place:
-        """Return how a layer of this config sees positions: not at all."""
-        return Place(None, None)
+    csrc/cpu/recurrent.hpp says how trees run.
+    """
 
     @property
     def refused(self) -> str:
@@ -330,6 +338,10 @@ class Mixer:
     def columns_in_files(self) -> dict[str, list[int]]:
         """Return the same of columns."""
         return {}
+
+    def convolved(self, shape: Shape) -> list[float]:
+        """Return what the inputs of its convolution are multiplied by, by channel; empty for nothing."""
+        return []
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Yield its modules."""
@@ -440,9 +452,11 @@ class Mamba2(Mixer):
     groups  of heads that share keys and queries (B and C in the paper)
     heads   of inputs (x) and states, each of `head_size` channels, a multiple of 16
     size    of a key, a multiple of 4
-    norms   groups of heads whose channels are normed together
+    norms   groups of heads whose channels are normed together; 0: none are
     module  its name in a layer
     limits  of a token's step; none, as transformers keeps to them in prompts alone
+    factors     that inputs, keys and queries are multiplied by before they are convolved
+    gated_last  whether gates multiply what was normed; else norms are of what was gated
     """
 
     taps: int
@@ -453,12 +467,14 @@ class Mamba2(Mixer):
     norms: int
     module: str = "mamba"
     limits: tuple[float, ...] = NO_LIMITS
+    factors: tuple[float, ...] = ()
+    gated_last: bool = False
 
     @property
     def refused(self) -> str:
         if self.limits != NO_LIMITS:
             return f"time_step_limit {self.limits} in its config"
-        if self.size % 4 == self.head_size % 16 == self.heads % self.groups == self.heads % self.norms == 0:
+        if self.size % 4 == self.head_size % 16 == self.heads % self.groups == self.heads % (self.norms or 1) == 0:
             return ""
         return (
             f"{self.groups} groups of {self.heads} heads of {self.head_size} channels and {self.size} numbers each in "
@@ -473,12 +489,18 @@ class Mamba2(Mixer):
         yield Part("mamba.in_proj_xbc", inside, channels)
         yield Part("mamba.in_proj_dt", inside, self.heads)
         yield Part("mamba.conv1d", Name(f"{self.module}.conv1d", "ssm_conv1d"), channels)
-        yield Part("mamba.norm", Name(f"{self.module}.norm", "ssm_norm"), values)
+        if self.norms:
+            yield Part("mamba.norm", Name(f"{self.module}.norm", "ssm_norm"), values)
         yield Part("mamba.out_proj", Name(f"{self.module}.out_proj", "ssm_out"), shape.hidden)
 
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.groups * self.size + self.heads * self.head_size
         return [channels, self.taps, self.groups, self.heads, self.size, self.head_size, self.norms]
+
+    def convolved(self, shape: Shape) -> list[float]:
+        keys = self.groups * self.size
+        counts = (self.heads * self.head_size, keys, keys) if self.factors else ()
+        return [by for by, count in zip(self.factors, counts, strict=True) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -560,7 +582,7 @@ def mamba(config: Any) -> Mamba2:
         size=config.mamba_d_state,
         head_size=config.mamba_d_head,
         norms=config.mamba_n_groups,
-        limits=tuple(config.time_step_limit),
+        limits=tuple(config.time_step_limit or NO_LIMITS),
     )
 
 
@@ -684,8 +706,9 @@ class OwnInputs:
 class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
-    Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention.
-    Of a layer with one of the two blocks alone the other one and its norm are None.
+    Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention,
+    which is None then, or beside it: both read one norm, and are added together. Of a layer without a network that and
+    its norm are None, of one with nothing else the others.
 
     beside  experts beside the gated network, or None
     own     inputs of the layer's own, or None
@@ -711,9 +734,9 @@ class Layer:
         return None if self.beside is None else self.beside.experts
 
     @property
-    def first(self) -> Attention | Mixer | None:
-        """The block before the network."""
-        return self.mixer or self.attention
+    def firsts(self) -> list[Attention | Mixer]:
+        """The blocks before the network."""
+        return [block for block in (self.mixer, self.attention) if block is not None]
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         norms = {
@@ -723,7 +746,7 @@ class Layer:
             "mlp_output_norm": self.mlp_output_norm,
         }
         yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
-        for block in (self.first, self.mlp, self.beside):
+        for block in (*self.firsts, self.mlp, self.beside):
             if block is not None:
                 yield from block.parts(shape)
         if self.own is not None:
@@ -802,6 +825,7 @@ class Family:
     parallel     of a config, whether x += attention(norm(x)) + mlp(norm(x)), of one norm
     one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
     factors      those of a config
+    scaled       from a config: what multiplies inputs and outputs of modules of layers, by their names in csrc/cpu
     stored       what folders have in names of tensors, and what transformers makes of it
     neutral      fields of transformers' config that change the forward, and the value that does not
     renamed      what names in files of safetensors have, and what transformers calls it
@@ -827,6 +851,7 @@ class Family:
     parallel: Callable[[Any], bool] = lambda config: False
     one_is_zero: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
+    scaled: Callable[[Any], Mapping[str, Scaled]] = lambda config: {}
     stored: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -852,8 +877,8 @@ class Family:
 
     def attention_of(self, config: Any) -> Attention:
         """Return the attention of a config's layers that have one, with its sizes."""
-        firsts = (layer.first for layer in self.layers_of(config))
-        return next((first for first in firsts if isinstance(first, Attention)), self.attention)
+        found = (layer.attention for layer in self.layers_of(config))
+        return next((attention for attention in found if attention is not None), self.attention)
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
@@ -868,7 +893,7 @@ class Family:
         """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
         found: dict[tuple[int, int], int] = {}
         for number, layer in enumerate(self.layers_of(config)):
-            if isinstance(layer.first, Attention) and layer.first.reads is None:
+            if layer.attention is not None and layer.attention.reads is None:
                 shape = self.shape_at(config, number)
                 kind = shape.kv_heads, shape.head_dim
                 found[kind] = found.get(kind, 0) + 1
@@ -897,7 +922,7 @@ class Family:
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
         return [
-            Place(None, None) if layer.first is None else layer.first.place(config, number)
+            Place(None, None) if layer.attention is None else layer.attention.place(config, number)
             for number, layer in enumerate(self.layers_of(config))
         ]
 
@@ -907,7 +932,7 @@ class Family:
         for number, layer in enumerate(self.layers_of(config)):
             kind = layer, self.shape_at(config, number)
             if kind not in kinds:
-                kinds[kind] = {} if layer.first is None else layer.first.orders(kind[1])
+                kinds[kind] = {name: rows for block in layer.firsts for name, rows in block.orders(kind[1]).items()}
             found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
         return found
 

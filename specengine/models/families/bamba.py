@@ -21,7 +21,7 @@ def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
     if config.layer_types[number] != RECURRENT:
         return ATTENTION
-    return replace(ATTENTION, mixer=mamba(config))
+    return replace(ATTENTION, attention=None, mixer=mamba(config))
 
 
 def alone(config: Any, number: int) -> dict[str, Any]:

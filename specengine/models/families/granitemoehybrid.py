@@ -30,7 +30,7 @@ def layer(config: Any, number: int) -> Layer:
         own = replace(own, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
     if config.layer_types[number] != RECURRENT:
         return own
-    return replace(own, mixer=mamba(config))
+    return replace(own, attention=None, mixer=mamba(config))
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

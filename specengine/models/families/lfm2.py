@@ -27,7 +27,7 @@ def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
     if config.layer_types[number] != CONVOLUTION:
         return ATTENTION
-    return replace(ATTENTION, mixer=ShortConvolution(config.conv_L_cache))
+    return replace(ATTENTION, attention=None, mixer=ShortConvolution(config.conv_L_cache))
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

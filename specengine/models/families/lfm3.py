@@ -26,7 +26,7 @@ def layer(config: Any, number: int) -> Layer:
     if not config.use_sandwich_norm:
         found = replace(found, attention_output_norm=None, mlp_output_norm=None)
     if config.layer_types[number] == CONVOLUTION:
-        return replace(found, mixer=ShortConvolution(config.conv_L_cache))
+        return replace(found, attention=None, mixer=ShortConvolution(config.conv_L_cache))
     return found if config.use_attention_gate else replace(found, attention=replace(FAMILY.attention, head_gates=None))
 
 

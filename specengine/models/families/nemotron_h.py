@@ -57,7 +57,7 @@ def layer(config: Any, number: int) -> Layer:
     """Return the block of a layer."""
     kind = config.layer_types[number]
     if kind == "linear_attention":
-        return replace(ATTENTION, mixer=mixer(config))
+        return replace(ATTENTION, attention=None, mixer=mixer(config))
     if kind == "mlp":
         return replace(NETWORK, mlp=network("mixer", ""))
     return replace(NETWORK, mlp=experts(config)) if kind == "moe" else ATTENTION

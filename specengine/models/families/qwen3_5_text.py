@@ -24,6 +24,7 @@ def layer(config: Any, number: int) -> Layer:
         return ATTENTION
     return replace(
         ATTENTION,
+        attention=None,
         mixer=GatedDelta(
             taps=config.linear_conv_kernel_dim,
             key_heads=config.linear_num_key_heads,
