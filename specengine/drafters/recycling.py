@@ -45,6 +45,12 @@ class Recycling(Drafter):
         if not 1 <= self.successors <= SUCCESSORS_LIMIT:
             raise InputError(f"draft recycling.successors: got {self.successors}, accepted 1 to {SUCCESSORS_LIMIT}")
 
+    def __copy__(self) -> Recycling:
+        """Return a draft for another text, which learns the same successors."""
+        made = Recycling(self.successors)
+        made.table = self.table
+        return made
+
     @property
     def traits(self) -> Traits:
         return Traits(successors=self.successors)

@@ -388,6 +388,19 @@ def test_a_beginning_that_another_text_has_is_copied(family: str) -> None:
     assert all(count >= len(system) - 1 for count in cached[1:])  # one of them takes it in, the others wait
 
 
+def test_texts_side_by_side_learn_the_same_successors() -> None:
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), Recycling(3), policy_for("eagle"))
+    pool = Pool(engine, 2)
+    first, second = (other.drafter for other in pool.engines)
+    pool.engines[0].generate([1, 2, 3], max_new_tokens=20, eos_token_id=[])
+    assert isinstance(first, Recycling)
+    assert isinstance(second, Recycling)
+    assert first is not second
+    learnt = [first.row(token) for token in range(VOCABULARY)]
+    assert any(learnt)
+    assert [second.row(token) for token in range(VOCABULARY)] == learnt
+
+
 def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
     model = tiny("llama", num_hidden_layers=2).bfloat16()
     engine = Engine.from_pretrained(model, None, "plain", backend="native")
