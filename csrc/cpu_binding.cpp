@@ -433,6 +433,29 @@ int64_t run(Model& model, handle positions, int64_t prefix, int64_t start, handl
   return forward(model, {lane}, tokens, wanted, layers, threads, memory, committed);
 }
 
+// Runs all layers over rows of states, float32 [rows][hidden], instead of tokens; out: behind the final norm, the same.
+void run_from(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle inputs, handle slab,
+              handle out, int64_t threads) {
+  const cpu::Shape& shape = model.decoder.shape();
+  require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none behind other inputs");
+  require(model.decoder.own_channels() == 0, "inputs of single layers", model.decoder.own_channels(), "none");
+  const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, shape.layers);
+  cpu::Decoder::Call call{};
+  call.lanes.push_back(lane.rows);
+  call.half = is_half(lane.slabs[0]);
+  for (const border::Tensor& slab_of : lane.slabs) {
+    require(is_half(slab_of) == call.half, "slab", slab_of.size(3), "slabs of one dtype");
+    call.slabs.push_back({slab_of.data, slab_of.size(3)});
+  }
+  call.inputs = take<float>(inputs, "inputs", {lane.rows.count, shape.hidden}).at();
+  call.features = {shape.layers}, call.states = take<float>(out, "states", {lane.rows.count, shape.hidden}).at();
+  call.first_logits = lane.rows.count, call.layers = shape.layers;
+  const int team = threads_of(threads);
+  py::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(model.turn);
+  model.decoder.forward(call, team);
+}
+
 // Return how many lanes there are; sizes: of what there is one of each lane.
 size_t require_lanes(const py::tuple& positions, const std::vector<size_t>& sizes) {
   const size_t count = positions.size();
@@ -629,6 +652,7 @@ PYBIND11_MODULE(_cpu, module) {
                          {}};
       }))
       .def("forward", run)
+      .def("forward_from", run_from)
       .def("forward_lanes", run_lanes)
       .def("memory", memory_of)
       .def("read",

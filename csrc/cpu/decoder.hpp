@@ -356,7 +356,7 @@ class Decoder {
 
   struct Call {
     std::vector<Rows> lanes;  // one, where there is a memory
-    const int64_t* tokens;    // [rows of all lanes]
+    const int64_t* tokens;    // [rows of all lanes]; null where there are inputs
     std::vector<Slab> slabs;  // of each lane, one for each kind
     bool half;                // the slabs hold bfloat16
     std::vector<int64_t> features;  // of which layers' inputs; `layers`: behind the final norm
@@ -370,6 +370,7 @@ class Decoder {
     Memory* memory = nullptr;  // of the layers with a mixer
     int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
     ExpertReads* reads = nullptr;  // is filled, where there is one
+    const float* inputs = nullptr;  // [rows][hidden]: what the first layer reads, or the embeddings of tokens
   };
 
   // On so many threads, or on fewer where those are faster.
@@ -521,8 +522,9 @@ class Decoder {
       lineage_.begin(*call.memory, call.lanes[0], call.committed);
       mixed = space_.input(scratch_.mixed, mixers_width());
     }
+    if (call.inputs) rows_to_tiles(call.inputs, hidden, space_.rows, space_.x);
     const auto run_all = [&](const Team& team) {
-      embed(team, call.tokens);
+      if (!call.inputs) embed(team, call.tokens);
       if (own_.size) make_own_inputs(team, call.tokens, in, inputs);
       std::vector<Cache> caches(call.lanes.size());
       LayerRun of_latents(team, space_, shape_.heads, call.lanes, shape_.form);

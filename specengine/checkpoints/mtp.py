@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,22 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.pretrained import WEIGHT_FILES, GGUFSource, tensors_of
-from specengine.errors import CheckpointError, InputError, SpecEngineError
+from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import CachedTarget
-from specengine.models.mtp import MtpHead, MtpLayer, blocks_of, fused_experts, names_in_head, of_head, parts_in
+from specengine.models.mtp import (
+    MtpHead,
+    MtpLayer,
+    NativeMtpHead,
+    blocks_of,
+    fused_experts,
+    names_in_head,
+    of_head,
+    parts_in,
+)
 from specengine.models.native import NativeLM
 from specengine.models.weights import layer_template, with_buffers
 
@@ -64,6 +74,9 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
         )
     net = MtpLayer(target.config, target.dtype)
     _fill(net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config")
+    if isinstance(target, NativeLM):
+        with contextlib.suppress(UnsupportedModelError):  # transformers' modules run heads of all kinds
+            return NativeMtpHead(net, target)
     return MtpHead(net.to(target.device), target)
 
 

@@ -7,22 +7,30 @@ MtpModel computes the same; for Nemotron-H vLLM's NemotronHMTP.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine import ops
 from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, lower_right
-from specengine.models.configs import NO_MEMORY, empty_model
+from specengine.models.configs import NO_MEMORY, empty_model, family_of
 from specengine.models.eagle import EagleConfig
 from specengine.models.huggingface import PREFILL_ROWS, CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM
-from specengine.models.weights import with_buffers
+from specengine.models.weights import (
+    TINY_VOCABULARY,
+    Source,
+    Weight,
+    layer_template,
+    of_few_layers,
+    upright,
+    with_buffers,
+)
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 _OWN = re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)")
@@ -229,11 +237,15 @@ class MtpHead:
         found = found if one is None else found.index_select(0, one)
         return self._target.head(found), found
 
-    def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, view: Any, arguments: dict[str, Any]) -> Tensor:
-        net = self.module
-        embeddings = self._target.embed(tokens).to(self.dtype)
+    def _inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return what the block reads of states and tokens, [rows, hidden size]."""
+        net, embeddings = self.module, self._target.embed(tokens).to(self.dtype)
         normed = net.embedding_norm(embeddings), net.hidden_norm(hidden.to(self.dtype))
-        inputs = net.fc(torch.cat(normed, dim=-1))[None]
+        found: Tensor = net.fc(torch.cat(normed, dim=-1))
+        return found
+
+    def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, view: Any, arguments: dict[str, Any]) -> Tensor:
+        net, inputs = self.module, self._inputs(hidden, tokens)[None]
         at = (positions + 1).clamp(max=self._last)[None]
         turned = None if net.rotary_emb is None else net.rotary_emb(inputs, at)
         out = net.block(inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments)
@@ -263,3 +275,93 @@ class MtpHead:
     def _additive(self, seen: Tensor) -> Tensor:
         blank = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return blank.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
+
+
+class BlockSource(Source):
+    """The blocks of a head as a model of few layers, whose final norm is the head's; its vocabulary does not count."""
+
+    def __init__(self, net: MtpLayer, target: NativeLM) -> None:
+        self.name, self.dtype = f"the MTP head of {target.name}", target.dtype
+        blocks = net.block if isinstance(net.block, Blocks) else [net.block]
+        self.tried = len(blocks)
+        self.config = of_few_layers(of_head(target.config), TINY_VOCABULARY, tuple(range(self.tried)))
+        family = family_of(self.config)
+        some = target.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size)
+        above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
+        self._tensors = {
+            f"{prefix}.{name}": tensor
+            for prefix, module in (above | {family.norm.transformers: net.norm}).items()
+            for name, tensor in module.state_dict().items()
+        }
+        self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
+        self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(some, dtype=self.dtype)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return layer_template(self.config)
+
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        for name in self.shapes():
+            yield upright(self.config, Weight.of(name, self.tensor(name)))
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def model(self) -> PreTrainedModel:
+        raise UnsupportedModelError(f"{self.name}: it is no model")
+
+    def forget(self) -> None:
+        """Let go of all weights."""
+        self._tensors.clear()
+
+
+class NativeMtpHead(MtpHead):
+    """Run an MTP head's blocks on the C++ forward, over a cache of their own; the rest is a product and three norms.
+
+    UnsupportedModelError where csrc/cpu has no such blocks.
+    """
+
+    def __init__(self, net: MtpLayer, target: NativeLM) -> None:
+        self.module, self._target, self.dtype = net.eval().requires_grad_(False), target, target.dtype
+        self._last = target.max_context - 1
+        source = BlockSource(net, target)
+        self._lm = NativeLM(source, quantize=target.quantize)
+        source.forget()
+        net.block = nn.Identity()  # its weights are packed
+        self.cache = self._lm.new_cache(1)
+        shape = self._lm.shape
+        self.config = EagleConfig(
+            version=1,
+            hidden_size=shape.hidden,
+            intermediate_size=0,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            target_hidden_size=shape.hidden,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+        )
+
+    def extend(self, features: Tensor, tokens: list[int]) -> None:
+        for first in range(0, len(tokens), PREFILL_ROWS):
+            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device="cpu", dtype=torch.int64)
+            length, rows = self.cache.length, len(piece)
+            self.cache.reserve(length + rows)
+            positions = torch.arange(length, length + rows, device="cpu", dtype=torch.int64)
+            self._run_native(features[first : first + rows], piece, positions, (length, length, None))
+            self.cache.length = length + rows
+
+    def forward(
+        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        hidden = (states if features is None else features).index_select(0, sources)
+        seen = int(rows.slot), int(rows.prefix), rows.words
+        found = self._run_native(hidden, rows.tokens, rows.positions, seen)
+        found = found if one is None else found.index_select(0, one)
+        return self._target.head(found), found
+
+    def _run_native(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, Tensor | None]
+    ) -> Tensor:
+        inputs = self._inputs(hidden, tokens).float().contiguous()
+        at = (positions + 1).clamp(max=self._last)
+        return self._lm.run_from(inputs, at, self.cache, seen).to(self.dtype)

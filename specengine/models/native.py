@@ -360,6 +360,21 @@ class NativeLM:
         self.seconds += time.perf_counter() - began
         return states
 
+    def run_from(
+        self, inputs: Tensor, positions: Tensor, cache: KVCache, seen: tuple[int, int, Tensor | None]
+    ) -> Tensor:
+        """Run rows of states, float32 [rows, hidden size], in the place of embeddings, as `run` does.
+
+        Returns those behind the final norm, as large. Layers have no states or inputs of their own.
+        """
+        start, prefix, words = seen
+        states = torch.empty_like(inputs)
+        where = positions.contiguous(), prefix, start, None if words is None else words.contiguous(), inputs
+        with self._turn:
+            slabs = cache.slabs if cache.more else cache.slab
+            self.decoder.forward_from(*where, slabs, states, team.get() or torch.get_num_threads())
+        return states
+
     def run_lanes(
         self,
         tokens: Tensor,

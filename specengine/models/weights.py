@@ -187,7 +187,7 @@ def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], *
 def _first_layers(source: Source) -> PreTrainedModel:
     """Return the model of the source's first layers and final norm, in float32 and with a tiny vocabulary."""
     config, family, count = source.config, family_of(source.config), source.tried
-    model = empty_model(_of_few_layers(config, TINY_VOCABULARY, tuple(range(count))), torch.float32)
+    model = empty_model(of_few_layers(config, TINY_VOCABULARY, tuple(range(count))), torch.float32)
     own = family.own_inputs(config)
     outside = [f"{name.transformers}." for name in (family.embedding, family.head, *([own.embedding] if own else []))]
     wanted = {name: tensor for name, tensor in stored_tensors(model) if not name.startswith(tuple(outside))}
@@ -205,7 +205,8 @@ def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
     return (number,) if reads is None else (reads, number)
 
 
-def _of_few_layers(config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]) -> PretrainedConfig:
+def of_few_layers(config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]) -> PretrainedConfig:
+    """Return the config of these layers alone, with a vocabulary of so many tokens."""
     family, given, lists = family_of(config), config.to_dict(), {}
     for name in _BY_LAYER:
         # without lists that a config makes of other fields
@@ -236,7 +237,7 @@ class FirstLayer(Source):
         self.name, self._source, self._embeddings = source.name, source, embeddings
         self._numbers = layers_for(source.config, number)
         self.tried = len(self._numbers)
-        self.config = _of_few_layers(source.config, len(embeddings), self._numbers)
+        self.config = of_few_layers(source.config, len(embeddings), self._numbers)
         self._own = None if own is None else self._of_layers(own, 1)
         self._tensors: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
@@ -334,7 +335,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for kind in dict.fromkeys(kinds):
         needed = layers_for(config, kinds.index(kind))
-        small = _of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
+        small = of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
         numbers = [number for number, other in enumerate(kinds) if other == kind]
         last = f"{layers}.{len(needed) - 1}."
         for name, weight in stored_tensors(empty_model(small, torch.float32)):

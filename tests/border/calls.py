@@ -504,6 +504,11 @@ def mamba(cpu: Any, recurrence: list[int] = MAMBA, **changes: tuple[int, ...]) -
 MEMORY_OF = 13  # the place of a memory in the arguments of a forward; how many of its slots are committed stands behind
 
 
+def forward_from_inputs(m: Memory) -> Arguments:
+    where = forward_of_decoder(m)
+    return [*where[:4], real(m, ROWS, HIDDEN), where[5], real(m, ROWS, HIDDEN), 1]
+
+
 def forward_of_mamba(m: Memory) -> Arguments:
     return forward_of_hybrid(m, made_mamba())
 
@@ -577,6 +582,7 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15, 16}),
     "routed": (routed, "forward", forward_of_routed, {3, 8, 9, 13, 15, 16}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
+    "from": (decoder, "forward_from", forward_from_inputs, {3}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
     "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
     "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),

@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import Engine
-from specengine.checkpoints import gguf
+from specengine.checkpoints import gguf, mtp
 from specengine.checkpoints.pretrained import open_gguf
 from specengine.errors import CheckpointError
 from specengine.models.configs import family_of
-from specengine.models.mtp import MtpLayer
+from specengine.models.mtp import MtpLayer, NativeMtpHead
 from specengine.models.weights import layer_template
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
@@ -353,7 +353,8 @@ def test_a_head_of_several_blocks_is_read(tmp_path: Path) -> None:
         changes[f"blk.5.attn_{part}.weight"] = rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
     _, path = write(tmp_path, "nemotron_h", **changes)
     engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
-    found = engine.drafter.head.module.state_dict()
+    found = mtp._in_file(engine.target.lm.source)
+    assert type(engine.drafter.head) is NativeMtpHead
     assert found.keys() == head.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in head.items())
     answer = engine.generate(PROMPT, max_new_tokens=12)
@@ -379,7 +380,8 @@ def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
             changes[f"blk.3.{BLOCK[name]}"] = numbers
     _, path = write(tmp_path, case, **changes)
     engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
-    found = engine.drafter.head.module.state_dict()
+    found = mtp._in_file(engine.target.lm.source)
+    assert type(engine.drafter.head) is NativeMtpHead
     assert found.keys() == head.keys()
     assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in head.items())
     answer = engine.generate(PROMPT, max_new_tokens=12)

@@ -15,11 +15,12 @@ from transformers.modeling_layers import MtpModel
 from specengine import Engine
 from specengine.checkpoints import mtp
 from specengine.drafters.mtp import Mtp
-from specengine.errors import CheckpointError, InputError
-from specengine.models.mtp import names_in_head, parts_in
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError
+from specengine.models.mtp import MtpHead, NativeMtpHead, names_in_head, parts_in
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from tests.models.mtp_checkpoints import NEMOTRON, NEXT_N, QWEN, checkpoint, edited
+from tests.models.native_engines import needs_extension
 from tests.sweep.serving import generated, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,11 +45,13 @@ def reference(model: PreTrainedModel, head: Any, tokens: list[int], child: int) 
     return model.lm_head(own[0, -1]), model.lm_head(below[0, -1])
 
 
-def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any]) -> None:
+@pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
+def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any], backend: str) -> None:
     folder, model, head = stored
-    engine = Engine.from_pretrained(str(folder), "mtp", dtype=torch.float32, lookup=False)
+    engine = Engine.from_pretrained(str(folder), "mtp", dtype=torch.float32, lookup=False, backend=backend)
     drafter, target, tokens = engine.drafter, engine.target, prompt_of(19)
     assert type(drafter) is Mtp
+    assert type(drafter.head) is (NativeMtpHead if backend == "native" else MtpHead)
     target.want(drafter.traits.features)
     with torch.inference_mode():
         drafter.begin(tokens[:-1], target.prefill(tokens[:-1]))
@@ -134,3 +137,34 @@ def test_names_of_both_layouts() -> None:
         nemotron[3]: "block.1.mixer.gate.weight",
     }
     assert set(names_in_head(qwen, 2).values()) == {"fc.weight", "norm.weight", "block.self_attn.q_proj.weight"}
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
+def test_heads_of_rounded_models_draft_on_the_native_forward(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint(name, tmp_path)
+    found = {}
+    for draft, policy in (("mtp", "eagle"), ("none", None)):
+        engine = Engine.from_pretrained(
+            str(tmp_path), draft, policy, dtype=torch.bfloat16, backend="native", lookup=False, **options
+        )
+        found[draft] = engine.generate(prompt_of(30), max_new_tokens=16, eos_token_id=[])
+        assert draft == "none" or type(engine.drafter.head) is NativeMtpHead
+    assert found["mtp"].token_ids == found["none"].token_ids
+    assert found["mtp"].stats.num_draft_tokens
+
+
+@needs_extension
+def test_a_head_that_the_native_forward_lacks_runs_on_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint("qwen3_5_text", tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModelError("native: no such block")
+
+    monkeypatch.setattr("specengine.checkpoints.mtp.NativeMtpHead", refuse)
+    engine = Engine.from_pretrained(str(tmp_path), "mtp", "eagle", dtype=torch.float32, lookup=False)
+    assert type(engine.drafter.head) is MtpHead
+    assert engine.generate(prompt_of(30), max_new_tokens=8).stats.num_draft_tokens
