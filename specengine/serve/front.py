@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
 from specengine.protocol.problems import RequestError, json_response, of_error
+from specengine.protocol.replies import sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.app import middleware
@@ -34,7 +35,7 @@ from specengine.serve.guards import HEALTH
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
 from specengine.serve.server import LOGGING, limited, open_socket
-from specengine.serve.worker import MAX_RETRY_SECONDS, sse
+from specengine.serve.worker import MAX_RETRY_SECONDS
 
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from specengine.protocol.dialects import CHAT, RESPONSES, TEXT
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -65,8 +67,8 @@ class _Answer(BaseModel):
     created: int
     model: str
     usage: Usage
-    timings: dict[str, Any]
-    metrics: dict[str, Any]
+    timings: dict[str, Any] | None = Field(None, description="of the one answer")
+    metrics: dict[str, Any] | None = Field(None, description="of the one answer")
 
 
 class ChatAnswer(_Answer):
@@ -83,7 +85,27 @@ class TextAnswer(_Answer):
     choices: list[TextChoice] = Field(min_length=1)
 
 
+class Response(BaseModel):
+    """OpenAI's response; a stream has the same in `response.*` events."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 def answers(model: type[BaseModel], *others: str) -> dict[int | str, dict[str, Any]]:
     """Return FastAPI's `responses` of an endpoint; others: media types of text that may replace JSON."""
     content = {kind: {"schema": {"type": "string"}} for kind in others}
     return {200: {"model": model, "content": content}}
+
+
+_EVENTS = "text/event-stream"
+ANSWERS = {
+    CHAT: answers(ChatAnswer, _EVENTS),
+    TEXT: answers(TextAnswer, _EVENTS),
+    RESPONSES: answers(Response, _EVENTS),
+}
