@@ -17,7 +17,7 @@ from specengine.errors import InputError, missing_extra, shown
 from specengine.records import Stats
 
 CHAT = "/v1/chat/completions"
-URLS = (CHAT, "/v1/completions", "/v1/responses")
+URLS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 _NOT_OF_A_BATCH = ("stream", "echo", "return_cycles")
 
 

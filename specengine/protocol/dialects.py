@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from specengine.protocol import responses
+from specengine.protocol import anthropic, llamacpp, ollama, responses
 from specengine.protocol.problems import of_validation
 from specengine.protocol.replies import OpenAIReply, Reply
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
@@ -60,6 +60,7 @@ def _openai(about: str, given: type[Any]) -> Dialect[Any]:
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 DIALECTS: dict[str, Dialect[Any]] = {
     CHAT: _openai("Answer a conversation", ChatRequest),
     TEXT: _openai("Go on with a text", CompletionRequest),
@@ -70,4 +71,35 @@ DIALECTS: dict[str, Dialect[Any]] = {
         responses.NAMES,
         "Answer a conversation, as OpenAI's Responses",
     ),
+    MESSAGES: Dialect(
+        anthropic.MessagesRequest,
+        anthropic.chat_of,
+        anthropic.MessagesReply,
+        anthropic.NAMES,
+        "Answer a conversation, as Anthropic's Messages",
+    ),
+    "/api/chat": Dialect(
+        ollama.ChatBody, ollama.chat_of, ollama.OllamaReply, ollama.NAMES, "Answer a conversation, as Ollama does"
+    ),
+    "/api/generate": Dialect(
+        ollama.GenerateBody, ollama.generation_of, ollama.OllamaReply, ollama.NAMES, "Answer a text, as Ollama does"
+    ),
+    "/infill": Dialect(
+        llamacpp.InfillBody,
+        llamacpp.completion_of,
+        llamacpp.InfillReply,
+        llamacpp.NAMES,
+        "Answer between two texts, as llama.cpp does",
+    ),
 }
+_COUNTING: Dialect[Any] = Dialect(
+    anthropic.CountRequest,
+    anthropic.chat_of,
+    anthropic.MessagesReply,
+    anthropic.NAMES,  # which has no answer to tell
+)
+
+
+def counting(body: anthropic.CountRequest) -> Sampling:
+    """Return the request whose tokens Anthropic's clients ask for; RequestError."""
+    return _COUNTING.translated(body)

@@ -474,6 +474,12 @@ class CompletionRequest(Sampling):
             return self._infill
         return Infill(str(self.single), self.suffix) if self.suffix else None
 
+    def within(self, around: Infill) -> Self:
+        """Return the same request for an answer between two texts, of which one may be empty."""
+        made = self.model_copy()
+        made._infill = around  # noqa: SLF001
+        return made
+
     @property
     def _prompts(self) -> list[Any]:
         several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)

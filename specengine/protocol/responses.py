@@ -409,10 +409,7 @@ class _Item:
 
     def add(self, part: Part) -> str:
         """Take a part; return the text by which this has grown."""
-        if isinstance(part, ToolCall):
-            delta = part.arguments
-        else:
-            delta = part.text if isinstance(part, Thought) else part
+        delta = part if isinstance(part, str) else part.text if isinstance(part, Thought) else part.arguments
         self.text += delta
         return delta
 

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import specengine
+from specengine.protocol import ollama
 from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
@@ -22,6 +23,7 @@ from specengine.serve import shapes
 from specengine.serve.answering import answered, require_model, require_ready
 from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
 from specengine.serve.static import add_page
+from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
 
 
@@ -48,6 +50,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     _tell_problems(app, worker)
     _operation(app, worker, settings)
     _answering(app, worker, settings)
+    add_texts(app, worker, settings)
     return app
 
 
@@ -55,7 +58,7 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
     made = []
     if settings.origins:
-        headers = ["Authorization", "Content-Type"]
+        headers = ["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"]
         made.append(
             Middleware(
                 CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=headers
@@ -74,7 +77,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             worker.metrics.failed.labels(problem.status).inc()
         if problem.status == 429:
             problem.headers["Retry-After"] = str(worker.retry_seconds)
-        return problem.response()
+        return problem.response(request.url.path)
 
     @app.exception_handler(RequestError)
     async def _problem(request: Request, error: RequestError) -> Response:
@@ -82,8 +85,8 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        dialect = DIALECTS.get(request.url.path)
-        fields = [] if dialect is None else list(dialect.given.model_fields)
+        given = getattr(getattr(request.scope.get("route"), "body_field", None), "field_info", None)
+        fields = list(getattr(getattr(given, "annotation", None), "model_fields", ()))
         return told(of_validation(error.errors(), fields), request)
 
     @app.exception_handler(HTTPException)
@@ -154,6 +157,9 @@ def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
 def _endpoint(worker: Worker, settings: Settings, dialect: Dialect[Any]) -> Callable[..., Any]:
     async def answer(body: Any, request: Request) -> Response:
+        if isinstance(body, ollama.ChatBody | ollama.GenerateBody) and ollama.is_empty(body):
+            require_ready(worker)
+            return json_response(ollama.loaded(body, settings.name))
         return await answered(worker, settings, dialect, body, request)
 
     answer.__annotations__ = {"body": dialect.given, "request": Request, "return": Response}

@@ -184,7 +184,7 @@ class Worker:
                 self._pool = Pool(self.engine, self._parallel)
                 self._idle = [*self._pool.engines]
                 self.metrics.watch(self._pool)
-            self.limits, self._short = _limits(self.engine), _limits(self.engine)
+            self.limits, self._short = limits_of(self.engine), limits_of(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
             self.failed()
@@ -345,7 +345,7 @@ def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Non
     answer.scored_s = time.perf_counter() - began
 
 
-def _limits(engine: Engine) -> ModelLimits:
+def limits_of(engine: Engine) -> ModelLimits:
     """Return the limits with a tokenizer of the reading thread's own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))

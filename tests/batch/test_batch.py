@@ -147,6 +147,14 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
     entries = [
         {"custom_id": f"r{place}", "url": "/v1/chat/completions", "body": body} for place, body in enumerate(bodies)
     ]
+    tool = {"type": "function", "name": "f"}
+    answered = {"input": "hello", "tools": [tool], "tool_choice": "required", "max_output_tokens": 99}
+    message = {"messages": said, "max_tokens": 9, "temperature": 1.0}
+    entries += [
+        {"custom_id": "r7", "url": "/v1/responses", "body": answered},
+        {"custom_id": "r8", "url": "/v1/messages", "body": message},
+        {"custom_id": "r9", "url": "/v1/responses", "body": {"input": "a", "previous_response_id": "x"}},
+    ]
     out = tmp_path / "out.jsonl"
     assert files.batch(files.write(tmp_path / "in.jsonl", entries), out, model) == 1
     assert "1 requests name another model (gpt-4o-mini); calling answers them" in capsys.readouterr().err
@@ -158,7 +166,11 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
     assert choices[1]["finish_reason"] == "tool_calls"
     assert [len(rated["top_logprobs"]) for rated in choices[2]["logprobs"]["content"]] == [2, 2, 2]
     assert choices[3]["message"]["content"] == byte_tokenizer().decode([65]) * 3
-    assert [line["custom_id"] for line in lines if line["error"]] == ["r4", "r5"]
+    assert [line["custom_id"] for line in lines if line["error"]] == ["r4", "r5", "r9"]
+    (item,) = lines[7]["response"]["body"]["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", "{}")
+    assert lines[8]["response"]["body"]["stop_reason"] == "max_tokens"
+    assert lines[9]["error"]["message"].startswith("body.previous_response_id: this server keeps no responses")
     assert "9999" in lines[5]["error"]["message"]
     several = lines[6]["response"]["body"]
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]

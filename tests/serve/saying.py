@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 from specengine import Engine
@@ -36,12 +37,13 @@ class Saying:
 
 
 @contextlib.contextmanager
-def saying(**settings: object) -> Iterator[Saying]:
-    tokenizer = byte_tokenizer(TEMPLATE)
+def saying(extra: Sequence[str] = (), **settings: Any) -> Iterator[Saying]:
+    """extra: further special tokens."""
+    tokenizer = byte_tokenizer(TEMPLATE, extra)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
 
     def engine() -> Engine:
-        model = tiny(max_position_embeddings=2048)
+        model = tiny(max_position_embeddings=2048, vocab_size=len(tokenizer))
         model.generation_config.eos_token_id = end
         return Engine(target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), tokenizer)
 
