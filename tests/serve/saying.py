@@ -13,17 +13,9 @@ from specengine.protocol import preparing
 from tests.backend import target_of
 from tests.engine.engines import forced
 from tests.serve.served import Served, served
+from tests.serve.tiny_model import TOOLS as TEMPLATE
 from tests.toy import byte_tokenizer, policy_for, tiny
 
-TEMPLATE = (
-    "{% if tools %}T{{ tools | tojson }}{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}N{% endif %}"
-    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>"
-    "{{ '[' + m.reasoning_content + ']' if m.reasoning_content else '' }}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"text": "rivers"}}\n</tool_call>'
 
 
