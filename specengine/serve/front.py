@@ -134,7 +134,7 @@ class Front:
         return problem.response(request.url.path)
 
 
-async def _pass(coming: AsyncIterator[Message], send: Send, path: str) -> None:
+async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
     """Send what a replica says; RequestError where it ends before it has said any of its answer.
 
     A status is sent with what comes behind it: a replica that ends between the two has not answered.

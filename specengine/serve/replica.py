@@ -144,8 +144,9 @@ def conversation_of(body: bytes) -> str | None:
         return None
     messages, beginning = asked.get("messages"), asked.get("prompt", asked.get("input_prefix"))
     before = [said for name in ("system", "instructions") if (said := asked.get(name)) is not None]
-    if messages is None and (messages := asked.get("input")) is not None and not isinstance(messages, list):
-        messages = [{"role": "user", "content": messages}]
+    if messages is None:
+        given = asked.get("input")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(messages, list):
         users = [place for place, message in enumerate(messages) if _role(message) == "user"]
         beginning = [*before, *(messages[: users[0] + 1] if users else messages)]
