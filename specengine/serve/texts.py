@@ -61,9 +61,6 @@ class Texts:
         except SpecEngineError as error:
             raise of_error(error) from error
 
-    def prompt(self, request: ChatRequest, names: Any) -> Callable[[Engine, ModelLimits], list[int]]:
-        return CheckedRequest(request, self.settings, renamed=names).prompt_ids
-
 
 def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
     """Add the endpoints."""
@@ -108,15 +105,18 @@ def _tokens(app: FastAPI, texts: Texts) -> None:
 
     @app.post("/apply-template", summary="The prompt of a conversation, as a text")
     async def apply_template(body: ChatRequest) -> Response:
-        return json_response({"prompt": await texts.read(lambda engine, limits: filled(body, limits))})
+        asked = CheckedRequest(body, texts.settings)
+
+        def prompt(engine: Engine, limits: ModelLimits) -> str:
+            asked.require_possible(limits)
+            return filled(body, limits)
+
+        return json_response({"prompt": await texts.read(prompt)})
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation, as Anthropic counts them")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
-        request = counting(body)
-        if not isinstance(request, ChatRequest):
-            raise TypeError
-        ids = await texts.read(texts.prompt(request, anthropic.NAMES))
-        return json_response({"input_tokens": len(ids)})
+        asked = CheckedRequest(counting(body), texts.settings, renamed=anthropic.NAMES)
+        return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
 
 
 def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[str, Any]:

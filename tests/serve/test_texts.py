@@ -47,6 +47,9 @@ def test_templates_and_properties() -> None:
         assert own.server.post(asked, "/apply-template").json() == {"prompt": "N<|user|>hi<|end|><|assistant|>"}
         props = own.server.client.get("/props").json()
         assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (2048, 1)
+        long = {"messages": [{"role": "user", "content": "a" * 1_000_000}]}
+        assert own.server.post(long, "/apply-template").status_code == 400
+        assert own.server.post(long, "/v1/messages/count_tokens").status_code == 400
         assert props["chat_template"].startswith("{% if tools %}")
 
 
