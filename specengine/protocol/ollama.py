@@ -36,8 +36,8 @@ class Options(BaseModel):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    mirostat: Literal[0] | None = None
-    tfs_z: Literal[1] | None = None
+    mirostat: int | None = Field(None, ge=0, le=0)
+    tfs_z: float | None = Field(None, ge=1, le=1)
     num_ctx: int | None = None
     num_keep: int | None = None
     num_batch: int | None = None

@@ -88,7 +88,7 @@ class ResponsesRequest(Declared, Hints):
     truncation: Literal["auto", "disabled"] | None = Field(None, description="no effect: what is too long is refused")
     max_tool_calls: int | None = Field(None, description="no effect: it counts calls of OpenAI's own tools")
     context_management: list[Any] | None = Field(None, max_length=0)
-    background: Literal[False] | None = None
+    background: bool | None = Field(None, description="accepted: false")
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -98,6 +98,13 @@ class ResponsesRequest(Declared, Hints):
     def _is_kept_nowhere(cls, value: Any) -> Any:
         if value is not None:
             raise ValueError("this server keeps no responses; send the whole conversation as input")
+        return value
+
+    @field_validator("background")
+    @classmethod
+    def _is_answered_at_once(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server keeps no responses; ask for a stream")
         return value
 
     @field_validator("tools", mode="before")
@@ -268,7 +275,7 @@ class ResponsesReply(Reply):
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
-        for part in self._parts.of(answer):
+        for part in self._parts.of(answer) or [""]:
             self._item_for(part)[0].add(part)
         rated = self._rated(answer.logprobs)
         for item in self._items:
@@ -284,7 +291,8 @@ class ResponsesReply(Reply):
         yield from self._told(self._parts.push(piece.text), self._rated(piece.logprobs or []))
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield from self._told(self._parts.end(), [])
+        parts = self._parts.end()
+        yield from self._told(parts if parts or self._items else [""], [])
         if self._items:
             yield from self._close(self._items[-1])
         status = self._status(answer)
@@ -424,7 +432,7 @@ class _Item:
     @property
     def begun(self) -> dict[str, Any]:
         """Return the item without its text."""
-        return self._shape("in_progress", "")
+        return self._shape("in_progress", None)
 
     @property
     def done(self) -> dict[str, Any]:
@@ -433,14 +441,14 @@ class _Item:
     def _text_part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.rated if text else []}
 
-    def _shape(self, status: str, text: str) -> dict[str, Any]:
+    def _shape(self, status: str, text: str | None) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             call = self.call
             known = {} if call is None else {"call_id": call.id, "name": call.name}
-            return item | known | {"arguments": text}
+            return item | known | {"arguments": text or ""}
         assert self.part is not None
-        content: dict[str, Any] = {"content": [self.part(text)] if text else []}
+        content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
         role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | content | role
 

@@ -151,7 +151,7 @@ def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
             _endpoint(worker, settings, dialect),
             methods=["POST"],
             summary=dialect.about,
-            responses=shapes.ANSWERS.get(path, {}),
+            responses=shapes.ANSWERS.get(path, {}) | shapes.errors(path),
         )
 
 

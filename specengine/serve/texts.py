@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 import specengine
@@ -26,6 +26,7 @@ from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
+from specengine.serve import shapes
 from specengine.serve.answering import require_model, require_ready
 from specengine.serve.worker import Worker, limits_of
 
@@ -113,7 +114,9 @@ def _tokens(app: FastAPI, texts: Texts) -> None:
 
         return json_response({"prompt": await texts.read(prompt)})
 
-    @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation, as Anthropic counts them")
+    errors: dict[int | str, dict[str, Any]] = shapes.errors("/v1/messages")
+
+    @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=errors)
     async def count_tokens(body: anthropic.CountRequest) -> Response:
         asked = CheckedRequest(counting(body), texts.settings, renamed=anthropic.NAMES)
         return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
@@ -175,6 +178,7 @@ def template_of(tokenizer: Any) -> str:
 
 
 class ModelNamed(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
     model: str | None = None
     name: str | None = None
     verbose: bool | None = None
@@ -205,7 +209,7 @@ def _ollama(app: FastAPI, texts: Texts) -> None:
         more = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": memory, "context_length": engine.target.max_context}
         return json_response({"models": [known | more]})
 
-    @app.post("/api/show", summary="The one model, as Ollama shows it")
+    @app.post("/api/show", summary="The one model, as Ollama shows it", responses=shapes.errors("/api/show"))
     async def show(body: ModelNamed) -> Response:
         asked = body.model or body.name
         if asked is not None and settings.strict_model:
