@@ -73,8 +73,8 @@ class Keys:
 
     def _allows(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        keys = [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
-        matches = [hmac.compare_digest(each.encode(), key) for each in keys for key in self.keys]
+        key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self.keys]
         return any(matches)
 
 
