@@ -44,7 +44,7 @@ def answer(engine: Engine, item: Item) -> Answered:
         if item.url is not None:
             given = (item.request, item.url, item.id, item.place, item.options)
             line, stats = openai.answered(engine, *given)
-            return Answered(item.place, line, [stats.to_dict()])
+            return Answered(item.place, line, [each.to_dict() for each in stats])
         results = _turns(engine, item)
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))

@@ -123,7 +123,8 @@ def _request(place: int, given: Any, entry: dict[str, Any], where: str, options:
         url, request = openai.read(entry)
     except InputError as error:
         return Item(place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error))
-    seed = {} if request.seed is None else {"seed": request.seed}
+    own = getattr(request, "seed", None)
+    seed = {} if own is None else {"seed": own}
     return Item(place, given, "", options | seed, url=url, request=request)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,58 +16,79 @@ from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, missing_extra, shown
 from specengine.records import Stats
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+URLS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 _NOT_OF_A_BATCH = ("stream", "echo", "return_cycles")
 
 
 def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the URL and the request as the server reads it; InputError names a field that is not supported."""
+    """Return the URL and the body as the server reads it; InputError names a field that is not supported."""
     try:
         from pydantic import ValidationError
 
-        from specengine.protocol.problems import of_validation
-        from specengine.protocol.requests import ChatRequest, CompletionRequest
+        from specengine.protocol.dialects import DIALECTS
+        from specengine.protocol.problems import RequestError, of_validation
     except ImportError as error:
         raise missing_extra("OpenAI's requests", "serve", error) from error
     url, body = entry.get("url", CHAT), entry["body"]
-    if url not in (CHAT, TEXT):
-        raise InputError(f"url: got {shown(url)}, accepted {CHAT}, {TEXT}")
+    if url not in URLS:
+        raise InputError(f"url: got {shown(url)}, accepted {', '.join(URLS)}")
     if entry.get("method", "POST") != "POST":
         raise InputError(f"method: got {shown(entry['method'])}, accepted POST")
     if not isinstance(body, dict):
         raise InputError(f"body: got {shown(body)}, accepted an object")
-    model = ChatRequest if url == CHAT else CompletionRequest
+    dialect = DIALECTS[url]
     try:
-        request = model.model_validate(body)
+        given = dialect.given.model_validate(body)
+        request = dialect.translated(given)
     except ValidationError as error:
-        raise InputError(f"body.{of_validation(error.errors(), list(model.model_fields))}") from error
+        raise InputError(f"body.{of_validation(error.errors(), list(dialect.given.model_fields))}") from error
+    except RequestError as problem:
+        raise InputError(f"body.{problem}") from problem
     for name in _NOT_OF_A_BATCH:
         if getattr(request, name, None):
             raise InputError(f"body.{name}: got {shown(getattr(request, name))}, accepted in a batch: false")
-    return url, request
+    return url, given
 
 
 def answered(
-    engine: Engine, request: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
-) -> tuple[dict[str, Any], Stats]:
-    """Return the line of an answer and its statistics; InputError for a field that is not supported.
+    engine: Engine, body: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Stats]]:
+    """Return the line of an answer, and the statistics of each that it holds; InputError for a field that is not
+    supported.
 
-    defaults: options of Engine.generate, for what the request does not say. `created` is 0: it would differ in every
-    run, and so would ids that are drawn.
+    defaults: options of Engine.generate, for what the request does not say. Times are 0, and ids made of the place:
+    they would differ in every run.
     """
-    from specengine.protocol import replies
-    from specengine.protocol.completion import Completion
-    from specengine.protocol.preparing import CheckedRequest, ModelLimits
+    from specengine.protocol.dialects import DIALECTS
+    from specengine.protocol.preparing import CheckedRequest
     from specengine.protocol.problems import RequestError
     from specengine.protocol.settings import Settings
 
+    dialect = DIALECTS[url]
     name = os.path.basename(engine.target.name) or type(engine.target).__name__
     settings = Settings(name or "model", allow_special_text=bool(defaults.get("allow_special_text", True)))
-    asked = CheckedRequest(request, settings, {"max_new_tokens": None, **defaults})
     try:
-        prepared = asked.prepare(engine, ModelLimits(engine.tokenizer, engine.target.max_context))
+        request = dialect.translated(body)
+        asked = [
+            CheckedRequest(each, settings, _seeded(defaults, number), dialect.names)
+            for number, each in enumerate(request.each())
+        ]
+        answers = [_answer(engine, each) for each in asked]
     except RequestError as problem:
         raise InputError(str(problem)) from problem
+    whole = dialect.reply(body, request, name, engine.tokenizer).whole(answers)
+    response = {"status_code": 200, "request_id": f"req_{place:08d}", "body": _without_chance(whole, place)}
+    line = {"id": f"batch_req_{place:08d}", "custom_id": id, "response": response, "error": None}
+    return line, [answer.stats for answer in answers]
+
+
+def _answer(engine: Engine, asked: Any) -> Any:
+    """Return the Completion of one request."""
+    from specengine.protocol.completion import Completion
+    from specengine.protocol.preparing import ModelLimits
+
+    prepared = asked.prepare(engine, ModelLimits(engine.tokenizer, engine.target.max_context))
     generation = TextGeneration(
         engine, prepared.prompt, prepared.options, shown=prepared.shown, constraint=prepared.constraint
     )
@@ -77,31 +99,52 @@ def answered(
     answer = Completion(generation.stats, generation.prompt)
     answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
     answer.reason = "length" if result.finish_reason == "length" else "stop"
-    reply = replies.make(request, name, engine.tokenizer)
-    choice = reply.message(answer) if isinstance(reply, replies.ChatReply) else reply.message(answer, "")
-    for number, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
-        call["id"] = _id(place, number, len(call["id"]))
-    own, count = f"{place:08d}", len(answer.token_ids)
-    body = {
-        "id": f"{reply.prefix}-{own}",
-        "object": reply.kind,
-        "created": 0,
-        "model": name,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": len(prepared.prompt),
-            "completion_tokens": count,
-            "total_tokens": len(prepared.prompt) + count,
-        },
-    }
-    response = {"status_code": 200, "request_id": f"req_{own}", "body": body}
-    return {"id": f"batch_req_{own}", "custom_id": id, "response": response, "error": None}, generation.stats
+    return answer
+
+
+def _seeded(defaults: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the defaults of one of a request's answers, which sample with seeds that follow on each other."""
+    seed = defaults.get("seed")
+    return {"max_new_tokens": None, **defaults} | ({} if seed is None else {"seed": seed + number})
+
+
+_MEASURED = ("timings", "metrics", "system_fingerprint")
+_TIMES = ("created", "created_at", "completed_at")
+_CLIENTS = ("input", "tools", "metadata", "parameters")  # a client's or a model's own words, as they stand
+_DRAWN = re.compile(r"(?:([a-z]+)([-_]))?([0-9a-f]{9}|[0-9a-f]{32})")
+
+
+def _without_chance(body: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return an answer without what differs from run to run: figures, times, and ids that were drawn."""
+    known: dict[str, str] = {}
+
+    def own(name: str, value: Any) -> Any:
+        found = _DRAWN.fullmatch(value) if name.endswith("id") and isinstance(value, str) else None
+        if found is None:
+            return plain(value)
+        if value not in known:
+            number = _id(place, len(known), len(found[3]))
+            known[value] = f"{found[1]}{found[2]}{number}" if found[1] else number
+        return known[value]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {name: each for name, each in value.items() if name not in _MEASURED and not name.endswith("_details")}
+        return {
+            name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each) for name, each in kept.items()
+        }
+
+    told: dict[str, Any] = plain(body)
+    prefix = _DRAWN.fullmatch(str(body.get("id")))
+    return told | ({"id": f"{prefix[1]}{prefix[2]}{place:08d}"} if prefix is not None and prefix[1] else {})
 
 
 def _id(place: int, number: int, length: int) -> str:
-    """Return the id of a call, as long as the server's ids: templates may check the length."""
-    drawn = hashlib.sha256(json.dumps([place, number]).encode()).hexdigest()
-    return drawn[:length] if length < 16 else f"call_{drawn[:32]}"
+    """Return letters and digits for an id, as long as the server's: templates may check the length."""
+    return hashlib.sha256(json.dumps([place, number]).encode()).hexdigest()[:length]
 
 
 def failure(id: str, place: int, kind: str, message: str) -> dict[str, Any]:

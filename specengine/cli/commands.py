@@ -143,6 +143,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="refuse requests that name another model (default: the one model answers them)",
     )
     group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template for conversations, in place of the model's own",
+    )
+    group.add_argument(
         "--allow-special-text",
         action="store_true",
         help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",

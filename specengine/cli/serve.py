@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import re
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
+import jinja2
 import torch
 
 from specengine.cli import given
 from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
-from specengine.errors import missing_extra
+from specengine.engine import Engine
+from specengine.errors import InputError, missing_extra
 from specengine.protocol.settings import Settings, is_loopback
 from specengine.replicas import Scale
 
@@ -19,7 +25,7 @@ KEY_VARIABLE = "SPECENGINE_API_KEY"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments)
+    settings, template = settings_of(arguments), read_template(arguments.chat_template)
     try:
         from specengine.serve import server
     except ImportError as error:
@@ -33,12 +39,44 @@ def run(arguments: argparse.Namespace) -> int:
     if (scale := _scale(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
-        server.run(lambda: given.load_engine(arguments), settings, listening)
+        server.run(templated(lambda: given.load_engine(arguments), template), settings, listening)
         return 0
     from specengine.serve import front
 
-    front.run(lambda threads: given.recipe(arguments, threads=threads).load, settings, scale, listening)
+    def loader(threads: int) -> Callable[[], Engine]:
+        return templated(given.recipe(arguments, threads=threads).load, template)
+
+    front.run(loader, settings, scale, listening)
     return 0
+
+
+def templated(load: Callable[[], Engine], template: str | None) -> Callable[[], Engine]:
+    """Return a function that loads the engine with another chat template, if there is one."""
+    return load if template is None else functools.partial(_with_template, load, template)
+
+
+def _with_template(load: Callable[[], Engine], template: str) -> Engine:
+    engine = load()
+    if not hasattr(engine.tokenizer, "chat_template"):
+        raise InputError("chat_template: this model's tokenizer takes none")
+    engine.tokenizer.chat_template = template
+    return engine
+
+
+def read_template(file: str | None) -> str | None:
+    """Return the text of a chat template; InputError for a file that cannot be read, or is no template."""
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"chat_template: cannot read {file} ({error})") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(f"chat_template: {file}, line {error.lineno}: {error.message}") from error
+    return text
 
 
 def _scale(arguments: argparse.Namespace) -> Scale | None:

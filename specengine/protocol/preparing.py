@@ -10,10 +10,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import InputError
+from specengine.protocol.infill import fim_ends, fim_prompt
 from specengine.protocol.messages import is_empty
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedChoice, Sampling, Tool
 from specengine.protocol.settings import Settings
+from specengine.protocol.thoughts import thought_marks
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
 from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
 from specengine.records import TokenLogprob
@@ -63,11 +65,13 @@ class CheckedRequest:
     """One request, its options checked as far as they can be without the model.
 
     defaults: options of Engine.generate, for what the request does not say
+    renamed: the client's names of options, by the engine's, where its protocol has others than OpenAI's
     """
 
     request: Sampling
     settings: Settings
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +85,7 @@ class CheckedRequest:
     def names(self) -> dict[str, str]:
         """Return the client's names of options and fields that the engine names differently."""
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
-        return {"prompt": prompt} | constraint_names(self.request)
+        return {"prompt": prompt, **constraint_names(self.request), **self.renamed}
 
     @cached_property
     def conversation(self) -> Any:
@@ -96,7 +100,7 @@ class CheckedRequest:
     @cached_property
     def letters(self) -> int:
         """Return the number of characters of the prompt's source, tools and template variables included."""
-        return sum(map(len, texts_in([self.conversation, self._functions, self._template])))
+        return sum(map(len, texts_in([self.conversation, self._functions, self._template, self._around])))
 
     @property
     def quick(self) -> bool:
@@ -119,7 +123,7 @@ class CheckedRequest:
 
     @property
     def echoes(self) -> bool:
-        return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+        return self.request.echoes
 
     @property
     def answers(self) -> bool:
@@ -137,6 +141,11 @@ class CheckedRequest:
         room = self._room(limits)
         room.require_possible("prompt", self.letters, limits.tokenizer)
         room.require_possible("prediction", len(self.prediction or ""), limits.tokenizer)
+
+    def prompt_ids(self, engine: Engine, limits: ModelLimits) -> list[int]:
+        """Return the tokens of the prompt; InputError or RequestError."""
+        self.require_possible(limits)
+        return self._prompt_ids(engine, limits, lambda: None)
 
     def prepare(
         self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
@@ -165,6 +174,7 @@ class CheckedRequest:
             options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
         known = format_of(tokenizer) if self._functions else None
         shown = marks(known, tokenizer) if known is not None else []
+        shown += thought_marks(tokenizer) if isinstance(self.request, ChatRequest) else []
         if known is not None and isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
             schemas = schemas_of(self._functions or [])
             options["stopping_criteria"] = [OneCall(ToolReader(known, schemas), decoder(engine.tokenizer, shown))]
@@ -176,6 +186,12 @@ class CheckedRequest:
     @property
     def _functions(self) -> list[dict[str, Any]] | None:
         return self.request.template_tools if isinstance(self.request, ChatRequest) else None
+
+    @property
+    def _around(self) -> list[str] | None:
+        """Return the texts around an answer that stands between two."""
+        around = self.request.infill if isinstance(self.request, CompletionRequest) else None
+        return None if around is None else [around.suffix, *(text for other in around.others for text in other)]
 
     @property
     def _template(self) -> dict[str, Any]:
@@ -190,11 +206,16 @@ class CheckedRequest:
             format_of(limits.tokenizer)
         if isinstance(self.request, ChatRequest):
             require_written(limits.tokenizer, self.conversation, self._functions)
+        room = self._room(limits, still_wanted)
+        prompt = self.conversation
+        if isinstance(self.request, CompletionRequest) and (around := self.request.infill) is not None:
+            room.require("prompt", [around.prefix, *(self._around or ())], limits.tokenizer)
+            prompt = fim_prompt(around, limits.tokenizer)
         live = self.request.allow_special_text
         if live is None:
             live = self.settings.allow_special_text or isinstance(self.request, CompletionRequest)
         return token_ids(
-            self.conversation,
+            prompt,
             limits.tokenizer,
             raw=True,
             vocab_size=engine.target.vocab_size,
@@ -202,7 +223,7 @@ class CheckedRequest:
             allow_special_text=live,
             tools=self._functions,
             template=self._template,
-            room=self._room(limits, still_wanted),
+            room=room,
         )
 
     def _require_known_tokens(self, known: int) -> None:
@@ -213,7 +234,9 @@ class CheckedRequest:
 
     def _ends(self, engine: Engine) -> dict[str, Any]:
         """Return the tokens that end the answer, if they are not the model's own alone."""
-        more = self.request.stop_token_ids
+        more = list(self.request.stop_token_ids or ())
+        if isinstance(self.request, CompletionRequest) and self.request.infill is not None:
+            more += fim_ends(engine.tokenizer)
         if not more:
             return {}
         config = engine.target.generation_config

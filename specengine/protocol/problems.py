@@ -43,8 +43,30 @@ class RequestError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return json_response(self.body, self.status, self.headers)
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the body in the shape of the protocol that has this path."""
+        if path.startswith("/v1/messages"):
+            return anthropic_error(self)
+        return {"error": str(self)} if path.startswith("/api/") else self.body
+
+    def response(self, path: str = "") -> Response:
+        return json_response(self.body_for(path), self.status, self.headers)
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(problem: RequestError) -> dict[str, Any]:
+    """Return an error in the shape of Anthropic's errors."""
+    kind = _ANTHROPIC.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
 
 def unavailable(state: str) -> RequestError:

@@ -1,176 +1,77 @@
-"""Answers in OpenAI's shapes: chat and text completions, whole or as chunks of a stream."""
+"""Answers in the shapes of a protocol, whole or as a stream; here those of OpenAI's chat and text completions."""
 
 from __future__ import annotations
 
-import re
-import sys
+import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import specengine
 from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
+from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
+from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
-from specengine.protocol.tools import StopText, ToolReader, format_of, schemas_of
+from specengine.protocol.tools import StopText
 from specengine.records import TokenLogprob
-from specengine.request.text import Decoder, TextStream, decoder
+from specengine.request.text import decoder
 
-MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-_SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
+EVENTS = "text/event-stream"
 
 
-class TokenTexts:
-    """Return the text of each token, partial characters included; special tokens by their names."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._decoded = Decoder(tokenizer, special=True, clean_up_tokenization_spaces=False)
-        self._known: dict[int, bytes] = {}
-
-    def written(self, token: int) -> bytes:
-        """Return a token's text; it is empty where the tokenizer has none."""
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
-
-    def _read(self, token: int) -> bytes:
-        once, twice = self._decoded([token]), self._decoded([token, token])
-        text = twice[len(once) :] if twice.startswith(once) else once  # a first token may lose its blank
-        if REPLACEMENT not in text:
-            return text.encode(errors="replace")
-        piece = self._decoded.name(token)
-        if not isinstance(piece, str):
-            return text.encode(errors="replace")
-        if single := _SINGLE.fullmatch(piece):
-            return bytes.fromhex(single[1])
-        if all(letter in _BYTES for letter in piece):
-            return bytes(_BYTES[letter] for letter in piece)
-        return text.encode(errors="replace")
+def sse(body: dict[str, Any], event: str = "") -> bytes:
+    """Return one server-sent event."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-class ChatLogprobs:
-    """`choices[].logprobs` of chat."""
+class Reply:
+    """The answers to one request, as a protocol tells them: whole, or as a stream.
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-
-    def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            self._one(given.token, given.logprob) | {"top_logprobs": [self._one(*likely) for likely in given.top]}
-            for given in rated
-        ]
-        return {"content": content, "refusal": None}
-
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        written = self._texts.written(token)
-        return {"token": written.decode(errors="replace"), "logprob": bounded(logprob), "bytes": list(written)}
-
-
-class TextLogprobs:
-    """`choices[].logprobs` of completions, whose offsets count on from one part of an answer to the next.
-
-    An offset is the place in the text that the answer shows: special tokens, and ids without text, take none.
-    A token that is no whole characters is written as OpenAI does, `bytes:` and its bytes.
+    Most requests have one answer; those that ask for several (`n`, several prompts) have them by their place.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-        self._stream = TextStream(decoder(texts.tokenizer))
-        self._offset = 0
+    media_type = EVENTS
+    ping = b": ping\n\n"
 
-    def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """Return the shape of these tokens; first: a token before them, without a log-probability."""
-        tokens = [*([] if first is None else [first]), *(given.token for given in rated)]
-        unknown = [None] * (len(tokens) - len(rated))
-        places = [self._place(token) for token in tokens]
-        if first is not None:  # a prompt; the answer is a text of its own
-            self._offset += len(self._stream.rest)
-            self._stream = TextStream(decoder(self._texts.tokenizer))
-        return {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [*unknown, *(bounded(given.logprob) for given in rated)],
-            "top_logprobs": [*unknown, *(self._top(given) for given in rated)],
-            "text_offset": places,
-        }
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def _top(self, given: TokenLogprob) -> dict[str, float]:
-        top: dict[str, float] = {}
-        for token, logprob in (*given.top, (given.token, given.logprob)):
-            top.setdefault(self._name(token), bounded(logprob))
-        return top
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        """Yield what comes before the first piece of an answer."""
+        raise NotImplementedError
 
-    def _name(self, token: int) -> str:
-        written = self._texts.written(token)
-        try:
-            return written.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        raise NotImplementedError
 
-    def _place(self, token: int) -> int:
-        place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))  # what may become a character later
-        self._offset += len(self._stream.push([token]))
-        return place
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        """Yield what was held back of an answer, and why it ended."""
+        raise NotImplementedError
 
+    def finish(self, answers: Sequence[Completion]) -> Iterator[bytes]:
+        """Yield what comes behind all answers."""
+        yield from ()
 
-def bounded(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+    def failed(self, problem: RequestError) -> bytes:
+        """Return the end of a stream that goes no further."""
+        return sse(problem.body)
 
 
 Choice = dict[str, Any]
 
 
-@dataclass
-class Reply:
-    """The answer to one request; a subclass shapes a choice.
+class ChoiceReply:
+    """One of `choices`, which a subclass shapes. Pieces go through `deltas` in the order of their coming."""
 
-    Pieces go through `deltas` in the order of their coming, and `last_deltas` gives what was held back.
-    """
+    def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
+        self.index, self.request, self.tokenizer = index, request, tokenizer
 
-    request: Sampling
-    model: str
-    tokenizer: Any = None
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    prefix = ""
-    kind = ""
-
-    def __post_init__(self) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._stop = StopText(self.request.stops)
-
-    # ---- whole answers
-
-    def whole(self, choice: Choice, answer: Completion) -> dict[str, Any]:
-        return self._envelope(self.kind) | {"choices": [choice], **_figures(answer), "metrics": answer.metrics}
-
-    # ---- streams
-
-    def chunk(self, choices: list[Choice], answer: Completion | None = None) -> dict[str, Any]:
-        """Return a chunk of a stream; answer: for the usage, where every chunk has it."""
-        options = self.request.stream_options
-        continuous = options is not None and options.continuous_usage_stats and answer is not None
-        return self._envelope(self.chunk_kind) | {"choices": choices} | ({"usage": answer.usage} if continuous else {})  # type: ignore[union-attr]
-
-    def usage_chunk(self, answer: Completion) -> dict[str, Any] | None:
-        """Return the last chunk, with the usage, if the request asks for it."""
-        options = self.request.stream_options
-        if options is None or not options.include_usage:
-            return None
-        return self.chunk([]) | _figures(answer) | {"metrics": answer.metrics}
-
-    @property
-    def chunk_kind(self) -> str:
-        return self.kind
-
-    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
-        """Return the choices before the first piece; prompt: its text, where it is echoed."""
+    def begin(self, answer: Completion) -> list[Choice]:
+        """Return the choices before the first piece."""
         raise NotImplementedError
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
@@ -180,14 +81,9 @@ class Reply:
         """Yield the text that was held back, then the choice that says why the answer ended."""
         raise NotImplementedError
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": f"specengine-{specengine.__version__}",
-        }
+    def message(self, answer: Completion) -> Choice:
+        """Return the choice of a whole answer."""
+        raise NotImplementedError
 
     def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
         """Return the fields of a choice that describe its tokens, if the request asks for them."""
@@ -198,130 +94,202 @@ class Reply:
         raise NotImplementedError
 
 
-@dataclass
-class ChatReply(Reply):
-    """One message of the assistant, in which calls of tools are told from text."""
+class ChatChoice(ChoiceReply):
+    """One message of the assistant, in which thoughts and calls of tools are told from text."""
 
-    prefix = "chatcmpl"
-    kind = "chat.completion"
+    def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
+        super().__init__(index, request, tokenizer)
+        self._parts = Parts(request, tokenizer)
+        self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
+        self._calls = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert isinstance(self.request, ChatRequest)
-        offered = self.request.template_tools
-        most = 1 if self.request.parallel_tool_calls is False else sys.maxsize
-        self._tools = ToolReader(format_of(self.tokenizer), schemas_of(offered), most) if offered else None
-        self._logprobs = ChatLogprobs(TokenTexts(self.tokenizer))
-
-    @property
-    def chunk_kind(self) -> str:
-        return "chat.completion.chunk"
-
-    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
-        return [_chat_choice({"role": "assistant", "content": ""})]
+    def begin(self, answer: Completion) -> list[Choice]:
+        self._parts.begin(answer.prompt_ids)
+        return [self._choice({"role": "assistant", "content": ""})]
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
-        told = self._of_tokens(piece.tokens, piece.logprobs)
-        yield from self._deltas(self._read(self._stop.push(piece.text)), told)
+        yield from self._deltas(self._parts.push(piece.text), self._of_tokens(piece.tokens, piece.logprobs))
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        parts = self._read(self._stop.end())
-        yield from self._deltas(parts + (self._tools.end() if self._tools else []), {})
-        yield _chat_choice({}) | {"finish_reason": self.reason(answer)}
-
-    def reason(self, answer: Completion) -> str:
-        called = self._tools is not None and self._tools.found and answer.reason == "stop"
-        return "tool_calls" if called else str(answer.reason)
+        yield from self._deltas(self._parts.end(), {})
+        yield self._choice({}) | {"finish_reason": self._parts.reason(answer)}
 
     def message(self, answer: Completion) -> Choice:
-        parts = self._read(self._stop.push(answer.text))
-        parts += self._read(self._stop.end()) + (self._tools.end() if self._tools else [])
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        text = "".join(part for part in parts if isinstance(part, str))
+        parts = self._parts.of(answer)
+        calls, text, thoughts = calls_of(parts), text_of_parts(parts), thoughts_of(parts)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text.strip() else text}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [call.to_dict() for call in calls]
-        told = self._of_tokens(answer.token_ids, answer.logprobs)
-        return {"index": 0, "message": message, "finish_reason": self.reason(answer), "logprobs": None} | told
+        ended = {"finish_reason": self._parts.reason(answer), "logprobs": None}
+        return {"index": self.index, "message": message, **ended} | self._of_tokens(answer.token_ids, answer.logprobs)
 
     def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return self._logprobs.of(logprobs)
 
-    def _read(self, text: str) -> list[str | ToolCall]:
-        if self._tools is None:
-            return [text] if text else []
-        return self._tools.push(text)
-
-    def _deltas(self, parts: list[str | ToolCall], told: Choice) -> Iterator[Choice]:
+    def _deltas(self, parts: list[Part], told: Choice) -> Iterator[Choice]:
         """Yield a choice per part; told: fields about the tokens, which the first choice carries."""
-        calls = self._tools.found if self._tools else 0
-        first = calls - sum(isinstance(part, ToolCall) for part in parts)
         if not parts and told:
             parts = [""]
         for part in parts:
             if isinstance(part, ToolCall):
-                delta: dict[str, Any] = {"tool_calls": [{"index": first} | part.to_dict()]}
-                first += 1
+                delta: dict[str, Any] = {"tool_calls": [{"index": self._calls} | part.to_dict()]}
+                self._calls += 1
             else:
-                delta = {"content": part}
-            yield _chat_choice(delta) | told
+                delta = {"reasoning_content": part.text} if isinstance(part, Thought) else {"content": part}
+            yield self._choice(delta) | told
             told = {}
 
+    def _choice(self, delta: dict[str, Any]) -> Choice:
+        return {"index": self.index, "delta": delta, "finish_reason": None, "logprobs": None}
 
-@dataclass
-class TextReply(Reply):
+
+class TextChoice(ChoiceReply):
     """A text that goes on from the prompt."""
 
-    prefix = "cmpl"
-    kind = "text_completion"
+    def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
+        super().__init__(index, request, tokenizer)
+        self._stop = StopText(request.stops)
+        self._logprobs = TextLogprobs(TokenTexts(tokenizer))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._logprobs = TextLogprobs(TokenTexts(self.tokenizer))
-
-    def begin(self, prompt: str, answer: Completion) -> list[Choice]:
+    def begin(self, answer: Completion) -> list[Choice]:
         told: Choice = {}
-        if echoed(self.request) and self.request.wanted_logprobs is not None:
+        prompt = self._echo(answer)
+        if self.request.echoes and self.request.wanted_logprobs is not None:
             told = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
-        return [_text_choice(prompt) | told] if prompt or told else []
-
-    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return self._logprobs.of(logprobs)
+        return [self._choice(prompt) | told] if prompt or told else []
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         text = self._stop.push(piece.text)
         told = self._of_tokens(piece.tokens, piece.logprobs)
         if text or told:
-            yield _text_choice(text) | told
+            yield self._choice(text) | told
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        yield _text_choice(self._stop.end(), answer.reason)
+        yield self._choice(self._stop.end(), answer.reason)
 
-    def message(self, answer: Completion, prompt: str) -> Choice:
-        opening = next(iter(self.begin(prompt, answer)), _text_choice(""))
-        text = prompt + self._stop.push(answer.text) + self._stop.end()
+    def message(self, answer: Completion) -> Choice:
+        opening = next(iter(self.begin(answer)), self._choice(""))
+        text = self._echo(answer) + self._stop.push(answer.text) + self._stop.end()
         told = self._of_tokens(answer.token_ids, answer.logprobs)
         if opening["logprobs"] is not None:
             told["logprobs"] = {name: opening["logprobs"][name] + rated for name, rated in told["logprobs"].items()}
-        return _text_choice(text, answer.reason) | told
+        return self._choice(text, answer.reason) | told
+
+    def _echo(self, answer: Completion) -> str:
+        if not self.request.echoes:
+            return ""
+        assert isinstance(self.request, CompletionRequest)
+        prompt = self.request.single
+        return prompt if isinstance(prompt, str) else decoder(self.tokenizer)(answer.prompt_ids)
+
+    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        return self._logprobs.of(logprobs)
+
+    def _choice(self, text: str, reason: str | None = None) -> Choice:
+        return {"index": self.index, "text": text, "finish_reason": reason, "logprobs": None}
 
 
-def make(request: Sampling, model: str, tokenizer: Any = None) -> ChatReply | TextReply:
-    kind = ChatReply if isinstance(request, ChatRequest) else TextReply
-    return kind(request, model, tokenizer)
+class OpenAIReply(Reply):
+    """OpenAI's shapes. Figures beside the usage (`timings`, `metrics`) are those of one answer, where it is the only
+    one.
+    """
+
+    def __init__(self, request: Sampling, model: str, tokenizer: Any = None) -> None:
+        chat = isinstance(request, ChatRequest)
+        self.request, self.model, self.created = request, model, int(time.time())
+        self.kind, self._chunk_kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
+        self.prefix = "chatcmpl" if chat else "cmpl"
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._tokenizer = tokenizer
+        made = ChatChoice if chat else TextChoice
+        self._choices: list[ChoiceReply] = [made(place, each, tokenizer) for place, each in enumerate(request.each())]
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for shaper, answer in zip(self._choices, answers, strict=True):
+            choice = shaper.message(answer)
+            if self.request.return_token_ids and len(answers) > 1:
+                choice["prompt_token_ids"] = answer.prompt_ids
+            choices.append(choice)
+        body = self._envelope(self.kind) | {"choices": choices, "usage": self._usage(answers)}
+        if len(answers) > 1:
+            return body
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = answers[0].prompt_ids
+        return body | {"timings": answers[0].timings, "metrics": answers[0].metrics}
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        for choice in self._choices[place].begin(answer):
+            chunk = self._chunk([choice], answer)
+            if self.request.return_token_ids:
+                (choice if len(self._choices) > 1 else chunk)["prompt_token_ids"] = answer.prompt_ids
+            yield sse(chunk)
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        extra = piece.extra
+        for choice in self._choices[place].deltas(piece):
+            yield sse(self._chunk([choice], piece.answer) | extra)
+            extra = {}
+        if extra:
+            yield sse(self._chunk([], piece.answer) | extra)
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        choices = list(self._choices[place].last_deltas(answer))
+        for choice in choices[:-1]:
+            yield sse(self._chunk([choice], answer))
+        timings = {"timings": answer.timings} if len(self._choices) == 1 else {}
+        yield sse(self._chunk(choices[-1:], answer) | timings)
+
+    def finish(self, answers: Sequence[Completion]) -> Iterator[bytes]:
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            figures: dict[str, Any] = {"usage": self._usage(answers)}
+            if len(answers) == 1:
+                figures |= {"timings": answers[0].timings, "metrics": answers[0].metrics}
+            yield sse(self._chunk([]) | figures)
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, choices: list[Choice], answer: Completion | None = None) -> dict[str, Any]:
+        """Return a chunk of a stream; answer: for the usage, where every chunk has it."""
+        options = self.request.stream_options
+        body = self._envelope(self._chunk_kind) | {"choices": choices}
+        if options is not None and options.continuous_usage_stats and answer is not None:
+            body["usage"] = answer.usage
+        return body
+
+    def _usage(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        return usage_of(answers, self.request, self._tokenizer)
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"specengine-{specengine.__version__}",
+        }
 
 
-def echoed(request: Sampling) -> bool:
-    return isinstance(request, CompletionRequest) and bool(request.echo)
-
-
-def _chat_choice(delta: dict[str, Any]) -> Choice:
-    return {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
-
-
-def _text_choice(text: str, reason: str | None = None) -> Choice:
-    return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-
-
-def _figures(answer: Completion) -> dict[str, Any]:
-    return {"usage": answer.usage, "timings": answer.timings}
+def usage_of(answers: Sequence[Completion], request: Sampling, tokenizer: Any) -> dict[str, Any]:
+    """Return OpenAI's usage of all answers; a prompt with several answers counts once."""
+    prompts, usages = [answer.usage for answer in answers[:: request.n or 1]], [answer.usage for answer in answers]
+    read = sum(usage["prompt_tokens"] for usage in prompts)
+    written = sum(usage["completion_tokens"] for usage in usages)
+    details = {
+        name: sum(usage["completion_tokens_details"][name] for usage in usages)
+        for name in usages[0]["completion_tokens_details"]
+    }
+    thoughts = [thought_tokens(answer.token_ids, tokenizer) for answer in answers if isinstance(request, ChatRequest)]
+    if any(thoughts):
+        details["reasoning_tokens"] = sum(thoughts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in prompts)
+        },
+        "completion_tokens_details": details,
+    }

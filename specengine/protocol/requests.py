@@ -8,9 +8,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from specengine.protocol.messages import Message, require_text_parts, text_of
 from specengine.request.declared import declarations
@@ -19,6 +28,8 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 MAX_STOPS, MAX_STOP_LETTERS = 16, 1000
 MAX_LOGPROBS = 20
 MAX_TOKENS = (1 << 63) - 1
+MAX_SEEDS = 1 << 64
+MAX_ANSWERS, MAX_PROMPTS = 128, 1024  # of one request; the queue sets a lower limit
 _CONSTRAIN = ("response_format", "structured_outputs")
 _GUIDED = ("json", "regex", "choice", "grammar")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -233,6 +244,11 @@ def _if_any(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 Declared: Any = create_model("Declared", __config__=_STRICT, **_declared_fields())
 
 
+def declared_values(body: Any) -> dict[str, Any]:
+    """Return the fields of declared options that a request of another protocol gives."""
+    return {name: value for name in Declared.model_fields if (value := getattr(body, name)) is not None}
+
+
 class Sampling(Declared, Hints, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
@@ -247,7 +263,7 @@ class Sampling(Declared, Hints, Neutral):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="answers to each prompt")
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(None, description="Lark or GBNF text that the answer meets")
     structured_outputs: StructuredOutputs | None = None
@@ -306,9 +322,22 @@ class Sampling(Declared, Hints, Neutral):
                 asked[f"guided_{name}"] = StructuredOutputs.model_validate({name: value}).options
         return {name: options for name, options in asked.items() if options}
 
+    def each(self) -> list[Self]:
+        """Return a request for each answer that this one asks for, with seeds that follow on each other."""
+        count = self.n or 1
+        if count == 1:
+            return [self]
+        seeds = [self.seed if self.seed is None else (self.seed + more) % MAX_SEEDS for more in range(count)]
+        return [self.model_copy(update={"n": None, "seed": seed}) for seed in seeds]
+
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def echoes(self) -> bool:
+        """Return whether the answer repeats the prompt."""
+        return False
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -331,6 +360,9 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="given to the chat template")
     continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
     add_generation_prompt: bool | None = None
+    separate_reasoning: bool | None = Field(
+        None, description="false: thoughts between <think> and </think> stay in the content; else they are told apart"
+    )
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
 
@@ -390,27 +422,68 @@ class ChatRequest(Sampling):
         return {**(self.chat_template_kwargs or {}), **ends}
 
 
+class Infill(NamedTuple):
+    """Texts before and behind the answer, and texts of other files: their names and contents."""
+
+    prefix: str
+    suffix: str
+    others: tuple[tuple[str, str], ...] = ()
+
+
 class CompletionRequest(Sampling):
-    """POST /v1/completions; prompt: a text or token ids, or a list of one of them."""
+    """POST /v1/completions; prompt: a text or token ids, or a list of them, each of which is answered."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    _infill: Infill | None = PrivateAttr(None)  # set by protocols that have further texts
     echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    suffix: Literal[""] | None = None
+    suffix: str | None = Field(None, description="text behind the answer, for models with tokens for it")
     add_special_tokens: Literal[True] | None = None
 
     @field_validator("prompt")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) and len(prompt) > 1:
-            raise ValueError(f"got {len(prompt)} prompts, accepted 1")
+    def _few_prompts(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"got {len(prompt)} prompts, accepted up to {MAX_PROMPTS}")
         return prompt
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 only with echo")
+        if self.suffix and self.echo:
+            raise ValueError("suffix: accepted without echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self._prompts):
+            raise ValueError("suffix: accepted with prompts that are texts")
         return self
+
+    def each(self) -> list[Self]:
+        if len(self._prompts) == 1:
+            return super().each()
+        alone = [self.model_copy(update={"prompt": prompt}) for prompt in self._prompts]
+        return [one for request in alone for one in super(CompletionRequest, request).each()]
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def infill(self) -> Infill | None:
+        """Return the texts around the answer, where it is one between two texts."""
+        if self._infill is not None:
+            return self._infill
+        return Infill(str(self.single), self.suffix) if self.suffix else None
+
+    def within(self, around: Infill) -> Self:
+        """Return the same request for an answer between two texts, of which one may be empty."""
+        made = self.model_copy()
+        made._infill = around  # noqa: SLF001
+        return made
+
+    @property
+    def _prompts(self) -> list[Any]:
+        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
+        return self.prompt if several else [self.prompt]  # type: ignore[return-value]
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -29,17 +29,17 @@ class StopText:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = list(stops)
         self._rest = ""
-        self.hit = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Return the text that can be sent."""
-        if self.hit:
+        if self.found is not None:
             return ""
         self._rest += text
-        found = [self._rest.find(stop) for stop in self.stops if stop in self._rest]
-        if found:
-            self.hit = True
-            sent, self._rest = self._rest[: min(found)], ""
+        places = [(self._rest.find(stop), stop) for stop in self.stops if stop in self._rest]
+        if places:
+            end, self.found = min(places)
+            sent, self._rest = self._rest[:end], ""
             return sent
         keep = held_back(self._rest, self.stops)
         sent, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]

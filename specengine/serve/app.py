@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 import specengine
-from specengine.errors import SpecEngineError, shown
-from specengine.protocol import replies
-from specengine.protocol.completion import Completion, Piece
-from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import RequestError, json_response, of_error, of_validation, unavailable
-from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from specengine.protocol import ollama
+from specengine.protocol.dialects import DIALECTS, Dialect
+from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
-from specengine.request.text import decoder
 from specengine.serve import shapes
+from specengine.serve.answering import answered, require_model, require_ready
 from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
 from specengine.serve.static import add_page
-from specengine.serve.worker import DONE, PING, ClientGoneError, Ended, Failed, Worker, events, sse
-
-CLIENT_CLOSED_REQUEST = 499
-_EVENTS = "text/event-stream"
+from specengine.serve.texts import add_texts
+from specengine.serve.worker import Worker
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
@@ -55,7 +49,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     add_page(app)
     _tell_problems(app, worker)
     _operation(app, worker, settings)
-    _openai(app, worker, settings)
+    _answering(app, worker, settings)
+    add_texts(app, worker, settings)
     return app
 
 
@@ -63,7 +58,7 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
     made = []
     if settings.origins:
-        headers = ["Authorization", "Content-Type"]
+        headers = ["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"]
         made.append(
             Middleware(
                 CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=headers
@@ -82,7 +77,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             worker.metrics.failed.labels(problem.status).inc()
         if problem.status == 429:
             problem.headers["Retry-After"] = str(worker.retry_seconds)
-        return problem.response()
+        return problem.response(request.url.path)
 
     @app.exception_handler(RequestError)
     async def _problem(request: Request, error: RequestError) -> Response:
@@ -90,8 +85,9 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        model: type[BaseModel] = ChatRequest if "chat" in request.url.path else CompletionRequest
-        return told(of_validation(error.errors(), list(model.model_fields)), request)
+        given = getattr(getattr(request.scope.get("route"), "body_field", None), "field_info", None)
+        fields = list(getattr(getattr(given, "annotation", None), "model_fields", ()))
+        return told(of_validation(error.errors(), fields), request)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -117,7 +113,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     @app.get("/health", summary="200 while requests are taken, else 503", responses=health_says)
     async def health() -> Response:
-        _require_ready(worker)
+        require_ready(worker)
         return json_response({"status": "ok", "parallel": worker.parallel})
 
     for path in HEALTH:
@@ -130,7 +126,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def described() -> dict[str, Any]:
-        _require_ready(worker)
+        require_ready(worker)
         assert worker.engine is not None
         context = worker.engine.target.max_context
         owner = {"object": "model", "created": started, "owned_by": "specengine"}
@@ -144,152 +140,27 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     @app.get("/v1/models/{model:path}", summary="The model of that name", responses=shapes.answers(shapes.Model))
     async def model(model: str) -> Response:
-        _require_model(model, settings)
+        require_model(model, settings)
         return json_response(described())
 
 
-def _openai(app: FastAPI, worker: Worker, settings: Settings) -> None:
-    async def answered(asked: Sampling, request: Request) -> Response:
-        _require_ready(worker)
-        if asked.model is not None and settings.strict_model:
-            _require_model(asked.model, settings)
-        names = None
-        try:
-            made = CheckedRequest(asked, settings)
-            names = made.names
-            return await _answered(worker, made, request)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except SpecEngineError as error:
-            raise of_error(error, names) from error
-
-    chat_says = shapes.answers(shapes.ChatAnswer, _EVENTS)
-
-    @app.post("/v1/chat/completions", summary="Answer a conversation", responses=chat_says)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await answered(body, request)
-
-    text_says = shapes.answers(shapes.TextAnswer, _EVENTS)
-
-    @app.post("/v1/completions", summary="Go on with a text", responses=text_says)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await answered(body, request)
+def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
+    for path, dialect in DIALECTS.items():
+        app.add_api_route(
+            path,
+            _endpoint(worker, settings, dialect),
+            methods=["POST"],
+            summary=dialect.about,
+            responses=shapes.ANSWERS.get(path, {}) | shapes.errors(path),
+        )
 
 
-async def _answered(worker: Worker, asked: CheckedRequest, request: Request) -> Response:
-    coming = events(worker, asked, request)
-    try:
-        if asked.request.stream:
-            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
-            first = await anext(coming)
-            if isinstance(first, Failed):
-                raise of_error(first.error, asked.names)
-            return StreamingResponse(_stream(worker, asked, first, coming), media_type=_EVENTS)
-        return await _whole(worker, asked, coming)
-    except BaseException:
-        await coming.aclose()  # type: ignore[attr-defined]
-        raise
+def _endpoint(worker: Worker, settings: Settings, dialect: Dialect[Any]) -> Callable[..., Any]:
+    async def answer(body: Any, request: Request) -> Response:
+        if isinstance(body, ollama.ChatBody | ollama.GenerateBody) and ollama.is_empty(body):
+            require_ready(worker)
+            return json_response(ollama.loaded(body, settings.name))
+        return await answered(worker, settings, dialect, body, request)
 
-
-async def _whole(worker: Worker, asked: CheckedRequest, coming: AsyncIterator[Any]) -> Response:
-    async for event in coming:
-        if isinstance(event, Failed):
-            raise of_error(event.error, asked.names)
-        if isinstance(event, Ended):
-            await coming.aclose()  # type: ignore[attr-defined]
-            reply = _reply(worker, asked)
-            if isinstance(reply, replies.ChatReply):
-                choice = reply.message(event.answer)
-            else:
-                choice = reply.message(event.answer, _echo(worker, asked, event.answer.prompt_ids))
-            body = reply.whole(choice, event.answer)
-            if asked.request.return_token_ids:
-                body["prompt_token_ids"] = event.answer.prompt_ids
-            return json_response(body)
-    raise ClientGoneError
-
-
-async def _stream(
-    worker: Worker, asked: CheckedRequest, event: Any, coming: AsyncIterator[Any]
-) -> AsyncIterator[bytes]:
-    reply = _reply(worker, asked)
-    begun = False
-    try:
-        while True:
-            if event is None:
-                yield PING
-            elif isinstance(event, Failed):
-                problem = of_error(event.error, asked.names)
-                worker.metrics.failed.labels(problem.status).inc()
-                yield sse(problem.body)
-                return
-            elif not begun:
-                begun = True
-                for chunk in _first_chunks(worker, asked, reply, event.answer):
-                    yield sse(chunk)
-                continue
-            else:
-                ended = isinstance(event, Ended)
-                for chunk in _last_chunks(reply, event.answer) if ended else _piece_chunks(reply, event):
-                    yield sse(chunk)
-                if ended:
-                    yield DONE
-                    return
-            event = await anext(coming)
-    except ClientGoneError:
-        return
-    finally:
-        await coming.aclose()  # type: ignore[attr-defined]
-
-
-def _first_chunks(
-    worker: Worker, asked: CheckedRequest, reply: replies.Reply, answer: Completion
-) -> Iterator[dict[str, Any]]:
-    for choice in reply.begin(_echo(worker, asked, answer.prompt_ids), answer):
-        chunk = reply.chunk([choice], answer)
-        if asked.request.return_token_ids:
-            chunk["prompt_token_ids"] = answer.prompt_ids
-        yield chunk
-
-
-def _piece_chunks(reply: replies.Reply, piece: Piece) -> Iterator[dict[str, Any]]:
-    extra = piece.extra
-    for choice in reply.deltas(piece):
-        yield reply.chunk([choice], piece.answer) | extra
-        extra = {}
-    if extra:
-        yield reply.chunk([], piece.answer) | extra
-
-
-def _last_chunks(reply: replies.Reply, answer: Completion) -> Iterator[dict[str, Any]]:
-    choices = list(reply.last_deltas(answer))
-    for choice in choices[:-1]:
-        yield reply.chunk([choice], answer)
-    yield reply.chunk(choices[-1:], answer) | {"timings": answer.timings}
-    usage = reply.usage_chunk(answer)
-    if usage is not None:
-        yield usage
-
-
-def _reply(worker: Worker, asked: CheckedRequest) -> replies.ChatReply | replies.TextReply:
-    assert worker.engine is not None
-    return replies.make(asked.request, asked.settings.name, worker.engine.tokenizer)
-
-
-def _echo(worker: Worker, asked: CheckedRequest, prompt_ids: list[int]) -> str:
-    if not replies.echoed(asked.request):
-        return ""
-    prompt = asked.request.single if isinstance(asked.request, CompletionRequest) else ""
-    assert worker.engine is not None
-    return prompt if isinstance(prompt, str) else decoder(worker.engine.tokenizer)(prompt_ids)
-
-
-def _require_ready(worker: Worker) -> None:
-    if worker.state != "ready":
-        raise unavailable(worker.state)
-
-
-def _require_model(name: str, settings: Settings) -> None:
-    if name != settings.name:
-        message = f"model: got {shown(name)}, this server has {settings.name!r}"
-        raise RequestError(404, message, "model", "model_not_found")
+    answer.__annotations__ = {"body": dialect.given, "request": Request, "return": Response}
+    return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import re
@@ -26,7 +27,9 @@ from starlette.types import Receive, Scope, Send
 
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
+from specengine.protocol.ollama import LINES
 from specengine.protocol.problems import RequestError, json_response, of_error
+from specengine.protocol.replies import EVENTS, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.app import middleware
@@ -34,7 +37,7 @@ from specengine.serve.guards import HEALTH
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
 from specengine.serve.server import LOGGING, limited, open_socket
-from specengine.serve.worker import MAX_RETRY_SECONDS, sse
+from specengine.serve.worker import MAX_RETRY_SECONDS
 
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
@@ -103,7 +106,7 @@ class Front:
         for last in (False, True):
             coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation)
             try:
-                await _pass(coming, send)
+                await _pass(coming, send, asking.path)
                 return
             except asyncio.CancelledError:
                 coming.cancel()
@@ -128,21 +131,22 @@ class Front:
             problem.headers["Retry-After"] = str(self._retry_seconds)
         if request.url.path not in HEALTH:
             self._own.failed.labels(problem.status).inc()
-        return problem.response()
+        return problem.response(request.url.path)
 
 
-async def _pass(coming: AsyncIterator[Message], send: Send) -> None:
+async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
     """Send what a replica says; RequestError where it ends before it has said any of its answer.
 
     A status is sent with what comes behind it: a replica that ends between the two has not answered.
     """
     start: Message | None = None
-    streams = begun = False
+    media = b""
+    begun = False
     try:
         async for message in coming:
             if message["type"] == "http.response.start":
                 start = message
-                streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                media = next((value for name, value in message["headers"] if name == b"content-type"), b"")
                 continue
             if start is not None:
                 begun = True
@@ -157,8 +161,16 @@ async def _pass(coming: AsyncIterator[Message], send: Send) -> None:
         problem = _problem(error)
         if not begun:
             raise problem from error
-        last = sse(problem.body) if streams else b""
+        last = _last_words(problem, media, path)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _last_words(problem: RequestError, media: bytes, path: str) -> bytes:
+    """Return the end of a stream that goes no further, in its protocol."""
+    body = problem.body_for(path)
+    if media.startswith(LINES.encode()):
+        return json.dumps(body).encode() + b"\n"
+    return sse(body, "error" if body.get("type") == "error" else "") if media.startswith(EVENTS.encode()) else b""
 
 
 async def _gone(receive: Receive) -> None:

@@ -37,7 +37,7 @@ class Hosts:
             message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
             problem = RequestError(403, message, "host", "host_not_allowed")
             self.failed.labels(problem.status).inc()
-            await problem.response()(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -64,17 +64,18 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in WITHOUT_KEY and not self._allows(Headers(scope=scope)):
-            message = "a key is needed, as Authorization: Bearer KEY"
+            message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
             problem = RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             self.failed.labels(problem.status).inc()
-            await problem.response()(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
     def _allows(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self.keys]
-        return scheme.lower() == "bearer" and any(matches)
+        key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self.keys]
+        return any(matches)
 
 
 class BodyLimit:
@@ -90,7 +91,7 @@ class BodyLimit:
         said = Headers(scope=scope).get("content-length", "0")
         if not said.isdecimal() or int(said) > self.most:
             self.failed.labels(self.too_large.status).inc()
-            await self.too_large.response()(scope, receive, send)
+            await self.too_large.response(scope["path"])(scope, receive, send)
             return
         count = 0
 

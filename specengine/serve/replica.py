@@ -133,7 +133,8 @@ BEGINNING = 256  # characters of a text without turns
 def conversation_of(body: bytes) -> str | None:
     """Return a key that the requests of one conversation share, or None where a request has no beginning.
 
-    Of messages: those up to the first of the user; of a text or of token ids: the beginning.
+    Of messages, or of the items of OpenAI's Responses: those up to the first of the user, and what stands before them;
+    of a text or of token ids: the beginning.
     """
     try:
         asked = parsed(body)
@@ -141,10 +142,14 @@ def conversation_of(body: bytes) -> str | None:
         return None
     if not isinstance(asked, dict):
         return None
-    messages, beginning = asked.get("messages"), asked.get("prompt")
+    messages, beginning = asked.get("messages"), asked.get("prompt", asked.get("input_prefix"))
+    before = [said for name in ("system", "instructions") if (said := asked.get(name)) is not None]
+    if messages is None:
+        given = asked.get("input")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(messages, list):
         users = [place for place, message in enumerate(messages) if _role(message) == "user"]
-        beginning = messages[: users[0] + 1] if users else messages
+        beginning = [*before, *(messages[: users[0] + 1] if users else messages)]
     elif beginning is not None:
         beginning = beginning[:BEGINNING] if isinstance(beginning, str | list) else None
     return hashlib.sha256(json.dumps(beginning).encode()).hexdigest()[:32] if beginning else None

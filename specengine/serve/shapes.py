@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from specengine.protocol.dialects import CHAT, MESSAGES, RESPONSES, TEXT
+from specengine.protocol.ollama import LINES
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -18,6 +21,24 @@ class ErrorBody(BaseModel):
     """OpenAI's shape of an error."""
 
     error: ErrorDetail
+
+
+class AnthropicDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Anthropic's shape of an error."""
+
+    type: Literal["error"]
+    error: AnthropicDetail
+
+
+class OllamaError(BaseModel):
+    """Ollama's shape of an error."""
+
+    error: str
 
 
 class Health(BaseModel):
@@ -66,8 +87,8 @@ class _Answer(BaseModel):
     created: int
     model: str
     usage: Usage
-    timings: dict[str, Any]
-    metrics: dict[str, Any]
+    timings: dict[str, Any] | None = Field(None, description="of the one answer")
+    metrics: dict[str, Any] | None = Field(None, description="of the one answer")
 
 
 class ChatAnswer(_Answer):
@@ -84,7 +105,65 @@ class TextAnswer(_Answer):
     choices: list[TextChoice] = Field(min_length=1)
 
 
+class Response(BaseModel):
+    """OpenAI's response; a stream has the same in `response.*` events."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class Message(BaseModel):
+    """Anthropic's message; a stream has the same in its events."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[dict[str, Any]]
+    model: str
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class OllamaAnswer(BaseModel):
+    """Ollama's answer; a stream has lines of the same."""
+
+    model: str
+    created_at: str
+    done: Literal[True]
+    done_reason: Literal["stop", "length", "load"]
+
+
+class InfillAnswer(BaseModel):
+    """llama.cpp's answer, or the fields that the request names."""
+
+    content: str | None = None
+
+
+def errors(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` of an endpoint's errors, where their shape is not OpenAI's."""
+    model = AnthropicError if path.startswith("/v1/messages") else OllamaError if path.startswith("/api/") else None
+    return {} if model is None else {"default": {"model": model, "description": "refused or failed"}}
+
+
 def answers(model: type[BaseModel], *others: str) -> dict[int | str, dict[str, Any]]:
     """Return FastAPI's `responses` of an endpoint; others: media types of text that may replace JSON."""
-    content = {kind: {"schema": {"type": "string"}} for kind in others}
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in others}
     return {200: {"model": model, "content": content}}
+
+
+_EVENTS = "text/event-stream"
+ANSWERS = {
+    CHAT: answers(ChatAnswer, _EVENTS),
+    TEXT: answers(TextAnswer, _EVENTS),
+    RESPONSES: answers(Response, _EVENTS),
+    MESSAGES: answers(Message, _EVENTS),
+    "/api/chat": answers(OllamaAnswer, LINES),
+    "/api/generate": answers(OllamaAnswer, LINES),
+    "/infill": answers(InfillAnswer, _EVENTS),
+}

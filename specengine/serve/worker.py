@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
-import json
 import logging
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
-from starlette.requests import Request
 
 from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
 from specengine.errors import InputError, QueueFullError
@@ -140,18 +136,26 @@ class Worker:
             for thread in (self._thread, *self._others):
                 thread.join(seconds)
 
-    def submit(self, job: Job) -> None:
-        """Put into the queue; QueueFullError where as many wait as may, InputError for a text that fits no context."""
-        if self.limits is not None:
-            job.asked.require_possible(self.limits)
-        job.quick = job.asked.quick
+    def submit(self, *jobs: Job) -> None:
+        """Put into the queue, all or none; QueueFullError where as many wait as may, InputError for a text that fits
+        no context, and for more jobs than may ever wait.
+        """
+        most = self._most + self.parallel
+        if len(jobs) > most:
+            raise InputError(f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue")
+        for job in jobs:
+            if self.limits is not None:
+                job.asked.require_possible(self.limits)
+            job.quick = job.asked.quick
         with self._changed:
             waiting = len(self._jobs)
-            if waiting >= self._most + self.parallel - len(self._answered):
+            if waiting + len(jobs) > most - len(self._answered):
                 raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
             asking = {other.ticket.client for other in (*self._jobs, *self._answered)}
-            job.ticket.client = self._clients.of(job.who, asking)
-            self._jobs.append(job)
+            for job in jobs:
+                job.ticket.client = self._clients.of(job.who, asking)
+                asking.add(job.ticket.client)
+            self._jobs += jobs
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
@@ -197,7 +201,7 @@ class Worker:
                 self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
             self.metrics.watch(self._pool or self.engine)
-            self.limits, self._short = _limits(self.engine), _limits(self.engine)
+            self.limits, self._short = limits_of(self.engine), limits_of(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
             self.failed()
@@ -373,7 +377,7 @@ def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]
     return found, len(expected) - found
 
 
-def _limits(engine: Engine) -> ModelLimits:
+def limits_of(engine: Engine) -> ModelLimits:
     """Return the limits with a tokenizer of the reading thread's own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))
@@ -390,59 +394,3 @@ def _log(answer: Completion, ended: str) -> None:
         stats.elapsed_s,
         stats.mean_acceptance_length,
     )
-
-
-PING = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for this answer any more."""
-
-
-def sse(body: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _who(asked: CheckedRequest, request: Request) -> int:
-    """Return a number for whoever asks: by key and user, all others being one."""
-    names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
-    return hash((request.headers.get("authorization"), *names))
-
-
-async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
-    """Yield the events of a request, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
-
-    Leaving it early frees the engine, or the place in the queue.
-    """
-    inbox: asyncio.Queue[Event | ClientGoneError] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def deliver(event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
-            loop.call_soon_threadsafe(inbox.put_nowait, event)
-
-    job = Job(asked, deliver, _who(asked, request))
-    worker.submit(job)
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        worker.cancel(job)
-        inbox.put_nowait(ClientGoneError())
-
-    watching = asyncio.create_task(watch())
-    try:
-        while True:
-            try:
-                event = await asyncio.wait_for(inbox.get(), asked.settings.ping_seconds)
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(event, ClientGoneError):
-                raise event
-            yield event
-    finally:
-        worker.cancel(job)
-        watching.cancel()

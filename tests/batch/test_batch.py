@@ -105,7 +105,7 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"body": {"messages": [{"role": "user", "content": "a"}], "n": 2}}, "body.n: "),
+        ({"body": {"messages": [{"role": "user", "content": "a"}], "n": 0}}, "body.n: "),
         ({"body": {"messages": []}}, "body.messages: "),
         ({"body": {"messages": [{"role": "user"}]}}, "body.messages[0].content: "),
         ({"body": {"messages": [{"role": "user", "content": "a"}], "nonsense": 1}}, "body.nonsense: unknown"),
@@ -142,9 +142,18 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
         {"messages": said, "logit_bias": {"65": 100}, "top_k": 1, "max_tokens": 3},
         {"messages": said, "nonsense": 1},
         {"messages": said, "logit_bias": {"9999": 1}},
+        {"messages": said, "n": 3, "temperature": 1.5, "max_tokens": 9},
     ]
     entries = [
         {"custom_id": f"r{place}", "url": "/v1/chat/completions", "body": body} for place, body in enumerate(bodies)
+    ]
+    tool = {"type": "function", "name": "f"}
+    answered = {"input": "hello", "tools": [tool], "tool_choice": "required", "max_output_tokens": 99}
+    message = {"messages": said, "max_tokens": 9, "temperature": 1.0}
+    entries += [
+        {"custom_id": "r7", "url": "/v1/responses", "body": answered},
+        {"custom_id": "r8", "url": "/v1/messages", "body": message},
+        {"custom_id": "r9", "url": "/v1/responses", "body": {"input": "a", "previous_response_id": "x"}},
     ]
     out = tmp_path / "out.jsonl"
     assert files.batch(files.write(tmp_path / "in.jsonl", entries), out, model) == 1
@@ -157,8 +166,16 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
     assert choices[1]["finish_reason"] == "tool_calls"
     assert [len(rated["top_logprobs"]) for rated in choices[2]["logprobs"]["content"]] == [2, 2, 2]
     assert choices[3]["message"]["content"] == byte_tokenizer().decode([65]) * 3
-    assert [line["custom_id"] for line in lines if line["error"]] == ["r4", "r5"]
+    assert [line["custom_id"] for line in lines if line["error"]] == ["r4", "r5", "r9"]
+    (item,) = lines[7]["response"]["body"]["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", "{}")
+    assert lines[8]["response"]["body"]["stop_reason"] == "max_tokens"
+    assert lines[9]["error"]["message"].startswith("body.previous_response_id: this server keeps no responses")
     assert "9999" in lines[5]["error"]["message"]
+    several = lines[6]["response"]["body"]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in several["choices"]}) > 1
+    assert several["usage"]["completion_tokens"] > 9
     again = tmp_path / "again.jsonl"
     files.batch(tmp_path / "in.jsonl", again, model)
     assert again.read_bytes() == out.read_bytes()

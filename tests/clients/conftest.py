@@ -35,6 +35,18 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def calling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve such a model with a chat template that takes tools; its name is any."""
+    _require_extra()
+    folder, port = tmp_path_factory.mktemp("models") / "calling", free_port()
+    command = [PYTHON, "-m", "tests.serve.tiny_model", str(folder), "--tools"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    limits = ["--default-max-tokens", "64", "--queue", "64"]
+    with running([str(folder), "--draft", "none", *limits], port=port, python=PYTHON, seconds=300):
+        yield address(port)
+
+
+@pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
     """Serve the default model, named `smol`, for tests marked `model`. KEY is needed."""
     _require_extra()

@@ -81,11 +81,53 @@ def test_text_completions(tiny: Any) -> None:
 
 
 def test_errors_are_the_clients_own(tiny: Any) -> None:
-    for options, param in (({"temperature": -1}, "temperature"), ({"n": 3}, "n"), ({"max_tokens": 999}, "max_tokens")):
+    for options, param in (({"temperature": -1}, "temperature"), ({"n": 0}, "n"), ({"max_tokens": 999}, "max_tokens")):
         with pytest.raises(openai.BadRequestError) as refused:
             tiny.chat.completions.create(model="tiny", messages=HELLO, **options)
         assert (refused.value.status_code, refused.value.param) == (400, param)
         assert refused.value.type == "invalid_request_error"
+
+
+RIVER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"river": {"enum": ["Nile", "Po"]}},
+    "required": ["river"],
+    "additionalProperties": False,
+}
+
+
+def test_responses_with_tools(calling_server: str) -> None:
+    client = openai.OpenAI(base_url=f"{calling_server}/v1", api_key="any", max_retries=0)
+    tool: Any = {"type": "function", "name": "look_up", "parameters": RIVER, "strict": True}
+    asked: dict[str, Any] = {"model": "gpt", "input": "Hello", "tools": [tool], "max_output_tokens": 200}
+    whole = client.responses.create(**asked, tool_choice="required")
+    (call,) = whole.output
+    assert (whole.status, call.type, call.name) == ("completed", "function_call", "look_up")
+    with client.responses.stream(**asked, tool_choice="required") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert final.output[0].arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "wet"}
+    turn: list[Any] = [{"role": "user", "content": "Hello"}, call, result]
+    text = client.responses.create(model="gpt", input=turn, max_output_tokens=8)
+    assert text.output[0].type == "message"
+    with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+        client.responses.create(model="gpt", input="Hello", previous_response_id=text.id)
+
+
+def test_responses_streamed_as_text(tiny: Any) -> None:
+    asked = {"model": "tiny", "input": "Hello", "instructions": "Be short", "max_output_tokens": 12}
+    whole = tiny.responses.create(**asked)
+    with tiny.responses.stream(**asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+
+
+def test_several_answers(tiny: Any) -> None:
+    answer = tiny.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, temperature=1.0, seed=1, n=3)
+    assert len({choice.message.content for choice in answer.choices}) == 3
 
 
 @pytest.mark.model

@@ -268,9 +268,30 @@ def test_a_conversation_is_known_by_its_beginning() -> None:
     assert start != of(chat("another"))
     assert start != of({"messages": [system, *chat("one")["messages"]]})
     assert of({"prompt": "a" * 300}) == of({"prompt": "a" * 256 + "b"}) != of({"prompt": "b"})
-    for nothing in ({}, {"prompt": 3}, {"messages": []}):
+    item = {"role": "user", "content": "one"}
+    assert of({"input": "one"}) == of({"input": [item, {"type": "function_call"}]}) != of({"input": "two"})
+    assert of({"input": "one", "instructions": "be kind"}) != of({"input": "one"})
+    messages = chat("one")["messages"]
+    assert of({"messages": messages, "system": "be kind"}) != of({"messages": messages}) == start
+    assert of({"input_prefix": "a" * 300, "input_suffix": "b"}) == of({"input_prefix": "a" * 256}) is not None
+    for nothing in ({}, {"prompt": 3}, {"messages": []}, {"input": 3}, {"input": []}):
         assert of(nothing) is None
     assert conversation_of(b"{") is conversation_of(b"[1]") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "media", "last"),
+    [
+        ("/v1/chat/completions", b"text/event-stream", b'data: {"error":{"message":"lost",'),
+        ("/v1/messages", b"text/event-stream", b'event: error\ndata: {"type":"error",'),
+        ("/api/chat", b"application/x-ndjson", b'{"error": "lost"}\n'),
+        ("/api/chat", b"application/json", b""),
+    ],
+)
+def test_a_stream_that_is_lost_ends_in_its_protocol(path: str, media: bytes, last: bytes) -> None:
+    said = front._last_words(RequestError(503, "lost"), media, path)
+    assert said.startswith(last)
+    assert bool(said) == bool(last)
 
 
 @pytest.mark.parametrize(

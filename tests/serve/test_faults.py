@@ -20,7 +20,7 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"nonsense": 1}, "nonsense"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 1e40}, "temperature"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specengine.protocol.completion import Completion
+from specengine.protocol.logprobs import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.replies import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.requests import CompletionRequest
 from specengine.protocol.settings import Settings
 from specengine.records import TokenLogprob

@@ -106,7 +106,8 @@ def test_minus_one_token_is_no_limit() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"n": 3}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 100}, "n"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -124,6 +125,43 @@ def test_what_changes_the_answer_and_cannot_be_honoured_is_refused(
     server: Served, change: dict[str, Any], field: str
 ) -> None:
     assert refused(server, CHAT | change) == field
+
+
+# ---- several answers
+
+
+def test_several_answers_are_those_of_seeds_that_follow(server: Served) -> None:
+    asked = CHAT | {"n": 3, "temperature": 1.5, "seed": 7, "return_token_ids": True}
+    answer = server.post(asked).json()
+    alone = [server.post(asked | {"n": 1, "seed": 7 + more}).json() for more in range(3)]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == [each["choices"][0]["message"]["content"] for each in alone]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
+    assert {"timings", "metrics"}.isdisjoint(answer)
+    streamed = chunks(server.post(asked | {"stream": True, "stream_options": {"include_usage": True}}).text)
+    assert streamed[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    for index, text in enumerate(texts):
+        own = [choice for chunk in streamed for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == text
+        assert own[-1]["finish_reason"]
+
+
+def test_several_prompts_each_with_several_answers(server: Served) -> None:
+    asked = TEXT | {"prompt": ["one", "two", "three"], "n": 2, "echo": True}
+    answer = server.post(asked, "/v1/completions").json()
+    alone = [server.post(asked | {"prompt": text, "n": 1}, "/v1/completions").json() for text in asked["prompt"]]
+    expected = [each["choices"][0]["text"] for each in alone for _ in range(2)]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert answer["usage"]["prompt_tokens"] == len("onetwothree")
+    ids = server.post(TEXT | {"prompt": [[1, 2], [3]]}, "/v1/completions").json()
+    assert (len(ids["choices"]), ids["usage"]["prompt_tokens"]) == (2, 3)
+
+
+def test_more_answers_than_may_ever_wait_are_refused(server: Served) -> None:
+    assert "accepted up to 17" in server.post(CHAT | {"n": 18}).json()["error"]["message"]
 
 
 # ---- other servers' names

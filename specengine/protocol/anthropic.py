@@ -1,0 +1,294 @@
+"""Anthropic's Messages: blocks of content in, blocks of content out."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.parts import Part, Parts
+from specengine.protocol.problems import RequestError, anthropic_error
+from specengine.protocol.replies import Reply, sse
+from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling
+from specengine.protocol.thoughts import Thought
+from specengine.protocol.tool_formats import ToolCall
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_LENIENT = ConfigDict(extra="allow", strict=True)
+Blocks = str | list[dict[str, Any]]
+
+
+class Turn(BaseModel):
+    """One message of the conversation."""
+
+    model_config = _LENIENT
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class ToolOffered(BaseModel):
+    """A tool of the client's; `input_schema` is what its input meets if it is strict."""
+
+    model_config = _LENIENT
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"\S")
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Choice(BaseModel):
+    model_config = _STRICT
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Asked(BaseModel):
+    """Fields of both endpoints."""
+
+    model_config = _STRICT
+    model: str | None = None
+    messages: list[Turn] = Field(min_length=1, fail_fast=True)
+    system: Blocks | None = None
+    tools: list[ToolOffered] | None = Field(None, max_length=128, fail_fast=True)
+    tool_choice: Choice | None = None
+    thinking: dict[str, Any] | None = Field(None, description="type disabled: without thoughts, if the model can")
+    output_config: dict[str, Any] | None = Field(None, description="`format`: a JSON schema that the answer meets")
+    output_format: dict[str, Any] | None = Field(None, description="the same, as it was called before")
+    cache_control: dict[str, Any] | None = Field(None, description="no effect: prefixes are always reused")
+    context_management: dict[str, Any] | None = Field(None, description="no effect: what is too long is refused")
+    mcp_servers: list[Any] | None = Field(None, max_length=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountRequest(_Asked):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(_Asked):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    container: None = None
+    policy: Literal["plain"] | None = None
+
+
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "response_format": "output_config",
+}
+_HINTS = ("thinking", "redacted_thinking")
+
+
+def chat_of(body: _Asked) -> ChatRequest:
+    """Return the request as a chat; RequestError names a block that is not supported."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text("system", body.system)})
+    for place, turn in enumerate(body.messages):
+        messages += _messages(f"messages[{place}]", turn)
+    choice = body.tool_choice or Choice(type="auto")
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _choice(choice) if body.tools or choice.type in ("any", "tool") else None,
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+        "response_format": _format(body),
+        "chat_template_kwargs": _thinking(body) or None,
+    }
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        fields["continue_final_message"] = True  # the beginning of the answer
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "policy": body.policy,
+        }
+    return ChatRequest.model_validate(fields)
+
+
+def _messages(place: str, turn: Turn) -> list[dict[str, Any]]:
+    """Return the messages of a turn: results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    made: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    texts, thoughts = "", ""
+    for at, block in enumerate(turn.content):
+        where, kind = f"{place}.content[{at}]", block.get("type")
+        if kind == "tool_result" and turn.role == "user":
+            result = _text(f"{where}.content", block.get("content") or "")
+            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+        elif kind == "tool_use" and turn.role == "assistant":
+            calls.append(
+                {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+            )
+        elif kind in _HINTS:
+            thoughts += str(block.get("thinking") or "")
+        else:
+            texts += _text(where, [block], alone=True)
+    message: dict[str, Any] = {"role": turn.role, "content": texts}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return [*made, message] if texts or calls or thoughts or not made else made
+
+
+def _text(where: str, content: Any, alone: bool = False) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(where, "accepted a string or a list of blocks")
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or not isinstance(block.get("text"), str):
+            place = f"{where}.type" if alone else f"{where}[{at}].type"
+            raise _refused(
+                place, f"got {kind!r:.60}, accepted text, tool_use of the assistant, tool_result of the user"
+            )
+    return "".join(block["text"] for block in content)
+
+
+def _refused(where: str, message: str) -> RequestError:
+    return RequestError(400, f"{where}: {message}", where)
+
+
+def _tool(tool: ToolOffered) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _choice(choice: Choice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def _format(body: _Asked) -> dict[str, Any] | None:
+    given = body.output_format or (body.output_config or {}).get("format")
+    if not given:
+        return None
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        raise _refused("output_config.format", "accepted type 'json_schema'")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
+
+
+def _thinking(body: _Asked) -> dict[str, Any]:
+    kind = (body.thinking or {}).get("type")
+    asked = {} if kind is None else {"enable_thinking": kind != "disabled"}
+    return asked | (body.chat_template_kwargs or {})
+
+
+# ---- answers
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesReply(Reply):
+    """One message, whose blocks are thoughts, text and calls of tools."""
+
+    ping = sse({"type": "ping"}, "ping")
+
+    def __init__(self, body: MessagesRequest, asked: Sampling, model: str, tokenizer: Any) -> None:
+        self._model, self._id = model, f"msg_{uuid.uuid4().hex}"
+        self._parts = Parts(asked, tokenizer)
+        self._open: type | None = None  # kind of the block that grows
+        self._count = 0  # of blocks
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        answer = answers[0]
+        blocks = [_block(part) for part in self._parts.of(answer)]
+        figures = {"timings": answer.timings, "metrics": answer.metrics}
+        return self._message(blocks) | self._ended(answer) | {"usage": _usage(answer)} | figures
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        self._parts.begin(answer.prompt_ids)
+        usage = _usage(answer) | {"output_tokens": 0}
+        nothing = {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=self._message([]) | nothing)
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        yield from self._told(self._parts.push(piece.text))
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        yield from self._told(self._parts.end())
+        yield from self._close()
+        yield _event("message_delta", delta=self._ended(answer), usage=_usage(answer))
+        yield _event("message_stop")
+
+    def failed(self, problem: RequestError) -> bytes:
+        return sse(anthropic_error(problem), "error")
+
+    def _told(self, parts: Sequence[Part]) -> Iterator[bytes]:
+        for part in parts:
+            if self._open is not type(part) or isinstance(part, ToolCall):
+                yield from self._close()
+                yield _event("content_block_start", index=self._count, content_block=_block(part, begun=True))
+                self._open = type(part)
+            delta = {"type": "text_delta", "text": part}
+            if isinstance(part, ToolCall):
+                delta = {"type": "input_json_delta", "partial_json": part.arguments}
+            elif isinstance(part, Thought):
+                delta = {"type": "thinking_delta", "thinking": part.text}
+            yield _event("content_block_delta", index=self._count, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._count)
+            self._open, self._count = None, self._count + 1
+
+    def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+        kept = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**kept, "content": blocks}
+
+    def _ended(self, answer: Completion) -> dict[str, Any]:
+        stopped, reason = self._parts.stopped, _REASONS[self._parts.reason(answer)]
+        if stopped is not None and reason == "end_turn":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stopped if reason == "stop_sequence" else None}
+
+
+def _block(part: Part, begun: bool = False) -> dict[str, Any]:
+    """Return a block of content; begun: without what its deltas say."""
+    if isinstance(part, ToolCall):
+        given = {} if begun else json.loads(part.arguments)
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
+    if isinstance(part, Thought):
+        return {"type": "thinking", "thinking": "" if begun else part.text, "signature": ""}
+    return {"type": "text", "text": "" if begun else part}
+
+
+def _usage(answer: Completion) -> dict[str, Any]:
+    """Return Anthropic's usage, whose input tokens are those that were not cached."""
+    usage: Mapping[str, Any] = answer.usage
+    return {
+        "input_tokens": usage["prompt_tokens"] - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse({"type": kind} | fields, kind)

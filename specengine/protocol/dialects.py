@@ -1,0 +1,105 @@
+"""The protocols that requests come in. Each is translated to one request, and the answer told in its own shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from specengine.protocol import anthropic, llamacpp, ollama, responses
+from specengine.protocol.problems import of_validation
+from specengine.protocol.replies import OpenAIReply, Reply
+from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
+
+Given = TypeVar("Given", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Dialect(Generic[Given]):
+    """An endpoint that answers.
+
+    given      its body
+    translate  makes the request that the engine answers; its ValidationError is told in the client's names
+    reply      shapes the answers: called with the body, that request, the model's name and its tokenizer
+    names      the client's names of options and of fields of `translate`'s request, by the others
+    about      for /openapi.json
+    """
+
+    given: type[Given]
+    translate: Callable[[Given], Sampling]
+    reply: Callable[[Given, Sampling, str, Any], Reply]
+    names: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
+
+    def translated(self, body: Given) -> Sampling:
+        """Return the request; RequestError."""
+        try:
+            return self.translate(body)
+        except ValidationError as error:
+            problem = of_validation(error.errors(), list(self.given.model_fields))
+            first, rest = _parted(problem.param or "")
+            if first in self.names:
+                renamed = self.names[first] + rest
+                problem.args = (str(problem).replace(problem.param or "", renamed, 1),)
+                problem.param = renamed
+            raise problem from error
+
+
+def _parted(place: str) -> tuple[str, str]:
+    end = next((at for at, letter in enumerate(place) if letter in ".["), len(place))
+    return place[:end], place[end:]
+
+
+def _openai(about: str, given: type[Any]) -> Dialect[Any]:
+    def reply(body: Any, asked: Sampling, model: str, tokenizer: Any) -> Reply:
+        return OpenAIReply(asked, model, tokenizer)
+
+    return Dialect(given, lambda body: body, reply, about=about)
+
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
+DIALECTS: dict[str, Dialect[Any]] = {
+    CHAT: _openai("Answer a conversation", ChatRequest),
+    TEXT: _openai("Go on with a text", CompletionRequest),
+    RESPONSES: Dialect(
+        responses.ResponsesRequest,
+        responses.chat_of,
+        responses.ResponsesReply,
+        responses.NAMES,
+        "Answer a conversation, as OpenAI's Responses",
+    ),
+    MESSAGES: Dialect(
+        anthropic.MessagesRequest,
+        anthropic.chat_of,
+        anthropic.MessagesReply,
+        anthropic.NAMES,
+        "Answer a conversation, as Anthropic's Messages",
+    ),
+    "/api/chat": Dialect(
+        ollama.ChatBody, ollama.chat_of, ollama.OllamaReply, ollama.NAMES, "Answer a conversation, as Ollama does"
+    ),
+    "/api/generate": Dialect(
+        ollama.GenerateBody, ollama.generation_of, ollama.OllamaReply, ollama.NAMES, "Answer a text, as Ollama does"
+    ),
+    "/infill": Dialect(
+        llamacpp.InfillBody,
+        llamacpp.completion_of,
+        llamacpp.InfillReply,
+        llamacpp.NAMES,
+        "Answer between two texts, as llama.cpp does",
+    ),
+}
+_COUNTING: Dialect[Any] = Dialect(
+    anthropic.CountRequest,
+    anthropic.chat_of,
+    anthropic.MessagesReply,
+    anthropic.NAMES,  # which has no answer to tell
+)
+
+
+def counting(body: anthropic.CountRequest) -> Sampling:
+    """Return the request whose tokens Anthropic's clients ask for; RequestError."""
+    return _COUNTING.translated(body)

@@ -1,0 +1,123 @@
+"""llama.cpp's requests that OpenAI has no endpoint for: tokens of a text, its text, and answers between two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.parts import Parts, text_of_parts
+from specengine.protocol.replies import Reply, sse
+from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, declared_values
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class TokenizeBody(BaseModel):
+    """llama.cpp's `content`, or vLLM's `prompt`, whose special tokens at its ends are there by default."""
+
+    model_config = _STRICT
+    content: str | None = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = Field(None, description="false: the text of special tokens is plain text")
+    with_pieces: bool | None = Field(None, description="the text of each token too")
+    return_token_strs: bool | None = Field(None, description="the text of each token too, as `token_strs`")
+
+
+class DetokenizeBody(BaseModel):
+    model_config = _STRICT
+    tokens: list[int]
+    model: str | None = None
+
+
+class OtherFile(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    text: str
+    filename: str = ""
+
+
+class InfillBody(Declared, Hints):
+    """POST /infill."""
+
+    model_config = _STRICT
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[OtherFile] | None = Field(None, max_length=256)
+    prompt: str | None = Field(None, description="goes on with input_prefix")
+    model: str | None = None
+    n_predict: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    repeat_penalty: float | None = None
+    response_fields: list[str] | None = None
+    samplers: list[str] | None = Field(None, description="no effect")
+    n_indent: int | None = Field(None, description="no effect")
+    n_keep: int | None = Field(None, description="no effect")
+    t_max_prompt_ms: float | None = Field(None, description="no effect")
+    t_max_predict_ms: float | None = Field(None, description="no effect")
+
+
+NAMES = {"suffix": "input_suffix", "prompt": "input_prefix", "max_tokens": "n_predict", "max_new_tokens": "n_predict"}
+
+
+def completion_of(body: InfillBody) -> CompletionRequest:
+    most = body.max_tokens if body.n_predict is None else body.n_predict
+    prefix = body.input_prefix + (body.prompt or "")
+    fields: dict[str, Any] = {
+        "prompt": prefix,
+        "model": body.model,
+        "max_tokens": None if most is None or most < 0 else most,
+        "stop": body.stop,
+        "stream": body.stream,
+    }
+    if body.repeat_penalty is not None:
+        fields["repetition_penalty"] = body.repeat_penalty
+    others = tuple((other.filename, other.text) for other in body.input_extra or ())
+    made = CompletionRequest.model_validate(declared_values(body) | fields)
+    return made.within(Infill(prefix, body.input_suffix, others))
+
+
+class InfillReply(Reply):
+    """llama.cpp's answer: `content`, and `stop` with the last of it."""
+
+    def __init__(self, body: InfillBody, asked: Sampling, model: str, tokenizer: Any) -> None:
+        self._wanted, self._model = body.response_fields, model
+        self._parts = Parts(asked, tokenizer)
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        said = self._said(text_of_parts(self._parts.of(answers[0])), answers[0])
+        return said if not self._wanted else {name: said[name] for name in self._wanted if name in said}
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        yield from ()
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        text = text_of_parts(self._parts.push(piece.text))
+        if text:
+            yield sse({"index": 0, "content": text, "tokens": piece.tokens, "stop": False})
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        yield sse(self._said(text_of_parts(self._parts.end()), answer))
+
+    def _said(self, text: str, answer: Completion) -> dict[str, Any]:
+        usage, stopped = answer.usage, self._parts.stopped
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": answer.token_ids,
+            "stop": True,
+            "model": self._model,
+            "stop_type": "limit" if answer.reason == "length" else "eos" if stopped is None else "word",
+            "stopping_word": stopped or "",
+            "tokens_cached": answer.cached_tokens,
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_predicted": usage["completion_tokens"],
+            "truncated": False,
+            "timings": answer.timings,
+        }

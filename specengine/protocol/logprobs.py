@@ -1,0 +1,114 @@
+"""Log-probabilities of an answer's tokens in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from specengine.records import TokenLogprob
+from specengine.request.text import Decoder, TextStream, decoder
+
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """Return the text of each token, partial characters included; special tokens by their names."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._decoded = Decoder(tokenizer, special=True, clean_up_tokenization_spaces=False)
+        self._known: dict[int, bytes] = {}
+
+    def written(self, token: int) -> bytes:
+        """Return a token's text; it is empty where the tokenizer has none."""
+        if token not in self._known:
+            self._known[token] = self._read(token)
+        return self._known[token]
+
+    def _read(self, token: int) -> bytes:
+        once, twice = self._decoded([token]), self._decoded([token, token])
+        text = twice[len(once) :] if twice.startswith(once) else once  # a first token may lose its blank
+        if REPLACEMENT not in text:
+            return text.encode(errors="replace")
+        piece = self._decoded.name(token)
+        if not isinstance(piece, str):
+            return text.encode(errors="replace")
+        if single := _SINGLE.fullmatch(piece):
+            return bytes.fromhex(single[1])
+        if all(letter in _BYTES for letter in piece):
+            return bytes(_BYTES[letter] for letter in piece)
+        return text.encode(errors="replace")
+
+
+class ChatLogprobs:
+    """`choices[].logprobs` of chat."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            self._one(given.token, given.logprob) | {"top_logprobs": [self._one(*likely) for likely in given.top]}
+            for given in rated
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        written = self._texts.written(token)
+        return {"token": written.decode(errors="replace"), "logprob": bounded(logprob), "bytes": list(written)}
+
+
+class TextLogprobs:
+    """`choices[].logprobs` of completions, whose offsets count on from one part of an answer to the next.
+
+    An offset is the place in the text that the answer shows: special tokens, and ids without text, take none.
+    A token that is no whole characters is written as OpenAI does, `bytes:` and its bytes.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._stream = TextStream(decoder(texts.tokenizer))
+        self._offset = 0
+
+    def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """Return the shape of these tokens; first: a token before them, without a log-probability."""
+        tokens = [*([] if first is None else [first]), *(given.token for given in rated)]
+        unknown = [None] * (len(tokens) - len(rated))
+        places = [self._place(token) for token in tokens]
+        if first is not None:  # a prompt; the answer is a text of its own
+            self._offset += len(self._stream.rest)
+            self._stream = TextStream(decoder(self._texts.tokenizer))
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [*unknown, *(bounded(given.logprob) for given in rated)],
+            "top_logprobs": [*unknown, *(self._top(given) for given in rated)],
+            "text_offset": places,
+        }
+
+    def _top(self, given: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in (*given.top, (given.token, given.logprob)):
+            top.setdefault(self._name(token), bounded(logprob))
+        return top
+
+    def _name(self, token: int) -> str:
+        written = self._texts.written(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+    def _place(self, token: int) -> int:
+        place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))  # what may become a character later
+        self._offset += len(self._stream.push([token]))
+        return place
+
+
+def bounded(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

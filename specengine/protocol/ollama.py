@@ -1,0 +1,262 @@
+"""Ollama's chat and generate: lines of JSON, streamed unless a request says otherwise."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
+from specengine.protocol.problems import RequestError
+from specengine.protocol.replies import Reply
+from specengine.protocol.requests import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Tool
+from specengine.protocol.tool_formats import ToolCall
+
+VERSION = "0.12.6"  # of Ollama, whose requests these are; clients ask for a least one
+LINES = "application/x-ndjson"
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class Options(BaseModel):
+    """Ollama's options of sampling; those of how a model is run (`num_ctx`, `num_gpu` and others) have no effect."""
+
+    model_config = _STRICT
+    num_predict: int | None = Field(None, description="-1 and -2: no limit but the server's")
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    mirostat: int | None = Field(None, ge=0, le=0)
+    tfs_z: float | None = Field(None, ge=1, le=1)
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    num_thread: int | None = None
+    main_gpu: int | None = None
+    repeat_last_n: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    penalize_newline: bool | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+
+
+class _Asked(BaseModel):
+    """Fields of both endpoints."""
+
+    model_config = _STRICT
+    model: str | None = None
+    format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
+    options: Options | None = None
+    stream: bool | None = None
+    keep_alive: str | int | float | None = Field(None, description="no effect: the model stays")
+    think: bool | str | None = Field(None, description="false: without thoughts, if the model can")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncate: bool | None = None
+    shift: bool | None = None
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = Field(None, max_length=0)
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(_Asked):
+    """POST /api/chat."""
+
+    messages: list[Turn] = Field(default_factory=list, fail_fast=True)
+    tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
+
+
+class GenerateBody(_Asked):
+    """POST /api/generate; `raw`: the prompt without the chat template."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = Field(None, max_length=0)
+    context: list[int] | None = Field(None, description="no effect: nothing is kept")
+    template: Literal[""] | None = None
+
+
+NAMES = {
+    "max_new_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    "json_schema": "format",
+    **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop")},
+}
+
+
+def chat_of(body: ChatBody) -> ChatRequest:
+    fields: dict[str, Any] = {
+        "messages": [_message(turn) for turn in body.messages],
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+    }
+    return ChatRequest.model_validate(_fields(body) | _thinking(body) | fields)
+
+
+def generation_of(body: GenerateBody) -> Sampling:
+    """Return a chat of one message, or a completion: of a raw prompt, or before a suffix."""
+    if body.raw or body.suffix:
+        suffix = {"suffix": body.suffix} if body.suffix else {}
+        return CompletionRequest.model_validate(_fields(body) | {"prompt": body.prompt or "", **suffix})
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return ChatRequest.model_validate(_fields(body) | _thinking(body) | {"messages": messages})
+
+
+def is_empty(body: _Asked) -> bool:
+    """Return whether a request asks for nothing but that the model be there."""
+    return not (body.messages if isinstance(body, ChatBody) else isinstance(body, GenerateBody) and body.prompt)
+
+
+def loaded(body: _Asked, model: str) -> dict[str, Any]:
+    """Return the answer to a request that asks for nothing."""
+    said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}}
+    kind = said if isinstance(body, ChatBody) else {"response": ""}
+    return {"model": model, "created_at": now(), **kind, "done": True, "done_reason": "load"}
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": turn.role, "content": turn.content or ""}
+    if turn.thinking:
+        made["reasoning_content"] = turn.thinking
+    if turn.tool_calls:
+        made["tool_calls"] = [{"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls]
+    if turn.tool_name:
+        made["name"] = turn.tool_name
+    return made | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
+
+
+def _id(given: Any) -> dict[str, str]:
+    return {"id": given} if isinstance(given, str) else {}
+
+
+def _fields(body: _Asked) -> dict[str, Any]:
+    options = body.options or Options.model_validate({})
+    most = options.num_predict
+    fields: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+    }
+    schema = body.format if isinstance(body.format, dict) else None
+    if body.format and schema is None and body.format != "json":
+        raise RequestError(400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format")
+    if schema is not None:
+        fields["response_format"] = {"type": "json_schema", "schema": schema}
+    elif body.format:
+        fields["response_format"] = {"type": "json_object"}
+    chats = isinstance(body, ChatBody)
+    return fields | {
+        "model": body.model,
+        "max_tokens": None if most is None or most < 0 else most,
+        "repetition_penalty": options.repeat_penalty,
+        "seed": options.seed,
+        "stop": options.stop,
+        "stream": body.stream is not False,
+        **({"logprobs": body.logprobs, "top_logprobs": body.top_logprobs} if chats else {}),
+    }
+
+
+def _thinking(body: _Asked) -> dict[str, Any]:
+    if body.think is None:
+        return {}
+    return {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
+
+
+# ---- answers
+
+
+class OllamaReply(Reply):
+    """Answers of both endpoints: `message` of a chat, `response` else."""
+
+    media_type = LINES
+    ping = b""  # clients read every line as JSON
+
+    def __init__(self, body: _Asked, asked: Sampling, model: str, tokenizer: Any) -> None:
+        self._model, self._chats = model, isinstance(body, ChatBody)
+        self._parts = Parts(asked, tokenizer)
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        return self._said(self._parts.of(answers[0])) | self._ended(answers[0])
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        self._parts.begin(answer.prompt_ids)
+        yield from ()
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        yield from self._told(self._parts.push(piece.text))
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        yield from self._told(self._parts.end())
+        yield _line(self._said([]) | self._ended(answer))
+
+    def failed(self, problem: RequestError) -> bytes:
+        return _line({"error": str(problem)})
+
+    def _told(self, parts: Sequence[Part]) -> Iterator[bytes]:
+        for part in parts:
+            yield _line(self._said([part]) | {"done": False})
+
+    def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
+        text, thoughts, calls = text_of_parts(parts), thoughts_of(parts), calls_of(parts)
+        extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+        if calls:
+            extra["tool_calls"] = [_call(call) for call in calls]
+        said: Mapping[str, Any] = {"response": text, **extra}
+        if self._chats:
+            said = {"message": {"role": "assistant", "content": text, **extra}}
+        return {"model": self._model, "created_at": now(), **said}
+
+    def _ended(self, answer: Completion) -> dict[str, Any]:
+        timings, usage = answer.timings, answer.usage
+        read, wrote = int(timings["prompt_ms"] * 1e6), int(timings["predicted_ms"] * 1e6)
+        return {
+            "done": True,
+            "done_reason": answer.reason,
+            "total_duration": read + wrote,
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": read,
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": wrote,
+        }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+
+
+def _line(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")

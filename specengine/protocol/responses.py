@@ -1,0 +1,457 @@
+"""OpenAI's Responses: items of a conversation in, items of an answer out. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
+from specengine.protocol.messages import text_of
+from specengine.protocol.parts import Part, Parts
+from specengine.protocol.problems import RequestError
+from specengine.protocol.replies import Reply, sse
+from specengine.protocol.requests import (
+    MAX_LOGPROBS,
+    MAX_TOKENS,
+    ChatRequest,
+    Declared,
+    FunctionTool,
+    Hints,
+    Sampling,
+    StreamOptions,
+    declared_values,
+)
+from specengine.protocol.thoughts import Thought, thought_tokens
+from specengine.protocol.tool_formats import ToolCall
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_THOUGHTS = ("reasoning_content",)
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class FunctionOffered(FunctionTool):
+    type: Literal["function"]
+
+
+class ToolNamed(BaseModel):
+    """`allowed_tools`: those of `tools`, as `mode` says."""
+
+    model_config = _STRICT
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    given: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Declared, Hints):
+    """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
+
+    model_config = _STRICT
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    tools: list[FunctionOffered] | None = Field(None, max_length=128, fail_fast=True)
+    tool_choice: Literal["none", "auto", "required"] | ToolNamed | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: dict[str, Any] | None = Field(
+        None, description="`effort` none switches thinking off, in models that can"
+    )
+    stop: str | list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    policy: Literal["plain"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(None, description="no effect: what is too long is refused")
+    max_tool_calls: int | None = Field(None, description="no effect: it counts calls of OpenAI's own tools")
+    context_management: list[Any] | None = Field(None, max_length=0)
+    background: bool | None = Field(None, description="accepted: false")
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+
+    @field_validator("previous_response_id", "conversation", mode="before")
+    @classmethod
+    def _is_kept_nowhere(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("this server keeps no responses; send the whole conversation as input")
+        return value
+
+    @field_validator("background")
+    @classmethod
+    def _is_answered_at_once(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this server keeps no responses; ask for a stream")
+        return value
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _are_functions(cls, tools: Any) -> Any:
+        kinds = [tool.get("type") for tool in tools or () if isinstance(tool, dict)] if isinstance(tools, list) else []
+        other = next((kind for kind in kinds if kind != "function"), None)
+        if other is not None:
+            raise ValueError(f"got type {other!r:.60}, accepted functions, which the client calls")
+        return tools
+
+
+NAMES = {
+    "messages": "input",
+    "max_new_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "prompt": "input",
+    "response_format": "text",
+}
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """Return the request as a chat; RequestError names an item that is not supported."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items: Any = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    _Conversation(messages).add_all(items)
+    tools: list[Any] = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        for tool in body.tools or ()
+    ]
+    choice: Any = body.tool_choice
+    if isinstance(choice, ToolNamed) and choice.type == "allowed_tools":
+        allowed = [tool.get("name") for tool in choice.tools or ()]
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        choice = choice.mode
+    elif isinstance(choice, ToolNamed):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
+    fields = {
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": tools or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text),
+        "stop": body.stop,
+        "logprobs": logprobs or None,
+        "top_logprobs": body.top_logprobs if logprobs else None,
+        "stream": body.stream,
+        "chat_template_kwargs": _thinking(body) or None,
+        "policy": body.policy,
+    }
+    return ChatRequest.model_validate(declared_values(body) | fields)
+
+
+def _thinking(body: ResponsesRequest) -> dict[str, Any]:
+    off = {"enable_thinking": False} if (body.reasoning or {}).get("effort") == "none" else {}
+    return off | (body.chat_template_kwargs or {})
+
+
+def _format(text: TextConfig | None) -> dict[str, Any] | None:
+    if text is None or text.format is None:
+        return None
+    if text.format.type != "json_schema":
+        return {"type": text.format.type}
+    schema = {"name": text.format.name or "answer", "schema": text.format.given or {}, "strict": text.format.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+class _Conversation:
+    """Makes messages of items: calls and thoughts of the model belong to one message of it."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self._messages = messages
+        self._open: dict[str, Any] | None = None  # the assistant's message that further items belong to
+
+    def add_all(self, items: Sequence[dict[str, Any]]) -> None:
+        for place, item in enumerate(items):
+            kind = item.get("type", "message")
+            reads = {
+                "message": self._message,
+                "function_call": self._call,
+                "function_call_output": self._result,
+                "reasoning": self._reasoning,
+            }.get(kind if isinstance(kind, str) else "")
+            if reads is None:
+                kept = "; this server keeps no items" if kind == "item_reference" else ""
+                message = f"got {kind!r:.60}, accepted message, function_call, function_call_output, reasoning{kept}"
+                raise _refused(place, "type", message)
+            reads(place, item)
+
+    def _message(self, place: int, item: dict[str, Any]) -> None:
+        role, content = item.get("role"), item.get("content")
+        if role not in ("system", "developer", "user", "assistant"):
+            raise _refused(place, "role", f"got {role!r:.60}, accepted system, developer, user, assistant")
+        text = _text(place, "content", content)
+        if (
+            role == "assistant"
+            and self._open is not None
+            and not self._open["content"]
+            and "tool_calls" not in self._open
+        ):
+            self._open["content"] = text
+            return
+        self._messages.append({"role": role, "content": text})
+        self._open = self._messages[-1] if role == "assistant" else None
+
+    def _call(self, place: int, item: dict[str, Any]) -> None:
+        name, arguments = item.get("name"), item.get("arguments", "")
+        if not isinstance(name, str) or not isinstance(arguments, str | dict):
+            raise _refused(place, "name", "accepted a name, and the text of a JSON object as arguments")
+        call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+        self._own().setdefault("tool_calls", []).append(call)
+
+    def _result(self, place: int, item: dict[str, Any]) -> None:
+        self._open = None
+        result = {"role": "tool", "content": _text(place, "output", item.get("output"))}
+        self._messages.append(result | {"tool_call_id": item.get("call_id")})
+
+    def _reasoning(self, place: int, item: dict[str, Any]) -> None:
+        parts = item.get("content") or ()
+        text = "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+        if text:
+            self._open = None
+            self._own()[_THOUGHTS[0]] = text
+
+    def _own(self) -> dict[str, Any]:
+        if self._open is None:
+            self._open = {"role": "assistant", "content": ""}
+            self._messages.append(self._open)
+        return self._open
+
+
+def _text(place: int, field: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(place, field, "accepted a string or a list of parts")
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
+            raise _refused(place, f"{field}[{at}].type", f"got {kind!r:.60}, accepted parts of text")
+    return text_of(content)
+
+
+def _refused(place: int, field: str, message: str) -> RequestError:
+    where = f"input[{place}].{field}"
+    return RequestError(400, f"{where}: {message}", where)
+
+
+# ---- answers
+
+
+class ResponsesReply(Reply):
+    """One response, whose items are thoughts, a message, and calls of functions."""
+
+    def __init__(self, body: ResponsesRequest, asked: Sampling, model: str, tokenizer: Any) -> None:
+        self._body, self._asked, self._model, self._tokenizer = body, asked, model, tokenizer
+        self._parts = Parts(asked, tokenizer)
+        self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._items: list[_Item] = []
+        self._count = 0
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        answer = answers[0]
+        for part in self._parts.of(answer) or [""]:
+            self._item_for(part)[0].add(part)
+        rated = self._rated(answer.logprobs)
+        for item in self._items:
+            item.rated = rated if item.kind == "message" else []
+        return self._response(self._status(answer), answer)
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        self._parts.begin(answer.prompt_ids)
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", None))
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        yield from self._told(self._parts.push(piece.text), self._rated(piece.logprobs or []))
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        parts = self._parts.end()
+        yield from self._told(parts if parts or self._items else [""], [])
+        if self._items:
+            yield from self._close(self._items[-1])
+        status = self._status(answer)
+        yield self._event(f"response.{status}", response=self._response(status, answer))
+
+    def failed(self, problem: RequestError) -> bytes:
+        response = self._response("failed", None)
+        kind = "server_error" if problem.status >= 500 else "invalid_prompt"
+        response["error"] = {"code": kind, "message": str(problem)}
+        return self._event("response.failed", response=response)
+
+    def _told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
+        for part in parts:
+            item, new = self._item_for(part)
+            if new:
+                if len(self._items) > 1:
+                    yield from self._close(self._items[-2])
+                yield self._event("response.output_item.added", output_index=item.place, item=item.begun)
+                if item.part is not None:
+                    yield self._event("response.content_part.added", **item.where, part=item.part(""))
+            delta = item.add(part)
+            logprobs = {}
+            if item.kind == "message":
+                logprobs = {"logprobs": rated}
+                item.rated, rated = item.rated + rated, []
+            where = item.where if item.part is not None else item.named
+            yield self._event(f"response.{item.told}.delta", **where, delta=delta, **logprobs)
+
+    def _close(self, item: _Item) -> Iterator[bytes]:
+        item.status = "completed"
+        if item.part is None:
+            arguments = {"name": item.done["name"], "arguments": item.text}
+            yield self._event(f"response.{item.told}.done", **item.named, **arguments)
+        else:
+            logprobs = {"logprobs": item.rated} if item.kind == "message" else {}
+            yield self._event(f"response.{item.told}.done", **item.where, text=item.text, **logprobs)
+            yield self._event("response.content_part.done", **item.where, part=item.part(item.text))
+        yield self._event("response.output_item.done", output_index=item.place, item=item.done)
+
+    def _item_for(self, part: Part) -> tuple[_Item, bool]:
+        """Return the item that a part belongs to, and whether it is a new one."""
+        kind = {ToolCall: "function_call", Thought: "reasoning"}.get(type(part), "message")
+        if self._items and kind == self._items[-1].kind != "function_call":
+            return self._items[-1], False
+        self._items.append(_Item(len(self._items), kind, part if isinstance(part, ToolCall) else None))
+        return self._items[-1], True
+
+    def _rated(self, logprobs: Sequence[Any]) -> list[Any]:
+        return [] if self._asked.wanted_logprobs is None else list(self._logprobs.of(logprobs)["content"])
+
+    def _status(self, answer: Completion) -> str:
+        return "incomplete" if answer.reason == "length" else "completed"
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._count} | fields
+        self._count += 1
+        return sse(body, kind)
+
+    def _response(self, status: str, answer: Completion | None) -> dict[str, Any]:
+        body, usage = self._body, None
+        if answer is not None:
+            read, written = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
+            usage = {
+                "input_tokens": read,
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+                "output_tokens": written,
+                "output_tokens_details": {"reasoning_tokens": thought_tokens(answer.token_ids, self._tokenizer)},
+                "total_tokens": read + written,
+            }
+        ended = {} if answer is None else {"timings": answer.timings, "metrics": answer.metrics}
+        text = body.text or TextConfig()
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [item.done for item in self._items] if answer is not None else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {
+                "format": text.format.model_dump(by_alias=True, exclude_none=True) if text.format else {"type": "text"}
+            },
+            "tool_choice": _dumped(body.tool_choice or "auto"),
+            "tools": [_dumped(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": usage,
+            "user": body.user,
+            **ended,
+        }
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
+_TOLD = {"message": "output_text", "function_call": "function_call_arguments", "reasoning": "reasoning_text"}
+
+
+class _Item:
+    """One item of an answer, which grows."""
+
+    def __init__(self, place: int, kind: str, call: ToolCall | None = None) -> None:
+        self.place, self.kind, self.told = place, kind, _TOLD[kind]
+        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+        self.text = ""
+        self.rated: list[Any] = []
+        self.call = call
+        self.status = "completed"
+        self.part = {"message": self._text_part, "reasoning": _thought_part}.get(kind)
+
+    def add(self, part: Part) -> str:
+        """Take a part; return the text by which this has grown."""
+        delta = part if isinstance(part, str) else part.text if isinstance(part, Thought) else part.arguments
+        self.text += delta
+        return delta
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self.place}
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return self.named | {"content_index": 0}
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """Return the item without its text."""
+        return self._shape("in_progress", None)
+
+    @property
+    def done(self) -> dict[str, Any]:
+        return self._shape(self.status, self.text)
+
+    def _text_part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.rated if text else []}
+
+    def _shape(self, status: str, text: str | None) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            call = self.call
+            known = {} if call is None else {"call_id": call.id, "name": call.name}
+            return item | known | {"arguments": text or ""}
+        assert self.part is not None
+        content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
+        role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return item | content | role
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}

@@ -1,0 +1,103 @@
+"""Thoughts that models write before their answers, between `<think>` and `</think>`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specengine.protocol.tools import held_back
+
+OPENING, CLOSING = "<think>", "</think>"
+_LAST = 8  # tokens of a prompt that are looked at
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Text that a model thinks."""
+
+    text: str
+
+
+class ThoughtReader:
+    """Split a growing answer into thoughts, which stand before everything else, and text.
+
+    Blanks at both ends of the thoughts, and those before the text behind them, are left out.
+    """
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._state = "before"
+        self._thought = False  # whether there was any text in the thoughts
+
+    def begin(self, prompt: Sequence[int], tokenizer: Any) -> None:
+        """Take the prompt, which may open the thoughts of the answer."""
+        if tokenizer is not None and prompt_thinks(prompt, tokenizer):
+            self._state = "inside"
+
+    def push(self, text: str) -> list[str | Thought]:
+        self._rest += text
+        parts: list[str | Thought] = []
+        if self._state == "before":
+            begun = self._rest.lstrip()
+            if begun.startswith(OPENING):
+                self._state, self._rest = "inside", begun[len(OPENING) :]
+            elif OPENING.startswith(begun):
+                return parts  # it may come
+            else:
+                self._state = "text"
+        if self._state == "inside":
+            thought, closing, behind = self._rest.partition(CLOSING)
+            if closing:
+                self._state, self._rest = "behind", behind
+            else:
+                keep = held_back(thought, [CLOSING])
+                thought, self._rest = thought[: len(thought) - keep], thought[len(thought) - keep :]
+                blanks = len(thought) - len(thought.rstrip())
+                thought, self._rest = thought[: len(thought) - blanks], thought[len(thought) - blanks :] + self._rest
+            self._think(parts, thought.rstrip())
+        if self._state == "behind":
+            self._rest = self._rest.lstrip()
+            if self._rest:
+                self._state = "text"
+        if self._state == "text" and self._rest:
+            parts.append(self._rest)
+            self._rest = ""
+        return parts
+
+    def end(self) -> list[str | Thought]:
+        """Return what was held back."""
+        parts: list[str | Thought] = []
+        if self._state == "inside":
+            self._think(parts, self._rest.rstrip())
+        elif self._rest:
+            parts.append(self._rest)
+        self._rest = ""
+        return parts
+
+    def _think(self, parts: list[str | Thought], text: str) -> None:
+        text = text if self._thought else text.lstrip()
+        if text:
+            self._thought = True
+            parts.append(Thought(text))
+
+
+def prompt_thinks(prompt: Sequence[int], tokenizer: Any) -> bool:
+    """Return whether a prompt ends where thoughts begin, as those of some chat templates do."""
+    try:
+        end = tokenizer.decode(list(prompt[-_LAST:]), skip_special_tokens=False)
+    except Exception:  # somebody else's tokenizer
+        return False
+    return isinstance(end, str) and end.rstrip().endswith(OPENING)
+
+
+def thought_marks(tokenizer: Any) -> list[int]:
+    """Return the marks of thoughts that are special tokens, so that an answer must show their text."""
+    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
+    return [token for token, name in special if str(name) in (OPENING, CLOSING)]
+
+
+def thought_tokens(tokens: Sequence[int], tokenizer: Any) -> int:
+    """Return how many of an answer's tokens are thoughts, their closing mark included; 0 where no one token is it."""
+    closing = getattr(tokenizer, "convert_tokens_to_ids", lambda name: None)(CLOSING)
+    return tokens.index(closing) + 1 if isinstance(closing, int) and closing in tokens else 0

@@ -1,0 +1,203 @@
+"""From a request of any protocol to its answers: jobs for the worker, and what it delivers in the client's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from specengine.errors import SpecEngineError, shown
+from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.dialects import Dialect
+from specengine.protocol.preparing import CheckedRequest
+from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
+from specengine.protocol.replies import Reply
+from specengine.protocol.settings import Settings
+from specengine.serve.worker import Ended, Event, Failed, Job, Worker
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for this answer any more."""
+
+
+class Coming(NamedTuple):
+    """An event of one of the answers that a request has asked for."""
+
+    place: int
+    event: Event
+
+
+async def answered(
+    worker: Worker, settings: Settings, dialect: Dialect[Any], body: BaseModel, request: Request
+) -> Response:
+    """Return the response to one request, whole or as a stream; RequestError."""
+    require_ready(worker)
+    asked = dialect.translated(body)
+    if asked.model is not None and settings.strict_model:
+        require_model(asked.model, settings)
+    names: Mapping[str, str] = dialect.names
+    try:
+        checked = [CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()]
+        names = checked[0].names
+        assert worker.engine is not None
+        reply = dialect.reply(body, asked, settings.name, worker.engine.tokenizer)
+        return await _answered(worker, checked, reply, request, bool(asked.stream))
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    except SpecEngineError as error:
+        raise of_error(error, names) from error
+
+
+async def _answered(
+    worker: Worker, asked: list[CheckedRequest], reply: Reply, request: Request, streams: bool
+) -> Response:
+    coming = events(worker, asked, request)
+    try:
+        if streams:
+            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
+            first = await anext(coming)
+            if first is not None and isinstance(first.event, Failed):
+                raise of_error(first.event.error, asked[0].names)
+            return StreamingResponse(_stream(worker, asked, reply, first, coming), media_type=reply.media_type)
+        answers = await _whole(asked, coming)
+        await coming.aclose()  # type: ignore[attr-defined]
+        return json_response(reply.whole(answers))
+    except BaseException:
+        await coming.aclose()  # type: ignore[attr-defined]
+        raise
+
+
+async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | None]) -> list[Completion]:
+    answers: dict[int, Completion] = {}
+    async for come in coming:
+        if come is None:
+            continue
+        if isinstance(come.event, Failed):
+            raise of_error(come.event.error, asked[come.place].names)
+        if isinstance(come.event, Ended):
+            answers[come.place] = come.event.answer
+            if len(answers) == len(asked):
+                return [answers[place] for place in range(len(asked))]
+    raise ClientGoneError
+
+
+async def _stream(
+    worker: Worker,
+    asked: Sequence[CheckedRequest],
+    reply: Reply,
+    come: Coming | None,
+    coming: AsyncIterator[Coming | None],
+) -> AsyncIterator[bytes]:
+    telling = _Telling(reply, len(asked))
+    try:
+        while True:
+            if come is None:
+                if reply.ping:
+                    yield reply.ping
+            elif isinstance(come.event, Failed):
+                problem = of_error(come.event.error, asked[come.place].names)
+                worker.metrics.failed.labels(problem.status).inc()
+                yield reply.failed(problem)
+                return
+            else:
+                for part in telling.of(come.place, come.event):
+                    yield part
+                if telling.whole:
+                    return
+            come = await anext(coming)
+    except ClientGoneError:
+        return
+    finally:
+        await coming.aclose()  # type: ignore[attr-defined]
+
+
+class _Telling:
+    """What is told of several answers that come at once."""
+
+    def __init__(self, reply: Reply, count: int) -> None:
+        self._reply, self._count = reply, count
+        self._begun: set[int] = set()
+        self._ended: dict[int, Completion] = {}
+
+    @property
+    def whole(self) -> bool:
+        return len(self._ended) == self._count
+
+    def of(self, place: int, event: Piece | Ended) -> Iterator[bytes]:
+        if place not in self._begun:
+            self._begun.add(place)
+            yield from self._reply.begin(place, event.answer)
+        if not isinstance(event, Ended):
+            yield from self._reply.piece(place, event)
+            return
+        self._ended[place] = event.answer
+        yield from self._reply.end(place, event.answer)
+        if self.whole:
+            yield from self._reply.finish([self._ended[each] for each in range(self._count)])
+
+
+async def events(worker: Worker, asked: Sequence[CheckedRequest], request: Request) -> AsyncIterator[Coming | None]:
+    """Yield the events of all answers, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
+
+    Leaving it early frees the engine, or the places in the queue.
+    """
+    inbox: asyncio.Queue[Coming | ClientGoneError] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def job(place: int, each: CheckedRequest) -> Job:
+        def deliver(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
+                loop.call_soon_threadsafe(inbox.put_nowait, Coming(place, event))
+
+        return Job(each, deliver, _who(each, request))
+
+    jobs = [job(place, each) for place, each in enumerate(asked)]
+    worker.submit(*jobs)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for each in jobs:
+            worker.cancel(each)
+        inbox.put_nowait(ClientGoneError())
+
+    watching = asyncio.create_task(watch())
+    try:
+        while True:
+            try:
+                come = await asyncio.wait_for(inbox.get(), asked[0].settings.ping_seconds)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(come, ClientGoneError):
+                raise come
+            yield come
+    finally:
+        for each in jobs:
+            worker.cancel(each)
+        watching.cancel()
+
+
+def _who(asked: CheckedRequest, request: Request) -> int:
+    """Return a number for whoever asks: by key and user, all others being one."""
+    names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
+    keys = (request.headers.get(name) for name in ("authorization", "x-api-key"))
+    return hash((*keys, *names))
+
+
+def require_ready(worker: Worker) -> None:
+    if worker.state != "ready":
+        raise unavailable(worker.state)
+
+
+def require_model(name: str, settings: Settings) -> None:
+    if name != settings.name:
+        message = f"model: got {shown(name)}, this server has {settings.name!r}"
+        raise RequestError(404, message, "model", "model_not_found")

@@ -1,0 +1,251 @@
+"""Endpoints that generate nothing: tokens of texts and prompts, and what Ollama and llama.cpp say of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+import specengine
+from specengine.engine import Engine
+from specengine.errors import InputError, SpecEngineError
+from specengine.protocol import anthropic, ollama
+from specengine.protocol.dialects import counting
+from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
+from specengine.protocol.logprobs import TokenTexts
+from specengine.protocol.preparing import CheckedRequest, ModelLimits
+from specengine.protocol.problems import RequestError, json_response, of_error
+from specengine.protocol.requests import ChatRequest
+from specengine.protocol.settings import Settings
+from specengine.protocol.tools import format_of
+from specengine.request.prompts import Room
+from specengine.request.text import decoder
+from specengine.serve import shapes
+from specengine.serve.answering import require_model, require_ready
+from specengine.serve.worker import Worker, limits_of
+
+Result = TypeVar("Result")
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+
+
+class Texts:
+    """Reads texts beside the worker, with a tokenizer of its own: its state is set for each text."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker, self.settings = worker, settings
+        self._lock = threading.Lock()
+        self._limits: ModelLimits | None = None
+
+    @property
+    def engine(self) -> Engine:
+        require_ready(self.worker)
+        assert self.worker.engine is not None
+        return self.worker.engine
+
+    async def read(self, work: Callable[[Engine, ModelLimits], Result]) -> Result:
+        """Return the result of `work`, in a thread; RequestError."""
+        engine = self.engine
+
+        def run() -> Result:
+            with self._lock:
+                self._limits = self._limits or limits_of(engine)
+                return work(engine, self._limits)
+
+        try:
+            return await asyncio.to_thread(run)
+        except SpecEngineError as error:
+            raise of_error(error) from error
+
+
+def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
+    """Add the endpoints."""
+    texts = Texts(worker, settings)
+    _tokens(app, texts)
+    _ollama(app, texts)
+
+    @app.get("/props", summary="What llama.cpp's server says of a model")
+    async def props() -> Response:
+        tokenizer, context = texts.engine.tokenizer, texts.engine.target.max_context
+        return json_response(
+            {
+                "default_generation_settings": {"n_ctx": context, "params": {}},
+                "total_slots": settings.parallel,
+                "model_alias": settings.name,
+                "model_path": texts.engine.target.name,
+                "chat_template": template_of(tokenizer),
+                "bos_token": getattr(tokenizer, "bos_token", None),
+                "eos_token": getattr(tokenizer, "eos_token", None),
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"specengine {specengine.__version__}",
+            }
+        )
+
+    async def no_embeddings() -> Response:
+        message = "this server generates text and makes no embeddings; serve a model for them beside it"
+        raise RequestError(501, message, code="unsupported")
+
+    for path in EMBEDDINGS:
+        app.add_api_route(path, no_embeddings, methods=["POST"], include_in_schema=False)
+
+
+def _tokens(app: FastAPI, texts: Texts) -> None:
+    @app.post("/tokenize", summary="Tokens of a text, as llama.cpp and vLLM do")
+    async def tokenize(body: TokenizeBody) -> Response:
+        return json_response(await texts.read(lambda engine, limits: tokens_of(body, engine, limits)))
+
+    @app.post("/detokenize", summary="Text of tokens, as llama.cpp and vLLM do")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        text = await texts.read(lambda engine, limits: text_of_ids(body.tokens, engine, limits))
+        return json_response({"content": text, "prompt": text})
+
+    @app.post("/apply-template", summary="The prompt of a conversation, as a text")
+    async def apply_template(body: ChatRequest) -> Response:
+        asked = CheckedRequest(body, texts.settings)
+
+        def prompt(engine: Engine, limits: ModelLimits) -> str:
+            asked.require_possible(limits)
+            return filled(body, limits)
+
+        return json_response({"prompt": await texts.read(prompt)})
+
+    errors: dict[int | str, dict[str, Any]] = shapes.errors("/v1/messages")
+
+    @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=errors)
+    async def count_tokens(body: anthropic.CountRequest) -> Response:
+        asked = CheckedRequest(counting(body), texts.settings, renamed=anthropic.NAMES)
+        return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
+
+
+def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[str, Any]:
+    """Return the answer to both kinds of request; InputError for texts that fit no context."""
+    text = body.content if body.prompt is None else body.prompt
+    if text is None:
+        raise InputError("content: needed, or prompt")
+    tokenizer, context = limits.tokenizer, engine.target.max_context
+    Room(context, limits.longest).require("content" if body.prompt is None else "prompt", [text], tokenizer)
+    ends = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+    ends = body.prompt is not None if ends is None else ends
+    options = {"split_special_tokens": True} if body.parse_special is False else {}
+    clean = text.encode("utf-8", "replace").decode()
+    ids = list(tokenizer(clean, add_special_tokens=ends, **options)["input_ids"])
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    if body.with_pieces or body.return_token_strs:
+        written = TokenTexts(tokenizer)
+        pieces = [written.written(token).decode(errors="replace") for token in ids]
+        if body.with_pieces:
+            made["tokens"] = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
+        if body.return_token_strs:
+            made["token_strs"] = pieces
+    return made
+
+
+def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
+    """Return the text of tokens, special ones included; InputError for tokens that the model has not."""
+    known, most = engine.target.vocab_size, engine.target.max_context
+    if len(tokens) > most:
+        raise InputError(f"tokens: got {len(tokens)}, accepted up to {most}, the context")
+    outside = next((token for token in tokens if not 0 <= token < known), None)
+    if outside is not None:
+        raise InputError(f"tokens: token id {outside} is out of range, accepted 0 to {known - 1}")
+    special = [token for token in tokens if token in set(getattr(limits.tokenizer, "all_special_ids", ()))]
+    return decoder(limits.tokenizer, special)(tokens)
+
+
+def filled(request: ChatRequest, limits: ModelLimits) -> str:
+    """Return the filled chat template; InputError where there is none, or it does not take these messages."""
+    tokenizer = limits.tokenizer
+    if not template_of(tokenizer):
+        raise InputError("messages: this model has no chat template")
+    messages = [message.for_template() for message in request.messages]
+    options = {"add_generation_prompt": True} | request.template_options
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=request.template_tools, tokenize=False, **options)
+    except Exception as error:  # a template raises what it likes
+        said = " ".join(str(error).split())
+        raise InputError(f"messages: the chat template does not take these messages ({said:.300})") from error
+    return str(text)
+
+
+def template_of(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else ""
+
+
+class ModelNamed(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def _ollama(app: FastAPI, texts: Texts) -> None:
+    settings, started = texts.settings, ollama.now()
+
+    def described() -> dict[str, Any]:
+        engine = texts.engine
+        details = {"parent_model": "", "format": engine.target.backend, "families": None} | _sizes(engine)
+        digest = hashlib.sha256(f"{engine.target.name} {settings.name}".encode()).hexdigest()
+        known = {"name": settings.name, "model": settings.name, "modified_at": started, "digest": digest}
+        return known | {"size": _bytes(engine), "details": details}
+
+    @app.get("/api/version", summary="The version of Ollama whose API this is")
+    async def version() -> Response:
+        return json_response({"version": ollama.VERSION, "specengine": specengine.__version__})
+
+    @app.get("/api/tags", summary="The one model, as Ollama lists it")
+    async def tags() -> Response:
+        return json_response({"models": [described()]})
+
+    @app.get("/api/ps", summary="The one model, which stays loaded")
+    async def running() -> Response:
+        engine, known = texts.engine, described()
+        memory = known["size"] if engine.target.device.type == "cuda" else 0
+        more = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": memory, "context_length": engine.target.max_context}
+        return json_response({"models": [known | more]})
+
+    @app.post("/api/show", summary="The one model, as Ollama shows it", responses=shapes.errors("/api/show"))
+    async def show(body: ModelNamed) -> Response:
+        asked = body.model or body.name
+        if asked is not None and settings.strict_model:
+            require_model(asked, settings)
+        engine, known = texts.engine, described()
+        family = known["details"]["family"] or "model"
+        info = {"general.architecture": family, f"{family}.context_length": engine.target.max_context}
+        return json_response(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": template_of(engine.tokenizer),
+                "details": known["details"],
+                "model_info": info | {f"{family}.vocab_size": engine.target.vocab_size},
+                "capabilities": await texts.read(lambda engine, limits: _capabilities(limits.tokenizer)),
+                "modified_at": known["modified_at"],
+            }
+        )
+
+
+def _capabilities(tokenizer: Any) -> list[str]:
+    found = ["completion"]
+    try:
+        format_of(tokenizer)
+        found.append("tools")
+    except RequestError:
+        pass
+    return found + (["thinking"] if "enable_thinking" in template_of(tokenizer) else [])
+
+
+def _sizes(engine: Engine) -> dict[str, str]:
+    config = getattr(getattr(engine.target, "lm", None), "config", None)
+    return {"family": str(getattr(config, "model_type", "")), "parameter_size": "", "quantization_level": ""}
+
+
+def _bytes(engine: Engine) -> int:
+    """Return the bytes of the model's parameters, as far as it is a module of torch."""
+    parameters = getattr(getattr(engine.target, "lm", None), "parameters", None)
+    return sum(each.numel() * each.element_size() for each in parameters()) if callable(parameters) else 0
