@@ -233,6 +233,13 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_draft(parser.add_argument_group("draft"))
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.doctor:run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
+
+
 REPORT = "print the tables of a file that `specengine bench --out` wrote"
 PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
 DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
@@ -368,6 +375,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "calibrate": (
         add_calibrate,
         "measure how long verifying and drafting take here, by number of nodes, and keep it for policies that read it",
+    ),
+    "doctor": (
+        add_doctor,
+        "measure memory, forwards and drafts here, list what is missing, and say whether and why speculation pays",
     ),
     "bench": (
         add_bench,
