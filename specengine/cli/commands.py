@@ -57,14 +57,21 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 CHAT_COMMANDS = (
-    "/help shows this, /reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer, "
-    "// begins a message with a slash"
+    "/help shows this, /reset starts over, /set shows and changes options, /stats shows speed and what drafts bring, "
+    "/save FILE and /load FILE keep the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, // begins a "
+    'message with a slash, """ begins and ends one of several lines'
 )
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.chat:run")
     parser.epilog = f"{CHAT_COMMANDS}. If standard input is not a terminal, each line is a turn."
+    parser.add_argument(
+        "--markdown",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draw answers as Markdown, with whole words (default: in a terminal, if the extra `chat` is installed)",
+    )
     add_trace_file(parser)
     add_model(parser)
     add_draft_and_policy(parser)
