@@ -11,14 +11,13 @@ import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.checkpoints import embedded
 from specengine.files import atomic, cache_dir, read_object
-from specengine.models.eagle import MAX_APPENDED
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE = "target.json"
 ROWS, COLUMNS = 32, 64  # of the embedding table, at even distances and from the left
@@ -89,6 +88,10 @@ def find(lm: Any) -> Match | None:
 
 
 def _match(head: KnownHead, lm: Any) -> Match | None:
+    import torch  # here, as `specengine list` needs the names alone
+
+    from specengine.models.eagle import MAX_APPENDED
+
     try:
         record = read_object(head.folder / FILE)
         sizes = tuple(int(record[name]) for name in ("hidden_size", "layers", "vocab_size"))
@@ -115,6 +118,8 @@ def _ids(vocab_size: int) -> list[int]:
 
 def _rows(lm: Any, ids: list[int]) -> Tensor:
     """Return the first columns of these tokens' embeddings, int8 [rows, columns], each row scaled to its largest."""
+    import torch
+
     device = getattr(lm, "device", torch.device("cpu"))
     found = lm.embed(torch.tensor(ids, dtype=torch.int64, device=device)).detach()[:, :COLUMNS].float().cpu()
     found = found.nan_to_num(0.0, 0.0, 0.0)

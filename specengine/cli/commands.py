@@ -363,6 +363,23 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+KEPT = ("models", "costs", "downloads", "history")  # folders of the cache that can be made again, or missed
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.storage:run_list")
+    parser.add_argument("--json", action="store_true", help="print one JSON array, sizes in bytes")
+
+
+def add_clean(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.storage:run_clean")
+    parser.add_argument(
+        "what", nargs="*", type=one_of(KEPT, {name: name for name in KEPT}), metavar="WHAT",
+        help=f"{', '.join(KEPT)} (default: all of these); heads and the Hub's models are left alone",
+    )  # fmt: skip
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "generate": (add_generate, "answer one prompt"),
     "chat": (add_chat, "talk to a model, turn by turn"),
@@ -394,6 +411,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
     "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),
     "train": (add_train, "train a draft for a model, on text that the model writes itself"),
+    "list": (add_list, "show the models, heads and measured costs that are kept on the disk, with their sizes"),
+    "clean": (add_clean, "delete what the cache folder holds, after saying what and asking"),
     "export": (add_export, "write an EAGLE head for vLLM, speculators or SGLang"),
 }
 
