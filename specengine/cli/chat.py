@@ -15,7 +15,7 @@ from specengine.cli import given, line_input
 from specengine.cli.commands import CHAT_COMMANDS
 from specengine.cli.markdown import Markdown
 from specengine.cli.terminal import say, write
-from specengine.cli.verdict import Seen, known_costs, verdict
+from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, Session
 from specengine.errors import InputError, SpecEngineError, did_you_mean
 from specengine.files import MARK, atomic, read_object
@@ -131,14 +131,23 @@ class Chat:
         if not self.answers:
             say("Nothing was answered yet.")
             return
-        tokens = sum(stats.num_generated_tokens for stats in self.answers)
-        seconds = sum(stats.elapsed_s for stats in self.answers)
-        costs = known_costs(self.engine)
-        plain = "" if costs is None else f"; plain decoding, by its measured cost: {1 / costs.plain:.1f}"
-        say(
-            f"{self.answers[-1].report()}\nall answers        {tokens} tokens, {tokens / seconds:.1f} per second{plain}"
-        )
+        say(self.answers[-1].report())
+        say(f"all answers        {self._rates()}")
         say(self._verdict())
+
+    def _rates(self) -> str:
+        """Return the tokens of all answers, their rate, and what plain decoding's would be by measured costs."""
+        tokens = sum(stats.num_generated_tokens for stats in self.answers)
+        later = tokens - sum(stats.num_generated_tokens > 0 for stats in self.answers)
+        seconds = sum(stats.elapsed_s - stats.ttft_s for stats in self.answers)
+        if later <= 0 or seconds <= 0:
+            return f"{tokens} tokens"
+        seen, costs = Seen.of(self.answers), known_costs(self.engine)
+        plain = ""
+        if seen is not None and costs is not None:
+            slower = break_even(costs, seen.nodes, seen.passes) / seen.tokens
+            plain = f"; plain decoding would make about {slower * later / seconds:.1f}, by measured costs"
+        return f"{tokens} tokens, {later / seconds:.1f} per second behind the first{plain}"
 
     def _verdict(self) -> str:
         seen = Seen.of(self.answers) if self.engine.drafter is not None else None
