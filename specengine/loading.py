@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,26 +16,27 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.checkpoints import checks, eagle, embedded, mtp, pretrained
+from specengine.checkpoints import checks, eagle, embedded, likeness, mtp, pretrained
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
-from specengine.drafters import Drafter, Maker
+from specengine.drafters import Drafter, Maker, innermost
+from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.errors import InputError, UnsupportedModelError, shown
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
 from specengine.models import Target
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
-from specengine.models.tensor_parallel import lead_or_follow, require_launched
+from specengine.models.tensor_parallel import ShardedTarget, lead_or_follow, require_launched
 from specengine.policies import TreePolicy
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
-PLAIN = ("plain", "none")
+PLAIN, RECYCLING = ("plain", "none"), "recycling"
 CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, mtp=mtp, pretrained=pretrained)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -224,16 +225,29 @@ def _maker(draft: Any, options: LoadOptions) -> Maker:
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
     if draft is None:
-        return lambda target, tokenizer: drafters.maker(_default(target), options, CHECKPOINTS)(target, tokenizer)
+        return lambda target, tokenizer: _own_draft(target, tokenizer, options)
     return drafters.maker(draft, options, CHECKPOINTS)
 
 
+def _own_draft(target: Any, tokenizer: Any, options: LoadOptions) -> Drafter:
+    """Make the draft for a target: its own one, else the head of what it is a fine-tune of, else recycling."""
+    name = _default(target)
+    if name == RECYCLING and (match := _head_for(target)) is not None:
+        with contextlib.suppress(InputError, UnsupportedModelError, CheckpointError):
+            return drafters.maker(match.head.name, options, CHECKPOINTS)(target, tokenizer)
+    return drafters.maker(name, options, CHECKPOINTS)(target, tokenizer)
+
+
 def _default(target: HuggingFaceTarget | NativeTarget) -> str:
-    """Return the draft for a target: the head that ships for it, or its own MTP head, else its own tokens, recycled."""
-    folder = embedded.draft_head(target.name) if target.name else None
-    if folder is None and mtp.is_stored(target.name, target.lm):
-        return "mtp"
-    return "recycling" if folder is None else str(folder)
+    """Return the draft by a target's name: the head that ships for it, or its own MTP head, else recycled tokens."""
+    if target.name and embedded.draft_head(target.name) is not None:
+        return embedded.HEAD
+    return "mtp" if mtp.is_stored(target.name, target.lm) else RECYCLING
+
+
+def _head_for(target: HuggingFaceTarget | NativeTarget) -> likeness.Match | None:
+    """Return the head of the model that a target is a fine-tune of; None where it is split over ranks."""
+    return None if isinstance(target, ShardedTarget) else likeness.find(target.lm)
 
 
 def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
@@ -249,11 +263,9 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
             f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         )
-    if draft is None and drafter is not None and _default(target) == "recycling" and _takes_shipped_head(target):
-        return (
-            f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "
-            f"try draft={embedded.HEAD!r} and compare"
-        )
+    if draft is None and drafter is not None and isinstance(innermost(drafter), Eagle):
+        match = _head_for(target) if _default(target) == RECYCLING else None
+        return "" if match is None else match.note
     model = drafter.inner if isinstance(drafter, Lookup) else drafter
     if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
         shipped = f"; the head that ships is draft={embedded.HEAD!r}" if draft == embedded.NAME else ""
@@ -262,17 +274,6 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
             f"as plain decoding{shipped}"
         )
     return ""
-
-
-def _takes_shipped_head(target: HuggingFaceTarget | NativeTarget) -> bool:
-    folder = embedded.draft_head(embedded.NAME)
-    if folder is None:
-        return False
-    head = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = target.lm.config
-    shape = int(getattr(config, "hidden_size", 0)), target.vocab_size
-    deepest = max(head["eagle_aux_hidden_state_layer_ids"])
-    return shape == (head["hidden_size"], head["vocab_size"]) and target.lm.layers > deepest
 
 
 def _size(lm: Any) -> int:

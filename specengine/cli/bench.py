@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specengine.cli import given
-from specengine.cli.commands import DEFAULT_WAYS
+from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say
+from specengine.cli.verdict import Seen, known_costs, verdict
 from specengine.errors import InputError, require_minimum
 
 if TYPE_CHECKING:
+    from specengine.benchmark.choice import Choice
     from specengine.benchmark.tables import Table
     from specengine.benchmark.workloads import Workload
     from specengine.engine import Engine
@@ -59,7 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
     for record in run_.records(items, list(log.records)):
         log.add(record)
     _print(tables(log.records))
+    print(_verdict(log.records, choice, first))
     return int(run_.faults > 0)
+
+
+def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine) -> str:
+    """Return whether the fastest way that drafts pays, by its own name."""
+    from specengine.benchmark.summaries import ALL, summaries
+
+    found = [summary for summary in summaries(records) if summary["set"] == ALL and summary["way"] in choice.specs]
+    drafted = [summary for summary in found if summary["way"] != PLAIN and "speed_total" in summary]
+    device = first.target.device.type
+    if not drafted:
+        return verdict(device, None, None)
+    best = max(drafted, key=lambda summary: float(summary["speed_total"]))
+    seen = Seen(best["tau"], best["verified"], best["delta"], best["speed_total"])
+    own = choice.specs[best["way"]].draft is None
+    return f"{best['way']}: {verdict(device, known_costs(first) if own else None, seen)}"
 
 
 def run_report(arguments: argparse.Namespace) -> int:

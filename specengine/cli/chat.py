@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from specengine.cli import given
+from specengine.cli import given, line_input
 from specengine.cli.commands import CHAT_COMMANDS
+from specengine.cli.markdown import Markdown
 from specengine.cli.terminal import say, write
+from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, Session
-from specengine.errors import InputError, SpecEngineError
-from specengine.files import MARK
+from specengine.errors import InputError, SpecEngineError, did_you_mean
+from specengine.files import MARK, atomic, read_object
+from specengine.records import Stats
+from specengine.request.declared import Declaration, declarations
 from specengine.trace import TraceWriter
+
+TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,45 +31,177 @@ def run(arguments: argparse.Namespace) -> int:
     given.generation_options(arguments)  # which checks them before anything is loaded
     engine = given.load_engine(arguments)
     with given.open_trace(arguments, engine) as trace:
-        _converse(engine, arguments, trace, interactive=interactive)
+        Chat(engine, arguments, trace, interactive=interactive).run()
     return 0
 
 
-def _converse(engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool) -> None:
-    session = engine.session(given.messages(arguments))
-    if interactive:
-        say(CHAT_COMMANDS)
-    for line in _typed_lines() if interactive else _piped_lines():
-        if line == "/quit":
-            break
-        if line == "/reset":
-            session = engine.session(given.messages(arguments))
-            say("The conversation starts over.")
-        elif line == "/help":
-            say(CHAT_COMMANDS)
-        elif line.startswith("/") and not line.startswith("//"):
-            say(f"unknown command {line.split()[0]}: {CHAT_COMMANDS}")
-        elif line:
+class Chat:
+    """A conversation, and the commands that change it."""
+
+    def __init__(
+        self, engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool
+    ) -> None:
+        self.engine, self.arguments, self.trace, self.interactive = engine, arguments, trace, interactive
+        self.session = engine.session(given.messages(arguments))
+        self.markdown = Markdown.where_wanted(arguments.markdown, interactive=interactive)
+        self.answers: list[Stats] = []
+        self.commands = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/set": self._set,
+            "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._load,
+        }
+
+    def run(self) -> None:
+        if self.interactive:
+            self._help("")
+        for line in line_input.typed(self._stopped) if self.interactive else _piped_lines():
+            if line == "/quit":
+                break
             try:
-                _answer(session, line.removeprefix("/"), arguments, trace)
+                if line.startswith("/") and not line.startswith("//"):
+                    self._command(*line.split(maxsplit=1))
+                elif line:
+                    self.answers.append(
+                        _answer(self.session, line.removeprefix("/"), self.arguments, self.trace, self.markdown)
+                    )
             except SpecEngineError as error:
-                if not interactive:
+                if not self.interactive:
                     raise
                 say(f"specengine: error: {error}")
+        if self.interactive and self.answers:
+            say(self._verdict())
 
+    def _stopped(self) -> None:
+        """Answer to Ctrl-C at the prompt."""
+        say("")
+        self._help("")
 
-def _typed_lines() -> Iterator[str]:
-    """Yield lines until Ctrl-D; Ctrl-C drops the line being typed."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - line editing and history for input()
-    while True:
-        try:
-            yield input("> ").strip()
-        except EOFError:
-            write("\n")
+    def _command(self, name: str, rest: str = "") -> None:
+        if name in self.commands:
+            self.commands[name](rest.strip())
+        else:
+            known = [*self.commands, "/quit"]
+            say(f"unknown command {name}{did_you_mean(name, known)}: {CHAT_COMMANDS}")
+
+    # ---- commands
+
+    def _help(self, rest: str) -> None:
+        say(textwrap.fill(CHAT_COMMANDS, shutil.get_terminal_size().columns))
+
+    def _reset(self, rest: str) -> None:
+        self.session = self.engine.session(given.messages(self.arguments))
+        say("The conversation starts over.")
+
+    def _set(self, rest: str) -> None:
+        """List the options; set one; or, without a value, leave it to its default."""
+        known = {each.dest: each for each in declarations().values() if each.help is not None}
+        if not rest:
+            for dest, declared in known.items():
+                value = getattr(self.arguments, dest)
+                if value is not None and value != declared.default:
+                    say(f"  {dest} {value}")
+            say(f"/set NAME VALUE, /set NAME for its default; names: system, {', '.join(known)}")
             return
-        except KeyboardInterrupt:
-            say(f"\n{CHAT_COMMANDS}")
+        name, _, text = rest.partition(" ")
+        dest, text = name.lstrip("-").replace("-", "_"), text.strip()
+        if dest == "system":
+            self._set_system(text)
+            return
+        if dest not in known:
+            raise InputError(f"set: unknown option {name!r}{did_you_mean(dest, known)}; known are {', '.join(known)}")
+        before = getattr(self.arguments, dest)
+        setattr(self.arguments, dest, _value(known[dest], text, before))
+        try:
+            given.generation_options(self.arguments)
+        except SpecEngineError:
+            setattr(self.arguments, dest, before)
+            raise
+        say(f"  {dest} {getattr(self.arguments, dest) if text else 'as by default'}")
+
+    def _set_system(self, text: str) -> None:
+        self.arguments.system = text or None
+        rest = [message for message in self.session.messages if message["role"] != "system"]
+        self.session.messages[:] = [*given.messages(self.arguments), *rest]
+        say(f"  system {text or 'none'}")
+
+    def _stats(self, rest: str) -> None:
+        if not self.answers:
+            say("Nothing was answered yet.")
+            return
+        say(self.answers[-1].report())
+        say(f"all answers        {self._rates()}")
+        say(self._verdict())
+
+    def _rates(self) -> str:
+        """Return the tokens of all answers, their rate, and what plain decoding's would be by measured costs."""
+        tokens = sum(stats.num_generated_tokens for stats in self.answers)
+        later = tokens - sum(stats.num_generated_tokens > 0 for stats in self.answers)
+        seconds = sum(stats.elapsed_s - stats.ttft_s for stats in self.answers)
+        if later <= 0 or seconds <= 0:
+            return f"{tokens} tokens"
+        seen, costs = Seen.of(self.answers), known_costs(self.engine)
+        plain = ""
+        if seen is not None and costs is not None:
+            slower = break_even(costs, seen.nodes, seen.passes) / seen.tokens
+            plain = f"; plain decoding would make about {slower * later / seconds:.1f}, by measured costs"
+        return f"{tokens} tokens, {later / seconds:.1f} per second behind the first{plain}"
+
+    def _verdict(self) -> str:
+        seen = Seen.of(self.answers) if self.engine.drafter is not None else None
+        return verdict(self.engine.target.device.type, known_costs(self.engine), seen)
+
+    def _save(self, rest: str) -> None:
+        file = _file("save", rest)
+        if file.exists() and _messages(file) is None:
+            raise InputError(f"save: {file} is there and holds no conversation; name another file")
+        try:
+            with atomic(file) as part:
+                text = json.dumps({"messages": self.session.messages}, ensure_ascii=False)
+                part.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"save: {file} cannot be written ({error.strerror or error})") from error
+        say(f"{len(self.session.messages)} messages are in {file}")
+
+    def _load(self, rest: str) -> None:
+        file = _file("load", rest)
+        messages = _messages(file)
+        if messages is None:
+            raise InputError(f"load: {file} holds no conversation that /save wrote")
+        self.session = self.engine.session(messages)
+        say(f"The conversation of {file} goes on, behind {len(messages)} messages.")
+
+
+def _value(declared: Declaration, text: str, before: Any) -> Any:
+    """Return the value that a text stands for; repeatable ones are added to those before. The default without one."""
+    kind: Any = declared.reader.kind if declared.reader is not None else str
+    if not text:
+        return declared.default if kind is bool else None
+    if kind is bool:
+        return TRUTHS.get(text.lower(), text)
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise InputError(f"{declared.name}: got {text!r}, accepted a value of type {kind.__name__}") from error
+    return [*(before or []), value] if declared.repeats else value
+
+
+def _file(command: str, rest: str) -> Path:
+    if not rest:
+        raise InputError(f"{command}: name a file, as /{command} talk.json")
+    return Path(rest).expanduser()
+
+
+def _messages(file: Path) -> list[dict[str, str]] | None:
+    """Return the messages of a saved conversation; None where the file is none."""
+    try:
+        messages = read_object(file)["messages"]
+        fits = all(isinstance(message[name], str) for message in messages for name in ("role", "content"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return list(messages) if fits and isinstance(messages, list) else None
 
 
 def _piped_lines() -> Iterator[str]:
@@ -70,28 +212,40 @@ def _piped_lines() -> Iterator[str]:
         raise InputError(f"prompt: standard input is not UTF-8 ({error.reason}); write it as UTF-8") from error
 
 
-def _answer(session: Session, text: str, arguments: argparse.Namespace, trace: TraceWriter | None = None) -> None:
-    """Stream one answer. Ctrl-C stops it, and the text so far stays in the conversation."""
+def _answer(
+    session: Session,
+    text: str,
+    arguments: argparse.Namespace,
+    trace: TraceWriter | None = None,
+    markdown: Markdown | None = None,
+) -> Stats:
+    """Stream one answer. Ctrl-C stops it, and the text so far stays in the conversation. Returns its statistics."""
     turn = session.stream(text, **given.generation_options(arguments))
     if len(session.messages) <= 1:
         given.note_idle_options(arguments, turn)
     said: list[str] = []
+    show, end = (write, lambda: write("\n")) if markdown is None else (markdown.write, markdown.end)
     try:
         with given.follow(turn, trace) as pieces:
             for piece in pieces:
                 said.append(piece.text)
-                write(piece.text)
+                show(piece.text)
     except KeyboardInterrupt:
         turn.close()
         if turn.result is None and any(said):
             answer = {"role": "assistant", "content": "".join(said)}
             session.messages += [{"role": "user", "content": text}, answer]
-        write("\n")
+        end()
         say("(stopped)")
+    except BaseException:
+        if markdown is not None:
+            end()
+        raise
     else:
-        write("\n")
+        end()
     stats = turn.stats
     say(
         f"({stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
         f"acceptance length {stats.mean_acceptance_length:.2f})"
     )
+    return stats

@@ -57,14 +57,21 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 CHAT_COMMANDS = (
-    "/help shows this, /reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer, "
-    "// begins a message with a slash"
+    "/help shows this, /reset starts over, /set shows and changes options, /stats shows speed and what drafts bring, "
+    "/save FILE and /load FILE keep the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, // begins a "
+    'message with a slash, """ begins and ends one of several lines'
 )
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.chat:run")
     parser.epilog = f"{CHAT_COMMANDS}. If standard input is not a terminal, each line is a turn."
+    parser.add_argument(
+        "--markdown",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draw answers as Markdown, with whole words (default: in a terminal, if the extra `chat` is installed)",
+    )
     add_trace_file(parser)
     add_model(parser)
     add_draft_and_policy(parser)
@@ -241,6 +248,13 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_draft(parser.add_argument_group("draft"))
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.doctor:run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
+
+
 REPORT = "print the tables of a file that `specengine bench --out` wrote"
 PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
 DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
@@ -357,6 +371,23 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+KEPT = ("models", "costs", "downloads", "history")  # folders of the cache that can be made again, or missed
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.storage:run_list")
+    parser.add_argument("--json", action="store_true", help="print one JSON array, sizes in bytes")
+
+
+def add_clean(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.storage:run_clean")
+    parser.add_argument(
+        "what", nargs="*", type=one_of(KEPT, {name: name for name in KEPT}), metavar="WHAT",
+        help=f"{', '.join(KEPT)} (default: all of these); heads and the Hub's models are left alone",
+    )  # fmt: skip
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "generate": (add_generate, "answer one prompt"),
     "chat": (add_chat, "talk to a model, turn by turn"),
@@ -377,6 +408,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
         add_calibrate,
         "measure how long verifying and drafting take here, by number of nodes, and keep it for policies that read it",
     ),
+    "doctor": (
+        add_doctor,
+        "measure memory, forwards and drafts here, list what is missing, and say whether and why speculation pays",
+    ),
     "bench": (
         add_bench,
         "measure policies and drafts beside transformers' and llama.cpp's decoding, on prompts of several kinds",
@@ -384,6 +419,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
     "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),
     "train": (add_train, "train a draft for a model, on text that the model writes itself"),
+    "list": (add_list, "show the models, heads and measured costs that are kept on the disk, with their sizes"),
+    "clean": (add_clean, "delete what the cache folder holds, after saying what and asking"),
     "export": (add_export, "write an EAGLE head for vLLM, speculators or SGLang"),
 }
 

@@ -16,9 +16,10 @@ from specengine.cli import given
 from specengine.cli.generate import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
-from specengine.costs.measuring import stored
+from specengine.cli.verdict import SAME, Seen, known_costs, verdict
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.records import Stats
 from specengine.request.options import GenerationOptions
 from specengine.request.text import Decoder
 from specengine.trace import TracedCycle
@@ -31,18 +32,24 @@ MOST_NODES = 24  # of the tree that is drawn
 
 @dataclass
 class Way:
-    """One way of decoding, and its runs: new tokens, seconds, tokens per verification."""
+    """One way of decoding, and its runs: new tokens, seconds, statistics where it is our own."""
 
     name: str
-    decode: Callable[[int], tuple[list[int], float]]  # max_new_tokens -> tokens, acceptance length
+    decode: Callable[[int], tuple[list[int], Stats | None]]  # of max_new_tokens
     tokens: list[int] = field(default_factory=list)
-    acceptance: float = 1.0
+    stats: list[Stats] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def run(self, max_new_tokens: int) -> None:
         began = time.perf_counter()
-        self.tokens, self.acceptance = self.decode(max_new_tokens)
+        self.tokens, stats = self.decode(max_new_tokens)
         self.seconds.append(time.perf_counter() - began)
+        self.stats += [] if stats is None else [stats]
+
+    @property
+    def acceptance(self) -> float:
+        """Return the tokens per verification of the last run."""
+        return self.stats[-1].mean_acceptance_length if self.stats else 1.0
 
     @property
     def speed(self) -> float:
@@ -108,15 +115,15 @@ def _worth(cycle: TracedCycle) -> tuple[bool, int, int]:
 
 
 def _ways(plain: Engine, engine: Engine, prompt: str) -> list[Way]:
-    def ours(one: Engine) -> Callable[[int], tuple[list[int], float]]:
-        def decode(max_new_tokens: int) -> tuple[list[int], float]:
+    def ours(one: Engine) -> Callable[[int], tuple[list[int], Stats | None]]:
+        def decode(max_new_tokens: int) -> tuple[list[int], Stats | None]:
             result = one.generate(prompt, **_greedy(max_new_tokens))
-            return result.token_ids, result.stats.mean_acceptance_length
+            return result.token_ids, result.stats
 
         return decode
 
-    def theirs(max_new_tokens: int) -> tuple[list[int], float]:
-        return huggingface_tokens(plain, prompt, **_greedy(max_new_tokens)), 1.0
+    def theirs(max_new_tokens: int) -> tuple[list[int], Stats | None]:
+        return huggingface_tokens(plain, prompt, **_greedy(max_new_tokens)), None
 
     return [
         Way("transformers generate", theirs),
@@ -137,6 +144,7 @@ def _affordable(ways: list[Way], asked: int) -> int:
             way.run(min(WARM_UP_TOKENS, asked))
         slowest = max(slowest, way.seconds[-1] / max(1, len(way.tokens)))
         way.seconds.clear()
+        way.stats.clear()
     tokens = min(asked, max(FEWEST_TOKENS, int(ENOUGH_SECONDS / 2 / slowest)))
     if tokens < asked:
         say(f"This machine takes its time: {tokens} tokens instead of {asked} are timed")
@@ -172,41 +180,20 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
             print(f"{way.name}: {line}")
 
 
-SAME = 0.05  # of the speed: what one run of a few rounds cannot tell from none
-ROWS = 12  # of a tree, for what it costs to verify one
-
-
 def _verdict(ways: list[Way], engine: Engine) -> str:
-    """Return in a sentence or two what was measured, and why: plain decoding over transformers, drafts over that."""
+    """Return what was measured, and why: plain decoding over transformers, drafts over that."""
     theirs, plain, drafted = ways
-    kind = engine.target.device.type.replace("cpu", "CPU").replace("cuda", "GPU")
-    text = f"On this {kind} plain decoding here is {_times(plain.speed / theirs.speed)} transformers' generate, and "
+    device = engine.target.device.type
+    kind = device.replace("cpu", "CPU").replace("cuda", "GPU")
+    text = f"On this {kind} plain decoding here is {_times(plain.speed / theirs.speed)} transformers' generate"
     if engine.drafter is None:
-        return f"{text}no draft was asked for."
-    gain = drafted.speed / plain.speed
-    if abs(gain - 1) <= SAME:
-        text += f"speculation changes little ({gain:.2f} times plain decoding)."
-    elif gain > 1:
-        text += f"speculation makes that {gain:.2f} times as fast."
-    else:
-        text += f"speculation is slower, {gain:.2f} times plain decoding; for such texts decode with policy 'plain'."
-    return f"{text} {_cost_of_rows(engine)}".rstrip()
+        return f"{text}, and no draft was asked for."
+    seen = Seen.of(drafted.stats, drafted.speed / plain.speed)
+    return f"{text}. {verdict(device, known_costs(engine), seen)}"
 
 
 def _times(ratio: float) -> str:
     return "as fast as" if abs(ratio - 1) <= SAME else f"{ratio:.2f} times as fast as"
-
-
-def _cost_of_rows(engine: Engine) -> str:
-    """Return what verifying a tree costs beside one token, where that has been measured; else nothing."""
-    if engine.policy is None or not engine.policy.plan().reads_costs:
-        return ""
-    costs = stored.find(engine.target, engine.drafter)
-    ratio = (costs.cycle(ROWS, ()) - costs.overhead) / costs.plain
-    return (
-        f"Verifying {ROWS} tokens takes {ratio:.1f} times as long as one, so such a tree pays where it gives more "
-        "tokens than that, beside what drafting costs."
-    )
 
 
 def _compared(way: Way, ours: Way, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:

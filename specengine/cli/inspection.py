@@ -38,65 +38,65 @@ OPENINGS = (
     "How do I sort a list of names by last name in Python?",
 )
 OPENING_TOKENS = 64  # new tokens per opening
+READY_LATER = "not there yet, it is fetched at first use"
 PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    devices = _devices()
+    there = devices()
     found: dict[str, Any] = {
-        "versions": _versions(),
-        "devices": devices,
-        "backends": {kind: _backends(kind) for kind in dict.fromkeys(name.partition(":")[0] for name in devices)},
-        "cache": _cache(),
+        "versions": versions(),
+        "devices": there,
+        "backends": {kind: _backends(kind) for kind in dict.fromkeys(name.partition(":")[0] for name in there)},
+        "cache": cache_state(),
         "policies": _variants(policies, TreePolicy, "policy"),
         "drafters": _variants(drafters, Drafter, "draft"),
     }
     engine = None
     if arguments.model is not None or arguments.draft is not None:
         engine = Engine.from_pretrained(arguments.model, policy="plain", **given.load_options(arguments))
-        found["model"] = _model(arguments.model or models.embedded.NAME, engine)
+        found["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         found["draft"] = _draft(arguments, engine)
     print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found, ops=arguments.ops)))
     return 0
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     """Return the version of each package, or None where it is not installed."""
-    versions: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+            found[name] = None
+    return found
 
 
-def _devices() -> dict[str, str]:
+def devices() -> dict[str, str]:
     threads = torch.get_num_threads()
-    devices = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    found = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
     integers = ", ".join(instruction_sets("integer"))
-    devices["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
-    devices["cpu"] += f"; integer numerics: {integers}" if integers else ""
+    found["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
+    found["cpu"] += f"; integer numerics: {integers}" if integers else ""
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
-        devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
-    return devices
+        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
+    return found
 
 
 def _backends(kind: str) -> dict[str, dict[str, Any]]:
     return {op: dataclasses.asdict(backend) for op, backend in ops.backends(kind).items()}
 
 
-def _cache() -> dict[str, str]:
-    root = models.cache_dir()
-    folder = root / "models" / models.embedded.NAME
-    state = "not there yet, it is fetched at first use"
-    if folder.exists():
-        damage = models.embedded.folder_damage(folder)
-        state = f"damaged: {damage}" if damage else "ready"
-    return {"folder": str(root), models.embedded.NAME: state}
+def cache_state() -> dict[str, str]:
+    """Return the cache folder, and whether the default model is there: as its GGUF file, or converted."""
+    root, name = models.cache_dir(), models.embedded.NAME
+    there = [folder for folder in (root / "models" / f"{name}-gguf", root / "models" / name) if folder.exists()]
+    damages = [models.embedded.folder_damage(folder) for folder in there]
+    state = "ready" if None in damages else f"damaged: {damages[0]}" if there else READY_LATER
+    return {"folder": str(root), name: state}
 
 
 def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str, Any]]:
@@ -123,7 +123,7 @@ def _default_policy(cls: type) -> dict[str, Any] | None:
     return {"name": cls.about.policy, **cls.about.options}
 
 
-def _model(name: str, engine: Engine) -> dict[str, Any]:
+def model_facts(name: str, engine: Engine) -> dict[str, Any]:
     target = engine.target
     assert isinstance(target, HuggingFaceTarget | NativeTarget)
     dtype = str(target.dtype).removeprefix("torch.")
@@ -135,6 +135,7 @@ def _model(name: str, engine: Engine) -> dict[str, Any]:
         "device": str(target.device),
         "backend": target.backend,
         "numerics": target.lm.numerics if isinstance(target, NativeTarget) else dtype,
+        **({"instruction set": target.lm.instruction_set} if isinstance(target, NativeTarget) else {}),
         "layers": target.lm.layers,
         "context": target.max_context,
         "answers at once": parallel_of(engine),
@@ -202,7 +203,7 @@ def _lines(found: dict[str, Any], *, ops: bool) -> Iterator[str]:
     for title, entries in shown.items():
         yield f"{title}"
         for name, value in entries.items():
-            yield from _entry(name, value)
+            yield from entry_lines(name, value)
 
 
 def _counted(backends: dict[str, dict[str, Any]]) -> str:
@@ -210,7 +211,7 @@ def _counted(backends: dict[str, dict[str, Any]]) -> str:
     return ", ".join(f"{name} for {count} ops" for name, count in counts.most_common()) + " (--ops lists them)"
 
 
-def _entry(name: str, value: Any) -> Iterator[str]:
+def entry_lines(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict) and "about" in value:
         yield from _part(name, value)
     elif isinstance(value, list):

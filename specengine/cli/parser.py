@@ -218,8 +218,8 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--draft",
         help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
-        "smaller model with the same tokenizer (default: the head that ships for the model or is stored with it, else "
-        "recycling)",
+        "smaller model with the same tokenizer (default: the head that ships for the model, for what it is a fine-tune "
+        "of, or is stored with it, else recycling)",
     )
     add_draft_option(parser)
     parser.add_argument(

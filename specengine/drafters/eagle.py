@@ -80,12 +80,13 @@ class Eagle(RowDraft):
         embedded, heads = checkpoints.embedded, checkpoints.eagle
         if not isinstance(draft, str) or draft == embedded.NAME:
             return None
-        shipped = embedded.draft_head(embedded.NAME) if draft == embedded.HEAD else None
-        folder = shipped or heads.head_folder(draft, offline=options.offline)
+        shipped = embedded.draft_head(embedded.NAME)
+        folder = shipped if draft == embedded.HEAD else heads.head_folder(draft, offline=options.offline)
         if folder is None:
             return None
+        name = embedded.HEAD if folder == shipped else folder.name
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
-        return lambda target, _: cls.of(heads.load_head(folder, **read), target.lm, folder.name, pack=options.pack)
+        return lambda target, _: cls.of(heads.load_head(folder, **read), target.lm, name, pack=options.pack)
 
     @classmethod
     def of(cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None) -> Eagle:

@@ -25,7 +25,7 @@ def shipped() -> Path:
 
 def test_the_package_holds_a_head_with_its_card() -> None:
     files = {file.name: file.stat().st_size for file in shipped().iterdir()}
-    assert set(files) == {"config.json", "model.safetensors", "README.md"}
+    assert set(files) == {"config.json", "model.safetensors", "target.json", "README.md"}
     assert sum(files.values()) <= 40_000_000
     card = (shipped() / "README.md").read_text()
     for needed in ("Data", "Recipe", "Command", "Figures", "Licence"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_every_way_answers_every_prompt_in_every_round(bench: Bench, tmp_path: P
     out, err = capsys.readouterr()
     assert "By set [prompts]" in out
     assert "one [2]" in out
+    assert re.search(r"^\S+: Speculation (pays|does not pay|changes little) on this CPU \(", out.splitlines()[-1])
     assert err.count("tokens/s") == 4
     assert str(tmp_path) not in (tmp_path / "out.jsonl").read_text()
 

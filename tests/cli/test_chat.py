@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import specengine
 from specengine import cycle
-from specengine.cli import chat, main
+from specengine.cli import chat, line_input, main
 from specengine.cli.commands import make_parser
 from tests.cli.streams import Terminal, pipe_in
 
@@ -48,6 +51,12 @@ def test_chat_passes_errors_on_when_piped(folder: str, capsys: Any, monkeypatch:
     assert "specengine: error: prompt" in capsys.readouterr().err
 
 
+@pytest.fixture(autouse=True)
+def _without_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_input, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(line_input, "cache_dir", lambda: tmp_path / "cache")
+
+
 def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
     """A terminal where these lines are typed; exceptions are keys such as Ctrl-C and Ctrl-D."""
     waiting: Iterator[str | BaseException] = iter([*lines, EOFError()])
@@ -60,6 +69,100 @@ def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> Non
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", typed)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set max-new-tokens 3", "max_new_tokens 3"),
+        ("/set max_new_tokens 0", "error: max_new_tokens: got 0, accepted a whole number, 1 or more"),
+        ("/set max_new_tokens many", "error: max_new_tokens: got 'many', accepted a value of type int"),
+        ("/set max_new_tokens", "max_new_tokens as by default"),
+        ("/set coupled off", "coupled False"),
+        ("/set coupled perhaps", "error: coupled: got 'perhaps', accepted True or False"),
+        ("/set temprature 1", "error: set: unknown option 'temprature'; did you mean temperature?"),
+        ("/set system Be short.", "system Be short."),
+        ("/set", "max_new_tokens 12"),
+        ("/set", "names: system, max_new_tokens, temperature"),
+        ("/save", "error: save: name a file"),
+        ("/load nowhere.json", "error: load: nowhere.json holds no conversation"),
+        ("/stats", "Nothing was answered yet."),
+        ("/stat", "unknown command /stat; did you mean /stats?"),
+    ],
+)
+def test_commands(folder: str, capsys: Any, monkeypatch: Any, line: str, said: str) -> None:
+    type_in(monkeypatch, line)
+    assert main([*CHAT, folder]) == 0
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_were_set_hold_for_later_answers(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    type_in(monkeypatch, "hello", "/set max_new_tokens 3", "/set stop no", "/set stop nor", "/reset", "hello")
+    assert main([*CHAT, folder]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(turns(folder, "hello")[0])
+    assert turns(folder, "hello", max_new_tokens=3)[0] in out
+    assert "stop ['no', 'nor']" in err
+
+
+def test_a_system_message_is_changed_in_place(folder: str, monkeypatch: Any) -> None:
+    engine = specengine.Engine.from_pretrained(folder)
+    parsed = make_parser().parse_args(["chat", "--system", "one"])
+    talk = chat.Chat(engine, parsed, None, interactive=False)
+    talk.session.messages.append({"role": "user", "content": "hello"})
+    talk._command("/set", "system two")
+    assert [message["content"] for message in talk.session.messages] == ["two", "hello"]
+    talk._command("/set", "system")
+    assert [message["content"] for message in talk.session.messages] == ["hello"]
+
+
+def test_statistics_have_plain_decoding_beside_them(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    type_in(monkeypatch, "hello", "/stats")
+    assert main([*CHAT, folder]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"all answers +12 tokens, [\d.]+ per second behind the first; plain decoding would make", err)
+    assert err.count("Speculation ") == 2, "and at the end of the conversation"
+    assert err.splitlines()[-1].startswith("Speculation ")
+
+
+def test_a_conversation_is_kept_and_goes_on(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    type_in(monkeypatch, "hello", f"/save {file}")
+    assert main([*CHAT, folder]) == 0
+    assert f"2 messages are in {file}" in capsys.readouterr().err
+    first, second = turns(folder, "hello", "again")
+    assert [message["content"] for message in json.loads(file.read_text())["messages"]] == ["hello", first]
+    type_in(monkeypatch, f"/load {file}", "again", f"/save {file}")
+    assert main([*CHAT, folder]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == second
+    assert len(json.loads(file.read_text())["messages"]) == 4
+
+
+@pytest.mark.parametrize("content", ["a letter", "[]", '{"messages": [1]}', '{"messages": [{"role": "user"}]}'])
+def test_other_files_are_left_alone(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(content)
+    type_in(monkeypatch, "hello", f"/save {file}", f"/load {file}")
+    assert main([*CHAT, folder]) == 0
+    assert file.read_text() == content
+    err = capsys.readouterr().err
+    assert f"error: save: {file} is there and holds no conversation" in err
+    assert f"error: load: {file} holds no conversation" in err
+
+
+def test_several_lines_are_one_message(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    type_in(monkeypatch, '"""hello', "  there", 'again"""', '"""one"""')
+    assert main([*CHAT, folder]) == 0
+    first, second = turns(folder, "hello\n  there\nagain", "one")
+    assert capsys.readouterr().out == f"{first}\n{second}\n\n"
+
+
+def test_answers_are_drawn_as_markdown_where_asked(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("rich")
+    type_in(monkeypatch, "hello")
+    assert main([*CHAT, folder, "--markdown"]) == 0
+    drawn = capsys.readouterr().out
+    assert "".join(drawn.split()) == "".join(turns(folder, "hello")[0].split())
 
 
 def test_chat_in_a_terminal(folder: str, capsys: Any, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,15 @@ def test_who_stops_a_measurement_is_told_only_where_it_is_kept(tmp_path: Path, c
     assert capsys.readouterr().err == ""
     assert main(["bench", "--out", str(tmp_path / "run.jsonl")]) == 130
     assert "run.jsonl keeps what was done so far" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_imports_nothing_large_beside_transformers() -> None:
+    """Whose models take four seconds of a processor; what comes with them here is to add little."""
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel\n"
+        "before = set(sys.modules); import specengine.cli.generate\n"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert set(done.stdout.split()) <= {"specengine", "transformers"}

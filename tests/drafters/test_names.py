@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from specengine import Engine, loading
 from specengine.checkpoints import embedded
-from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import first_layers
 from specengine.errors import InputError
 from tests.engine.engines import PROMPT, model_of, near_copy
@@ -36,31 +35,6 @@ def test_a_smaller_draft_is_left_alone() -> None:
 def target(name: str = "mine", hidden: int = 576, vocabulary: int = 49152, layers: int = 30) -> Any:
     lm = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden), layers=layers)
     return SimpleNamespace(name=name, vocab_size=vocabulary, lm=lm)
-
-
-def notes(of: Any, draft: Any = None) -> list[str]:
-    return loading._notes(of, draft, cast(Any, Recycling()))
-
-
-def test_a_fine_tune_of_the_default_model_is_told_of_the_shipped_head() -> None:
-    (note,) = notes(target())
-    assert "try draft='default-head'" in note
-    assert embedded.NAME in note
-
-
-@pytest.mark.parametrize(
-    ("of", "draft"),
-    [
-        (target(hidden=64), None),
-        (target(vocabulary=49155), None),
-        (target(layers=20), None),
-        (target(name=embedded.NAME), None),
-        (target(), "recycling"),
-    ],
-    ids=["another width", "tokens added", "fewer layers", "the default model itself", "a draft that was asked for"],
-)
-def test_nobody_else_is(of: Any, draft: Any) -> None:
-    assert notes(of, draft) == []
 
 
 def test_the_whole_default_model_as_a_draft_is_told_of_the_head() -> None:

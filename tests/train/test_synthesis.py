@@ -222,14 +222,32 @@ def test_an_interrupted_writer_ends_with_the_same_text(model: PreTrainedModel, t
 
     def stop(line: str) -> None:
         lines.append(line)
-        if len(lines) == 2:
+        if len(lines) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write(model, tmp_path / "cut", progress=stop)
     assert 0 < len(Corpus.open(tmp_path / "cut").shards()) < len(whole.shards())
     assert texts(write(model, tmp_path / "cut")) == texts(whole)
-    assert "per second" in lines[0]
+    assert lines[0] == "Writing the first shard; a line follows each"
+    assert "per second" in lines[1]
+
+
+def test_who_stops_a_writer_is_told_where(model: PreTrainedModel, tmp_path: Path, monkeypatch: Any) -> None:
+    real, lines, shards = lockstep.Lockstep.write, list[str](), list[int]()
+
+    def interrupted(self: lockstep.Lockstep, number: int, turns: Any) -> Any:
+        shards.append(number)
+        if len(shards) == 3:
+            raise KeyboardInterrupt
+        return real(self, number, turns)
+
+    monkeypatch.setattr(lockstep.Lockstep, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(model, tmp_path, progress=lines.append)
+    written = lines[-2].split(" tokens written")[0]
+    assert lines[-1] == f"Stopped at {written} tokens; the shard under way is lost, the others stay"
+    assert len(Corpus.open(tmp_path).shards()) == 2
 
 
 def test_parts_write_the_same_text_together(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 from transformers import PreTrainedModel
 
+from specengine.checkpoints import likeness
 from specengine.checkpoints.eagle import Verifier, save_head
 from specengine.errors import InputError, why_not_loaded
 from specengine.files import atomic
@@ -205,6 +206,7 @@ class _Run:
         }
         config = replace(self.head.config, temperatures=self.temperatures)
         save_head(config, state, self.out, verifier=Verifier(self.name or None))
+        likeness.write(self.out, self.target.lm, self.name)
         with atomic(self.out / STATE) as temporary:
             torch.save(
                 {

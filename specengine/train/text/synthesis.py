@@ -71,7 +71,7 @@ def write_corpus(
     written = 0
     while have * parts < options.tokens:
         if not corpus.shard(number).is_file():
-            texts = writer.write(number, turn_ids)
+            texts = _written(writer, number, turn_ids, have, progress)
             corpus.add(number, texts)
             written += sum(len(text.tokens) for text in texts)
         have += sum(len(text.tokens) for text in corpus.read(number))
@@ -80,6 +80,17 @@ def write_corpus(
         progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second")
         number += parts
     return corpus
+
+
+def _written(writer: Writer, number: int, turns: Any, have: int, progress: Callable[[str], None]) -> list[Any]:
+    """Return the texts of a shard. Says when the first one begins, which takes longest, and where Ctrl-C came."""
+    if not have:
+        progress("Writing the first shard; a line follows each")
+    try:
+        return list(writer.write(number, turns))
+    except KeyboardInterrupt:
+        progress(f"Stopped at {have:,} tokens; the shard under way is lost, the others stay")
+        raise
 
 
 def stop_tokens(source: PreTrainedModel | Engine, tokenizer: Any) -> frozenset[int]:

@@ -1,0 +1,126 @@
+"""Find the head that was made for a model or for what it was fine-tuned from, by rows of the embedding table.
+
+A head's folder may hold `target.json`: the sizes of its target and some rows of the target's embeddings. A fine-tune
+moves these rows by little, and appends others behind them; the rows of a model that was trained apart have nothing in
+common with them, whatever it is called. So neither names nor tokenizers are compared: equal rows are equal ids.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specengine.checkpoints import embedded
+from specengine.files import atomic, cache_dir, read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "target.json"
+ROWS, COLUMNS = 32, 64  # of the embedding table, at even distances and from the left
+NEAR = 0.9  # median cosine of the rows
+
+
+class KnownHead(NamedTuple):
+    """A head with a record of its target.
+
+    name    what users call it as a draft
+    target  the name of the model that it was made for
+    """
+
+    name: str
+    folder: Path
+    target: str
+
+
+class Match(NamedTuple):
+    """A head that fits a model; likeness: median cosine of the rows; appended: tokens that the model has beyond."""
+
+    head: KnownHead
+    likeness: float
+    appended: int
+
+    @property
+    def note(self) -> str:
+        """Return why it was chosen, and how to choose another, for the user."""
+        more = f" and {self.appended} appended tokens" if self.appended else ""
+        return (
+            f"draft: {self.head.name} was chosen, as this model has the embeddings of {self.head.target} "
+            f"({100 * self.likeness:.1f} % alike){more}; draft='recycling' or a path chooses another, and specengine "
+            "bench compares them"
+        )
+
+
+def write(folder: Path, lm: Any, name: str) -> None:
+    """Write the record of a head's target beside it. lm: CausalLM or NativeLM."""
+    ids = _ids(lm.vocab_size)
+    record = {
+        "model": name,
+        "hidden_size": int(lm.config.hidden_size),
+        "layers": int(lm.layers),
+        "vocab_size": int(lm.vocab_size),
+        "tokens": ids,
+        "embeddings": base64.b64encode(_rows(lm, ids).numpy().tobytes()).decode(),
+    }
+    with atomic(folder / FILE) as file:
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def known() -> Iterator[KnownHead]:
+    """Yield the heads with a record: the one that ships, then those in `heads` of the cache folder."""
+    shipped = embedded.draft_head(embedded.NAME)
+    folders = [] if shipped is None else [shipped]
+    for folder in (*folders, *sorted((cache_dir() / "heads").glob("*"))):
+        try:
+            target = str(read_object(folder / FILE)["model"])
+        except (OSError, ValueError, KeyError):
+            continue
+        yield KnownHead(embedded.HEAD if folder == shipped else str(folder), folder, target)
+
+
+def find(lm: Any) -> Match | None:
+    """Return the known head whose target is most like a model, None where none is near. lm: CausalLM or NativeLM."""
+    found = [match for head in known() if (match := _match(head, lm)) is not None]
+    return max(found, key=lambda match: match.likeness, default=None)
+
+
+def _match(head: KnownHead, lm: Any) -> Match | None:
+    import torch  # here, as `specengine list` needs the names alone
+
+    from specengine.models.eagle import MAX_APPENDED
+
+    try:
+        record = read_object(head.folder / FILE)
+        sizes = tuple(int(record[name]) for name in ("hidden_size", "layers", "vocab_size"))
+        ids, stored = [int(token) for token in record["tokens"]], base64.b64decode(record["embeddings"])
+        rows = torch.frombuffer(bytearray(stored), dtype=torch.int8).reshape(len(ids), -1)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+    appended = lm.vocab_size - sizes[2]
+    has = int(getattr(lm.config, "hidden_size", 0)), int(lm.layers)
+    if has != sizes[:2] or not 0 <= appended <= MAX_APPENDED or not ids or max(ids) >= sizes[2] or min(ids) < 0:
+        return None
+    own = _rows(lm, ids)
+    if own.shape != rows.shape:
+        return None
+    likeness = float(torch.cosine_similarity(own.float(), rows.float(), dim=1).median())
+    return Match(head, likeness, appended) if likeness >= NEAR else None
+
+
+def _ids(vocab_size: int) -> list[int]:
+    """Return token ids at even distances, without both ends."""
+    count = min(ROWS, vocab_size)
+    return [(2 * place + 1) * vocab_size // (2 * count) for place in range(count)]
+
+
+def _rows(lm: Any, ids: list[int]) -> Tensor:
+    """Return the first columns of these tokens' embeddings, int8 [rows, columns], each row scaled to its largest."""
+    import torch
+
+    device = getattr(lm, "device", torch.device("cpu"))
+    found = lm.embed(torch.tensor(ids, dtype=torch.int64, device=device)).detach()[:, :COLUMNS].float().cpu()
+    found = found.nan_to_num(0.0, 0.0, 0.0)
+    return (127 * found / found.abs().amax(1, keepdim=True).clamp(min=1e-30)).round().to(torch.int8)

@@ -1,0 +1,209 @@
+"""specengine doctor: what a model runs on here, how near that is to its limits, and whether speculation pays."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from specengine.cli import given
+from specengine.cli.inspection import OPENINGS, cache_state, devices, entry_lines, model_facts, versions
+from specengine.cli.terminal import Progress, as_json
+from specengine.cli.verdict import Seen, break_even, verdict
+from specengine.costs.measuring import stored
+from specengine.engine import Engine
+from specengine.errors import install_command
+from specengine.models.extension import NOT_BUILT, is_built, thread_count
+from specengine.models.native import NativeTarget
+from specengine.records import Stats
+
+EXTRAS = {  # what a user may miss, and the packages of each
+    "chat": ("prompt_toolkit", "rich"),
+    "grammar": ("llguidance",),
+    "serve": ("fastapi", "prometheus_client", "uvicorn"),
+    "ray": ("ray",),
+    "train": ("matplotlib",),
+}
+COMPILERS = ("c++", "g++", "clang++")
+ROWS = (1, 2, 4, 8, 16, 32)
+READS, SMALLEST, LARGEST = 7, 64 << 20, 1 << 30  # reads that are timed, and the bytes of one
+OPENING_TOKENS, ROUNDS = 48, 3  # of the answers that are timed
+SECONDS = 6.0  # after which no further one is begun
+
+
+def run(arguments: argparse.Namespace) -> int:
+    progress = Progress(4)
+    with progress.step("Loading"):
+        options = given.load_options(arguments) | {"draft_options": dict(arguments.draft_option)}
+        engine = Engine.from_pretrained(arguments.model, arguments.draft, **options)
+    with progress.step("Measuring what drafting and verifying cost"):
+        costs = stored.find(engine.target, engine.drafter, fresh=True)
+    with progress.step("Measuring the memory"):
+        memory = _memory(engine, costs.plain)
+    with progress.step("Answering, with and without the draft"):
+        seen = _seen(engine)
+    passes = seen.passes if seen else 0.0
+    name = arguments.model or engine.target.name
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "devices": devices(),
+        "model": model_facts(name, engine),
+        "draft": _draft(engine),
+        "threads": f"{thread_count()} of {_processors()} processors",
+        "memory": memory,
+        "rows": [
+            {"rows": n, "cost": _cost(costs, n), "tokens to pay": round(break_even(costs, n, passes), 2)} for n in ROWS
+        ],
+        "draft passes": round(passes, 2),
+        "observed": None if seen is None else {field: round(value, 3) for field, value in seen._asdict().items()},
+        "missing": [*_missing(), *_missing_head(engine, name)],
+        "verdict": verdict(engine.target.device.type, costs, seen),
+    }
+    print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _cost(costs: Any, rows: int) -> float:
+    """Return the time of verifying so many rows over that of one."""
+    return round((costs.cycle(rows, ()) - costs.overhead) / costs.plain, 3)
+
+
+def _processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- memory
+
+
+def _memory(engine: Engine, plain: float) -> dict[str, Any]:
+    """Return the bandwidth of memory, and the share of it that one plain forward reaches.
+
+    plain: seconds of that forward. Each forward reads the weights once; they are all counted, though of an embedding
+    table without use in the head one row is read.
+    """
+    weights = _weight_bytes(engine.target)
+    size = min(max(weights, SMALLEST), LARGEST)
+    measured = bandwidth(size, engine.target.device)
+    reached = weights / plain
+    return {
+        "weights": f"{weights / 1e6:.0f} MB",
+        "bandwidth": f"{measured / 1e9:.1f} GB/s, reading {size / 1e6:.0f} MB",
+        "plain forward": f"{1e3 * plain:.2f} ms, {reached / 1e9:.1f} GB/s",
+        "share of bandwidth": round(reached / measured, 3),
+    }
+
+
+def bandwidth(size: int, device: torch.device) -> float:
+    """Return the bytes per second of reading so many bytes, the best of several times."""
+    numbers = torch.ones(size // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(READS):
+        began = time.perf_counter()
+        numbers.sum().item()
+        seconds.append(time.perf_counter() - began)
+    return size / min(seconds)
+
+
+def _weight_bytes(target: Any) -> int:
+    if isinstance(target, NativeTarget):
+        return target.lm.weight_bytes
+    model: torch.nn.Module = target.lm.model
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+# ---- drafts
+
+
+def _seen(engine: Engine) -> Seen | None:
+    """Return averages over answers to a few openings, each timed with and without the draft."""
+    if engine.drafter is None:
+        return None
+    options = {"temperature": 0.0, "max_new_tokens": OPENING_TOKENS}
+    for policy in ("plain", None):  # the first run loads what it needs
+        engine.generate(OPENINGS[0], policy=policy, **options | {"max_new_tokens": 8})
+    answers = list[Stats]()
+    rates: dict[tuple[str, str | None], float] = {}  # the best by opening and policy: others may use this machine
+    began = time.perf_counter()
+    for opening in OPENINGS * ROUNDS:
+        for policy in ("plain", None):
+            stats = engine.generate(opening, policy=policy, **options).stats
+            rates[opening, policy] = max(rates.get((opening, policy), 0.0), _rate(stats))
+        answers.append(stats)
+        if time.perf_counter() - began > SECONDS:
+            break
+    gains = [rates[opening, None] / rate for (opening, policy), rate in rates.items() if policy == "plain" and rate]
+    return Seen.of(answers, statistics.median(gains) if gains else None)
+
+
+def _rate(stats: Stats) -> float:
+    """Return the tokens per second behind the prompt."""
+    seconds = stats.elapsed_s - stats.ttft_s
+    return stats.num_generated_tokens / seconds if seconds > 0 else 0.0
+
+
+def _draft(engine: Engine) -> dict[str, Any]:
+    if engine.drafter is None:
+        return {"name": "none"}
+    return {"name": engine.drafter.name, "policy": str(engine.policy), "notes": engine.notes}
+
+
+# ---- what is missing
+
+
+def _missing() -> list[str]:
+    """Return a line for each part that is not there, with the command that brings it."""
+    lines = []
+    if not is_built():
+        lines.append(NOT_BUILT)
+    if not any(map(shutil.which, (os.environ.get("CXX") or COMPILERS[0], *COMPILERS))):
+        lines.append("a C++17 compiler, which builds the C++ forward")
+    state = cache_state()
+    lines += [f"{name}: {value}" for name, value in state.items() if name != "folder" and value != "ready"]
+    for extra, packages in EXTRAS.items():
+        if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
+            lines.append(f"{', '.join(absent)}, of the extra `{extra}`: {install_command(extra)}")
+    return lines
+
+
+def _missing_head(engine: Engine, model: str) -> list[str]:
+    if engine.drafter is None or not engine.drafter.name.startswith(("recycling", "ngram")):
+        return []
+    return [f"a draft head for this model: specengine train draft FOLDER --target {model}"]
+
+
+# ---- the report
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    for title in ("versions", "devices", "model", "draft"):
+        yield title
+        for name, value in found[title].items():
+            if value != []:
+                yield from entry_lines(name, value)
+    yield "speed"
+    yield from entry_lines("threads", found["threads"])
+    for name, value in found["memory"].items():
+        yield from entry_lines(name, f"{100 * value:.0f} %" if name.startswith("share") else value)
+    yield "rows of a forward"
+    yield f"  {'rows':>6}{'time':>10}{'tokens to pay':>16}   with {found['draft passes']:.1f} draft passes"
+    for row in found["rows"]:
+        yield f"  {row['rows']:>6}{row['cost']:>8.2f} x{row['tokens to pay']:>16.2f}"
+    if found["observed"] is not None:
+        seen = found["observed"]
+        yield "observed"
+        yield from entry_lines("tokens per pass", f"{seen['tokens']:.2f}")
+        yield from entry_lines("verified tokens", f"{seen['nodes']:.1f} per pass")
+        yield from entry_lines("draft passes", f"{seen['passes']:.1f} per pass")
+        yield from entry_lines("speed", f"{seen['gain']:.2f} times plain decoding")
+    if found["missing"]:
+        yield "missing"
+        yield from (f"  {line}" for line in found["missing"])
+    yield f"\n{found['verdict']}"

@@ -1,0 +1,137 @@
+"""specengine list and specengine clean: what this package keeps on the disk, and how to be rid of it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from huggingface_hub import CacheNotFound, scan_cache_dir
+
+from specengine.checkpoints import likeness
+from specengine.cli.commands import KEPT
+from specengine.cli.terminal import as_json, say
+from specengine.errors import InputError
+from specengine.files import cache_dir
+
+ABOUT = {  # of the cache folder's own folders
+    "models": "the default model, fetched again when it is needed",
+    "costs": "measured costs, measured again when they are needed",
+    "downloads": "a download that was interrupted",
+    "history": "what was typed into `chat`",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something on the disk; size: in bytes; deletable: whether `clean` removes it."""
+
+    kind: str
+    name: str
+    size: int
+    path: str
+    about: str = ""
+    deletable: bool = False
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    found = list(_all())
+    if arguments.json:
+        print(as_json([asdict(kept) for kept in found]))
+        return 0
+    width = max([len(kept.name) for kept in found], default=0)
+    for kind in dict.fromkeys(kept.kind for kept in found):
+        print(kind)
+        for kept in found:
+            if kept.kind == kind:
+                print(f"  {kept.name:<{width}}{_size(kept.size):>10}  {kept.about or kept.path}")
+    return 0
+
+
+def run_clean(arguments: argparse.Namespace) -> int:
+    what = arguments.what or KEPT
+    found = [kept for kept in _all() if kept.deletable and Path(kept.path).relative_to(cache_dir()).parts[0] in what]
+    if not found:
+        say(f"There is nothing to delete in {cache_dir()}")
+        return 0
+    for kept in found:
+        say(f"  {kept.path}  {_size(kept.size)}  {kept.about}")
+    total = _size(sum(kept.size for kept in found))
+    if not arguments.yes and not _agreed(f"Delete these, {total}?"):
+        say("Nothing was deleted.")
+        return 1
+    for kept in found:
+        _delete(Path(kept.path))
+    say(f"{total} deleted")
+    return 0
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise InputError("yes: standard input is no terminal to ask at; pass --yes to delete what is listed")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _delete(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"clean: {path} cannot be deleted ({error.strerror or error})") from error
+
+
+# ---- what there is
+
+
+def _all() -> Iterator[Kept]:
+    """Yield what the cache folder holds, the heads, and the models and heads in the Hub's cache."""
+    root = cache_dir()
+    for folder in sorted((root / "models").glob("*")):
+        if folder.is_dir():
+            yield Kept("models", folder.name, _bytes(folder), str(folder), ABOUT["models"], True)
+    yield from _of_the_hub()
+    for head in likeness.known():
+        yield Kept("heads", head.name, _bytes(head.folder), str(head.folder), f"for {head.target}")
+    for name in KEPT[1:]:
+        if (size := _bytes(root / name)) or (root / name).is_dir():
+            files = sum(file.is_file() for file in (root / name).rglob("*"))
+            count = f"{files} file{'s' * (files != 1)}"
+            yield Kept("cache", name, size, str(root / name), f"{count}; {ABOUT[name]}", True)
+
+
+def _of_the_hub() -> Iterator[Kept]:
+    """Yield the Hub's models with a config.json, which belong to all programs here: `clean` leaves them alone."""
+    try:
+        repositories = scan_cache_dir().repos
+    except (CacheNotFound, OSError, ValueError):
+        return
+    for repository in sorted(repositories, key=lambda each: str(each.repo_id)):
+        if repository.repo_type == "model":
+            yield Kept(
+                "models of the Hub",
+                repository.repo_id,
+                repository.size_on_disk,
+                str(repository.repo_path),
+                f"delete it with: hf cache rm model/{repository.repo_id}",
+            )
+
+
+def _bytes(path: Path) -> int:
+    """Return the bytes of a folder's files; those that links lead to are somebody else's."""
+    files = (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+    return sum(file.stat().st_size for file in files)
+
+
+def _size(count: int) -> str:
+    for unit, each in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= each:
+            return f"{count / each:.1f} {unit}"
+    return f"{count} B"

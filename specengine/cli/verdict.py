@@ -1,0 +1,110 @@
+"""One sentence on whether speculation pays here and why, from measured costs and observed acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from specengine.costs.measuring import stored
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts
+    from specengine.engine import Engine
+    from specengine.records import Stats
+
+SAME = 0.05  # of the speed: below what a few answers can tell
+MOSTLY_PLAIN = 1.5  # verified nodes per pass
+EXAMPLE = 12  # nodes of a tree that stands for those that were not drafted
+WIDEST = 8  # nodes of a draft pass
+
+
+class Seen(NamedTuple):
+    """Averages per verification of answers that were drafted.
+
+    tokens  committed, the bonus token included
+    nodes   verified, the root included
+    passes  of the draft
+    gain    tokens per second over those of plain decoding, where both were timed
+    """
+
+    tokens: float
+    nodes: float
+    passes: float
+    gain: float | None = None
+
+    @classmethod
+    def of(cls, answers: Iterable[Stats], gain: float | None = None) -> Seen | None:
+        """Return the averages over answers; None without a verification."""
+        answers = list(answers)
+        steps = sum(stats.num_spec_steps for stats in answers)
+        if not steps:
+            return None
+        tokens = sum(stats.num_emitted_in_steps for stats in answers)
+        drafted = sum(stats.num_draft_tokens for stats in answers)
+        passes = sum(stats.num_draft_passes for stats in answers)
+        return cls(tokens / steps, 1 + drafted / steps, passes / steps, gain)
+
+
+def break_even(costs: PassCosts, nodes: float, passes: float = 0.0) -> float:
+    """Return the tokens that a cycle must commit to be as fast as plain decoding."""
+    width = min(WIDEST, max(1, round(nodes / passes))) if passes else 1
+    drafting = (costs.cycle(1, (width,)) - costs.plain - costs.overhead) * passes
+    whole = int(nodes)
+    below, above = costs.cycle(whole, ()), costs.cycle(whole + 1, ())
+    return (below + (above - below) * (nodes - whole) + drafting) / costs.plain
+
+
+def known_costs(engine: Engine) -> PassCosts | None:
+    """Return the costs of an engine, if they have been measured or its policy reads them."""
+    if engine.drafter is None or engine.policy is None:
+        return None
+    file = stored.path(stored.identity(engine.target, engine.drafter))
+    if not (engine.policy.plan().reads_costs or file.is_file()):
+        return None
+    return stored.find(engine.target, engine.drafter)
+
+
+def verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:
+    """Return whether speculation pays and why, in one sentence.
+
+    device: its type, as torch has it; costs: None where they are not known; seen: None where nothing was drafted.
+    """
+    kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+    if seen is None:
+        return f"Whether speculation pays on this {kind} is not known: no answer was drafted."
+    needed = None if costs is None else break_even(costs, seen.nodes, seen.passes)
+    gain = seen.gain
+    if gain is None:
+        if needed is None:
+            return (
+                f"Whether speculation pays on this {kind} is not known: a pass brought {seen.tokens:.2f} tokens, and "
+                "what it costs was not measured (specengine calibrate)."
+            )
+        gain = seen.tokens / needed
+    return f"{_judged(gain, kind)}: {_why(costs, needed, seen)}{_advice(gain)}."
+
+
+def _judged(gain: float, kind: str) -> str:
+    if abs(gain - 1) <= SAME:
+        return f"Speculation changes little on this {kind} ({gain:.2f} times plain decoding)"
+    pays = "pays" if gain > 1 else "does not pay"
+    return f"Speculation {pays} on this {kind} ({gain:.2f} times plain decoding)"
+
+
+def _why(costs: PassCosts | None, needed: float | None, seen: Seen) -> str:
+    brought = f"brought {seen.tokens:.2f} tokens"
+    if costs is None or needed is None:
+        return f"a pass over {seen.nodes:.1f} tokens, with {seen.passes:.1f} draft passes, {brought}"
+    if seen.nodes < MOSTLY_PLAIN:
+        return (
+            f"drafts rarely promised more than they cost, as a pass over {EXAMPLE} tokens takes "
+            f"{break_even(costs, EXAMPLE):.1f} times as long as over one, and a pass {brought}"
+        )
+    return (
+        f"a pass over {seen.nodes:.1f} tokens with {seen.passes:.1f} draft passes takes {needed:.2f} times as long as "
+        f"one of plain decoding, and it {brought}"
+    )
+
+
+def _advice(gain: float) -> str:
+    return "; for such texts decode with policy 'plain'" if gain < 1 - SAME else ""
