@@ -249,6 +249,8 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
             f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         )
+    if draft is None and drafter is not None and target.name and (missing := embedded.missing_head(target.name)):
+        return f"draft: recycled tokens, because {missing}"
     if draft is None and drafter is not None and _default(target) == "recycling" and _takes_shipped_head(target):
         return (
             f"draft: the head that ships for {embedded.NAME} fits this model; if it is a fine-tune of that, "
