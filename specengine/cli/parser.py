@@ -225,8 +225,8 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--draft",
         help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), the id or path of an EAGLE head or of a "
-        "smaller model with the same tokenizer, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the head that ships for the model or is stored with it, else "
-        "recycling)",
+        "smaller model with the same tokenizer, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the "
+        "head that ships for the model or is stored with it, else recycling)",
     )
     add_draft_option(parser)
     parser.add_argument(

@@ -288,9 +288,8 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
 
     draft: a name, a plug-in's name, FILE.py:CLASS, a path, an id or a loaded model; checkpoints: as in Drafter.maker.
     """
-    if isinstance(draft, str) and draft not in names():
-        if registry.is_file(draft) or draft in registry.plugins(__name__):
-            return _brought(draft, options, checkpoints)
+    if isinstance(draft, str) and (registry.is_file(draft) or draft in registry.plugins(__name__)):
+        return _brought(draft, options, checkpoints)
     kinds = {name: find(name) for name in names()}
     asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
     makers = (kinds[name].maker(draft, options, checkpoints) for name in asked)
@@ -301,7 +300,7 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
 
 
 def _brought(draft: str, options: LoadOptions, checkpoints: Any) -> Maker:
-    """Return what makes the draft of a plug-in or of a user's file, whose `maker` is asked by its name, then its file's."""
+    """Return what makes the draft of a plug-in or of a user's file, asked for by that name, then by its module's."""
     cls = find(draft)
     name = registry.split_file(draft)[0].stem if registry.is_file(draft) else draft
     for asked in dict.fromkeys((name, cls.__module__.rpartition(".")[2])):

@@ -129,7 +129,7 @@ def test_faults_of_files_are_told(files: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"^policy.*{message}"):
             policies.make(f"{files}/{name}")
-    with pytest.raises(InputError, match=r"draft: .*comb.py:Comb: .*accepted a subclass of specengine.drafters.Drafter"):
+    with pytest.raises(InputError, match=r"draft: .*comb.py:Comb: .*a subclass of specengine.drafters.Drafter"):
         loading.check_draft(f"{files}/comb.py:Comb", LoadOptions())
 
 
