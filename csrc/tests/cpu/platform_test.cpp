@@ -6,7 +6,7 @@
 namespace cpu_test {
 
 void test_platform() {
-#if CPU_X86_64 && defined(__GNUC__)
+#if CPU_X86_64 && defined(__GNUC__) && !defined(_WIN32)
   using cpu::Feature;
 #define SAME(name) check(cpu::cpu_has(Feature::name) == !!__builtin_cpu_supports(#name), "has " #name, 0)
   SAME(avx2), SAME(fma), SAME(avx512f), SAME(avx512bw), SAME(avx512dq), SAME(avx512vl), SAME(avx512vnni), SAME(avx512bf16);
