@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients lint bench bench-server docs test-gpu test-gpu-offline bench-gpu clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench bench-server docs test-gpu test-gpu-offline bench-gpu wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,22 @@ CLIENTS := .venv-clients
 LOAD := .venv-load
 test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the server that others wrote, against a server
 	SPECENGINE_SERVER_PYTHON=$(CURDIR)/$(RUN) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+
+# the same programs as tests/csrc runs; order_test.cpp holds the bits that an x86-64 has
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64
+ARM := build/aarch64
+test-aarch64:  ## the C++ tests for aarch64 under an emulator (Debian: g++-aarch64-linux-gnu, qemu-user)
+	@for tool in $(ARM_CXX) $(ARM_RUN); do command -v $$tool >/dev/null || { echo "test-aarch64: needs $$tool on the path \
+	  (Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }; done
+	mkdir -p $(ARM)
+	$(PYTHON) -c 'import runpy; runpy.run_path("setup.py")["list_formats"]("$(ARM)")'
+	ls csrc/cpu/isa_*.cpp csrc/tests/cpu/*.cpp csrc/tests/cpu_test.cpp | xargs -P $(TEST_WORKERS) -I{} sh -c \
+	  '$(ARM_CXX) -std=c++17 -O1 -ffp-contract=off -fno-math-errno -Wno-psabi -Icsrc -I$(ARM) -c {} -o $(ARM)/$$(basename {} .cpp).o'
+	$(ARM_CXX) -static -pthread $(ARM)/*.o -o $(ARM)/cpu_test
+	$(ARM_CXX) -static -std=c++17 -O1 -Icsrc csrc/tests/spec_test.cpp csrc/tests/spec/*.cpp -o $(ARM)/spec_test
+	$(ARM_RUN) $(ARM)/spec_test
+	$(ARM_RUN) $(ARM)/cpu_test without-forks
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -111,6 +127,19 @@ FEW := --policy eagle --policy talon --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp
+
+# tried where no compiler is on the path, with the packages of .venv but for specengine's own
+TRIAL := build/trial
+wheels: $(VENV)/.installed-dev  ## this machine's wheel and the head's into dist/, and the first of them tried
+	rm -rf $(TRIAL) && mkdir -p $(TRIAL)/empty dist
+	SPECENGINE_STRICT_BUILD=1 SPECENGINE_CUDA=0 $(RUN) -m pip wheel --disable-pip-version-check --no-deps -w dist . ./heads
+	$(RUN) -m pip install --disable-pip-version-check --no-deps --target $(TRIAL)/site dist/specengine-*.whl
+	PATH=$(CURDIR)/$(TRIAL)/empty PYTHONPATH=$(CURDIR)/$(TRIAL)/site $(CURDIR)/$(RUN) -P tests/installed_wheel.py
+
+sdist: $(VENV)/.installed-dev  ## the source distributions into dist/
+	$(RUN) -m pip install --disable-pip-version-check build
+	$(RUN) -m build --sdist --outdir dist .
+	$(RUN) -m build --sdist --outdir dist heads
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,14 +5,19 @@ The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/
 wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
 not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_SANITIZE=1 builds the
 extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
+
+An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
+with, makes that an error.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -32,7 +37,8 @@ Windows: the Visual Studio Build Tools) and install specengine again.
 specengine: the C++ extension specengine._cpu was not built:
     {error}
 specengine works without it, through Hugging Face's modules; a CPU then runs models at a third of the speed.
-To have it, install g++ or clang with C++17 and install specengine again.
+To have it, install g++ or clang with C++17 (Windows: clang-cl, which the Visual Studio Installer calls "C++ Clang
+tools for Windows") and install specengine again.
 """,
     CUDA: """
 specengine: the CUDA library specengine/_cuda.so was not built:
@@ -43,6 +49,9 @@ To have it, install the CUDA toolkit 12.4 or later and g++, and install specengi
 SPECENGINE_CUDA=0 leaves it out.
 """,
 }
+
+OPTIONAL = os.environ.get("SPECENGINE_STRICT_BUILD") != "1"
+WINDOWS = sys.platform == "win32"
 
 # A100; H100 and H200; and for what comes after them code that the driver compiles
 CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
@@ -122,6 +131,8 @@ class OptionalBuildExt(build_ext):
                 if ext.name == CPU:
                     list_formats(self.build_temp)
                     ext.include_dirs.append(self.build_temp)
+                    if WINDOWS:
+                        take_clang_cl(self.compiler)
                 super().build_extension(ext)
         except (CCompilerError, CompileError, ExecError, LinkError, PlatformError) as error:
             print(NOT_BUILT[ext.name].format(error=error), file=sys.stderr)
@@ -140,9 +151,38 @@ class OptionalBuildExt(build_ext):
             raise CompileError((done.stdout + done.stderr).strip()[-2000:])
 
 
+def take_clang_cl(compiler: Any) -> None:
+    """Let setuptools' compiler of Windows compile with clang-cl: csrc/cpu has vectors that cl does not know."""
+    found = shutil.which("clang-cl")
+    if found is None:
+        raise CompileError("clang-cl was not found on the path, and cl does not compile csrc/cpu")
+    if not compiler.initialized:
+        compiler.initialize()
+    compiler.cc = found
+
+
+def flags_of_forward() -> list[str]:
+    """Return the flags of csrc/cpu.
+
+    A compiler that fuses products and sums chooses which; kernels say it themselves, so that all choose alike.
+    """
+    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno"]
+    return [f"/clang:{flag}" for flag in flags] if WINDOWS else [*flags, "-pthread", *WATCHED]
+
+
+def for_an_index(readme: str) -> str:
+    """Return the README for a page that holds nothing else: its pictures, comments and relative links are left out.
+
+    What was a link stays as its text.
+    """
+    text = re.sub(r"<!--.*?-->\n*", "", readme, flags=re.DOTALL)
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.hpp", recursive=True))
-    cuda = [Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=True)] if cuda_is_wanted() else []
+    cuda = [Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=OPTIONAL)] if cuda_is_wanted() else []
     try:
         from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
     except ImportError as error:  # never under pip, which brings it
@@ -155,9 +195,9 @@ def extensions() -> list[Extension]:
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=17,
-        extra_compile_args=[] if sys.platform == "win32" else ["-O3", *WATCHED],
+        extra_compile_args=[] if WINDOWS else ["-O3", *WATCHED],
         extra_link_args=WATCHED,
-        optional=True,
+        optional=OPTIONAL,
     )
     forward = Pybind11Extension(
         CPU,
@@ -165,16 +205,17 @@ def extensions() -> list[Extension]:
         include_dirs=["csrc"],
         depends=[*headers, *sorted(glob("csrc/cpu/*/*.inl"))],
         cxx_std=17,
-        # a compiler that fuses products and sums chooses which; kernels say it themselves, so that all choose alike
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", *WATCHED],
-        extra_link_args=["-pthread", *WATCHED],
-        optional=True,
+        extra_compile_args=flags_of_forward(),
+        extra_link_args=[] if WINDOWS else ["-pthread", *WATCHED],
+        optional=OPTIONAL,
     )
     return [ops, forward, *cuda]
 
 
 if __name__ == "__main__":
     setup(
+        long_description=for_an_index(Path("README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
         packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels", "specengine_csrc"],
         # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
         package_dir={"specengine_kernels": "kernels", "specengine_csrc": "csrc"},

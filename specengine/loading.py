@@ -263,6 +263,8 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
             f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         )
+    if draft is None and drafter is not None and target.name and (missing := embedded.missing_head(target.name)):
+        return f"draft: recycled tokens, because {missing}"
     if draft is None and drafter is not None and isinstance(innermost(drafter), Eagle):
         match = _head_for(target) if _default(target) == RECYCLING else None
         return "" if match is None else match.note

@@ -1,4 +1,8 @@
-"""Find variants (one file each, named after the file) and build them from options; options as Python's own values."""
+"""Find variants and build them from options; options as Python's own values.
+
+A variant is a file of its package, whose name is the file's; a plug-in, which another installed package offers as an
+entry point of the group named as our package; or a class in a file of the user's, named as FILE.py:CLASS.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ import importlib.util
 import inspect
 import numbers
 import pkgutil
+import sys
 import types
 import typing
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -28,10 +35,25 @@ def names(package: ModuleType | str) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
 
 
+def plugins(package: str) -> dict[str, metadata.EntryPoint]:
+    """Return by name what other installed packages offer beside the variants of `package`, which come first."""
+    own = names(package)
+    return {point.name: point for point in metadata.entry_points(group=package) if point.name not in own}
+
+
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
-    """Return the subclass of `base` in file `name` of `package`. Raises InputError naming `field` if there is none."""
+    """Return the subclass of `base` in file `name` of `package`, of a plug-in or of a user's file.
+
+    Raises InputError naming `field` if there is none, or if the plug-in or file cannot be loaded.
+    """
+    if is_file(name):
+        return _in_file(base, name, field)
     known = names(package)
     if name not in known:
+        offered = plugins(package.__name__)
+        if name in offered:
+            return _of_plugin(base, offered[name], field)
+        known += sorted(offered)
         listed = ", ".join(known)
         raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, known)}")
     module = importlib.import_module(f"{package.__name__}.{name}")
@@ -43,6 +65,54 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     if len(found) != 1:
         raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(found)}")
     return found[0]
+
+
+def is_file(name: str) -> bool:
+    """Return whether this names a class in a file of the user's: FILE.py:CLASS."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def split_file(name: str) -> tuple[Path, str]:
+    """Return the file and the class of FILE.py:CLASS."""
+    file, _, cls = name.rpartition(":")
+    return Path(file), cls
+
+
+def _in_file(base: type[T], name: str, field: str) -> type[T]:
+    """Return the class. Its module is imported once, under a name that ends in the file's, as a package's would."""
+    file, cls = split_file(name)
+    if not file.is_file():
+        raise InputError(f"{field}: got {name}, but there is no file {file}")
+    full = f"{file.resolve().parent}.{file.stem}"
+    module = sys.modules.get(full)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(full, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module  # where a dataclass looks its annotations up
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[full]
+            raise InputError(f"{field}: {file} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _checked(base, getattr(module, cls, None), f"{field}: {name}", f"{file} has")
+
+
+def _of_plugin(base: type[T], point: metadata.EntryPoint, field: str) -> type[T]:
+    source = f"plug-in {point.name} of {point.dist.name if point.dist else 'a package'} ({point.value})"
+    try:
+        found = point.load()
+    except Exception as error:
+        raise InputError(f"{field}: {source} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _checked(base, found, f"{field}: {source}", "it is")
+
+
+def _checked(base: type[T], found: Any, named: str, has: str) -> type[T]:
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        kind = f"class {found.__name__}" if inspect.isclass(found) else shown(found)
+        raise InputError(f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}")
+    return found
 
 
 def build(cls: type[T], options: dict[str, Any], field: str) -> T:

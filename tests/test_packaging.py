@@ -5,10 +5,13 @@ import importlib
 import importlib.metadata
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -85,6 +88,72 @@ def test_specengine_kernels_is_importable_from_anywhere(tmp_path: Path) -> None:
 def test_the_prompts_of_the_benchmark_are_installed() -> None:
     assert '"benchmark/**/*.jsonl"' in (ROOT / "setup.py").read_text()
     assert len(list((ROOT / "specengine" / "benchmark").glob("**/*.jsonl"))) == 6
+
+
+# ---- distributions
+
+
+@pytest.fixture(scope="module")
+def setup_script() -> dict[str, Any]:
+    pytest.importorskip("setuptools")
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_the_readme_of_an_index_leads_nowhere_that_it_does_not_have(setup_script: dict[str, Any]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = setup_script["for_an_index"](readme)
+    assert "](docs/" in readme
+    assert not re.findall(r"\]\((?!https?:)|<!--", shown)
+    assert "See Getting started for more" in shown
+    assert "| `generate`, `chat` |" in shown
+    assert setup_script["for_an_index"]("![a](b.svg)\n[c](https://d) [e](f.md#g)<!-- h\ni -->") == "[c](https://d) e"
+
+
+def test_a_wheel_holds_no_head(setup_script: dict[str, Any]) -> None:
+    """It is four fifths of the bytes; with its own package a wheel stays below 5 MB."""
+    files = [file for file in (ROOT / "specengine").rglob("*") if file.suffix not in (".so", ".pyd", ".pyc")]
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 4_500_000
+
+
+def test_the_source_distribution_holds_what_tests_and_documents_need() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text()
+    folders = re.findall(r"^\| `(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert {"specengine", "tests", "heads"} <= set(folders)
+    for folder in set(folders) - {"specengine"}:  # which setup.py lists
+        assert f"\ngraft {folder}\n" in manifest
+    for file in ("Makefile", "constraints.txt", "zensical.toml"):
+        assert file in manifest
+
+
+def test_a_strict_build_ends_with_an_extension_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pybind11")
+    for strict in (False, True):
+        monkeypatch.setenv("SPECENGINE_STRICT_BUILD", str(int(strict)))
+        extensions = runpy.run_path(str(ROOT / "setup.py"))["extensions"]()
+        assert {extension.optional for extension in extensions} == {not strict}
+
+
+def test_on_windows_the_forward_is_compiled_with_clang_cl(
+    setup_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, compiler = setup_script["take_clang_cl"], SimpleNamespace(initialized=False, cc="cl.exe")
+    compiler.initialize = lambda: vars(compiler).update(initialized=True)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(setup_script["CompileError"], match="clang-cl was not found"):
+        take(compiler)
+    monkeypatch.setattr("shutil.which", lambda name: f"C:\\{name}.exe")
+    take(compiler)
+    assert (compiler.cc, compiler.initialized) == ("C:\\clang-cl.exe", True)
+    monkeypatch.setitem(setup_script["flags_of_forward"].__globals__, "WINDOWS", True)
+    assert all(flag.startswith("/clang:-") for flag in setup_script["flags_of_forward"]())
+
+
+def test_every_version_of_python_that_is_stated_gets_a_wheel() -> None:
+    tomllib = importlib.import_module("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    stated = re.findall(r"Python :: 3\.(\d+)", " ".join(project["project"]["classifiers"]))
+    assert project["tool"]["cibuildwheel"]["build"] == [f"cp3{minor}-*" for minor in stated]
+    assert project["project"]["requires-python"] == f">=3.{stated[0]}"
 
 
 # ---- what `import specengine` costs

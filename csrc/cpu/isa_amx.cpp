@@ -5,39 +5,17 @@
 #include "cpu/isa.hpp"
 #include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
+#include "cpu/platform.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-
-#if defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#if CPU_X86_64
 
 namespace cpu {
 namespace {
 
-#if defined(__linux__)
-// The CPU has them, and Linux lets this process use them: their state is large, so a process asks once.
-bool ask_for_tiles() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-bool has_tiles() {
-  static const bool has = ask_for_tiles();
-  return has;
-}
-#else
-bool has_tiles() { return false; }
-#endif
-
 bool supported() {
-  return has_tiles() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+  return cpu_has(Feature::amx, Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl,
+                 Feature::avx512bf16) &&
+         may_use_tiles();
 }
 
 }  // namespace

@@ -5,15 +5,15 @@
 #include "cpu/isa.hpp"
 #include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
+#include "cpu/platform.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
+#if CPU_X86_64
 
 namespace cpu {
 namespace {
 
 bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return cpu_has(Feature::avx2, Feature::fma, Feature::f16c);
 }
 
 }  // namespace

@@ -5,16 +5,15 @@
 #include "cpu/isa.hpp"
 #include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
+#include "cpu/platform.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
+#if CPU_X86_64
 
 namespace cpu {
 namespace {
 
 bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
+  return cpu_has(Feature::avx512f, Feature::avx512bw, Feature::avx512dq, Feature::avx512vl);
 }
 
 }  // namespace

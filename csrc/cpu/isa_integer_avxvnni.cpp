@@ -5,18 +5,15 @@
 #include "cpu/isa.hpp"
 #include "cpu/isa_region.hpp"
 #include "cpu/packing.hpp"
+#include "cpu/platform.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <cpuid.h>
-#include <immintrin.h>
+#if CPU_X86_64
 
 namespace cpu {
 namespace {
 
 bool supported() {
-  unsigned a = 0, b = 0, c = 0, d = 0;  // compilers know no name of it
-  const bool vnni = __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
-  return vnni && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return cpu_has(Feature::avxvnni, Feature::avx2, Feature::fma, Feature::f16c);
 }
 
 }  // namespace

@@ -3,15 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "cpu/platform.hpp"
 
 namespace cpu {
 
@@ -21,7 +18,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena() {
-    for (void* chunk : chunks_) std::free(chunk);
+    for (void* chunk : chunks_) release(chunk);
   }
 
   // Zeroed, at a multiple of 64 bytes, with room behind it for a vector that reads too far.
@@ -43,11 +40,9 @@ class Arena {
 
   void add_chunk(size_t bytes) {
     const size_t size = ((bytes > kChunk ? bytes : kChunk) + kPage - 1) / kPage * kPage;
-    void* chunk = std::aligned_alloc(kPage, size);
+    void* chunk = allocate(kPage, size);
     if (!chunk) throw std::bad_alloc();
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    madvise(chunk, size, MADV_HUGEPAGE);
-#endif
+    prefer_large_pages(chunk, size);
     chunks_.push_back(chunk);
     next_ = static_cast<uint8_t*>(chunk);
     left_ = size;
@@ -66,15 +61,15 @@ class Buffer {
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
-  ~Buffer() { std::free(data_); }
+  ~Buffer() { release(data_); }
 
   T* reserve(size_t count) {
     if (count > size_) {
-      std::free(data_);
+      release(data_);
       data_ = nullptr;
       size_ = 0;
       const size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
-      data_ = static_cast<T*>(std::aligned_alloc(4096, bytes));
+      data_ = static_cast<T*>(allocate(4096, bytes));
       if (!data_) throw std::bad_alloc();
       std::memset(static_cast<void*>(data_), 0, bytes);
       size_ = count;

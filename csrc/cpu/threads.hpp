@@ -12,22 +12,9 @@
 #include <mutex>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
+#include "cpu/platform.hpp"
 
 namespace cpu {
-
-inline void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 class Pool;
 
@@ -163,9 +150,7 @@ class Pool {
   }
 
   static bool watch_forks() {
-#if defined(__unix__) || defined(__APPLE__)
-    pthread_atfork(nullptr, nullptr, [] { instance().store(nullptr); });
-#endif
+    after_fork([] { instance().store(nullptr); });
     return true;
   }
 
@@ -283,7 +268,7 @@ class Pool {
     std::unique_lock<std::mutex> lock(own.mutex);
     own.asleep.store(true);
     sleepers_.fetch_add(1);
-    if (dealt_.load(), !has_pieces(own)) own.wake.wait(lock);  // what is dealt later wakes
+    if ((void)dealt_.load(), !has_pieces(own)) own.wake.wait(lock);  // what is dealt later wakes
     if (own.asleep.exchange(false)) sleepers_.fetch_sub(1);
   }
 

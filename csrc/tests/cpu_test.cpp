@@ -4,6 +4,7 @@
 #include "tests/cpu/common.hpp"
 
 int main(int count, char** arguments) {
+  cpu_test::test_platform();
   cpu_test::test_threads();
   if (count < 2 || std::string(arguments[1]) != "without-forks") {
     cpu_test::test_walls();

@@ -52,7 +52,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Spec:
-    """A way of this engine as it is asked for: [DRAFT:]POLICY[/PRESET][,option=value...]."""
+    """A way of this engine as it is asked for: [DRAFT:]POLICY[/PRESET][,option=value...].
+
+    Draft and policy may be classes in files: d.py:Mine:p.py:Comb,teeth=2.
+    """
 
     text: str
     draft: str | None
@@ -63,6 +66,9 @@ class Spec:
     def of(cls, text: str) -> Spec:
         """Parse a text; InputError for another form. `check` looks at the names in it."""
         draft, colon, own = text.rpartition(":")
+        if draft.endswith(".py"):  # the policy's own file
+            draft, colon, file = draft.rpartition(":")
+            own = f"{file}:{own}"
         policy, options = parse(own)
         if policy == PLAIN and (colon or options):
             raise InputError(f"way: got {text!r}, but {PLAIN} takes neither a draft nor options")

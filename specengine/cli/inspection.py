@@ -100,9 +100,13 @@ def cache_state() -> dict[str, str]:
 
 
 def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name in registry.names(package):
-        cls: type = registry.find(package, base, name, field)
+    found: dict[str, dict[str, Any]] = {}
+    for name in (*registry.names(package), *sorted(registry.plugins(package.__name__))):
+        try:
+            cls: type = registry.find(package, base, name, field)
+        except InputError as error:  # of a plug-in
+            found[name] = {"about": str(error), "options": {}, "default policy": None}
+            continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
         found[name] = {"about": about, "options": dict(_options(cls)), "default policy": _default_policy(cls)}
         if issubclass(cls, TreePolicy):

@@ -75,6 +75,13 @@ def one_of(known: Sequence[str], meanings: Mapping[str, str] | None = None) -> C
     return checked
 
 
+def policy(text: str) -> str:
+    """Return the name of a policy, NAME/PRESET, that of a plug-in, or FILE.py:CLASS; the last two are read later."""
+    if registry.is_file(text) or text.partition("/")[0] in POLICIES:
+        return text
+    return one_of((*POLICIES, *sorted(registry.plugins("specengine.policies"))))(text)
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -196,12 +203,12 @@ def add_access(parser: argparse._ActionsContainer) -> None:
 def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
     group = parser.add_argument_group("draft and policy")
     add_draft(group)
-    known = ", ".join(POLICIES) + ", or NAME/PRESET"
+    known = ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
     if several_policies:
         more: dict[str, Any] = {"action": "append", "help": f"{known} (default: the draft's); repeatable"}
     else:
         more = {"help": f"{known} (default: the draft's)"}
-    group.add_argument("--policy", type=one_of(POLICIES), metavar="NAME", **more)
+    group.add_argument("--policy", type=policy, metavar="NAME", **more)
     group.add_argument(
         "-o",
         "--policy-option",
@@ -217,9 +224,9 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     """Add the draft, without a policy."""
     parser.add_argument(
         "--draft",
-        help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), or the id or path of an EAGLE head or of a "
-        "smaller model with the same tokenizer (default: the head that ships for the model, for what it is a fine-tune "
-        "of, or is stored with it, else recycling)",
+        help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), the id or path of an EAGLE head or of a "
+        "smaller model with the same tokenizer, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the "
+        "head that ships for the model, for what it is a fine-tune of, or is stored with it, else recycling)",
     )
     add_draft_option(parser)
     parser.add_argument(

@@ -98,9 +98,9 @@ class Drafter(ABC):
         read; checkpoints: modules of specengine.checkpoints by name. By default the draft goes by its file's name, and
         is a dataclass whose fields are its options.
         """
-        if draft != (name := cls.__module__.rpartition(".")[2]):
+        if draft != cls.__module__.rpartition(".")[2]:
             return None
-        made = registry.build(cls, options.draft_options, f"draft {name}")
+        made = registry.build(cls, options.draft_options, f"draft {draft}")
         return lambda target, tokenizer: made
 
     def cached(self, tokens: list[int]) -> int:
@@ -286,16 +286,23 @@ def names() -> list[str]:
     return registry.names(sys.modules[__name__])
 
 
+def plugins() -> list[str]:
+    """Return the names of the drafters that other installed packages offer as `specengine.drafters` entry points."""
+    return sorted(registry.plugins(__name__))
+
+
 def find(name: str) -> type[Drafter]:
-    """Return the class of a drafter. Raises InputError for an unknown name."""
+    """Return the class of a drafter: one that ships, a plug-in's, or FILE.py:CLASS. InputError for an unknown name."""
     return registry.find(sys.modules[__name__], Drafter, name, "draft")  # type: ignore[type-abstract]
 
 
 def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     """Return a function that makes the draft for a target. Raises InputError if no drafter takes this draft.
 
-    draft: a name, a path, an id or a loaded model; checkpoints: as in Drafter.maker.
+    draft: a name, a plug-in's name, FILE.py:CLASS, a path, an id or a loaded model; checkpoints: as in Drafter.maker.
     """
+    if isinstance(draft, str) and (registry.is_file(draft) or draft in registry.plugins(__name__)):
+        return _brought(draft, options, checkpoints)
     kinds = {name: find(name) for name in names()}
     asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
     makers = (kinds[name].maker(draft, options, checkpoints) for name in asked)
@@ -303,6 +310,16 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     if made is None:
         raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
     return made
+
+
+def _brought(draft: str, options: LoadOptions, checkpoints: Any) -> Maker:
+    """Return what makes the draft of a plug-in or of a user's file, asked for by that name, then by its module's."""
+    cls = find(draft)
+    name = registry.split_file(draft)[0].stem if registry.is_file(draft) else draft
+    for asked in dict.fromkeys((name, cls.__module__.rpartition(".")[2])):
+        if (made := cls.maker(asked, options, checkpoints)) is not None:
+            return made
+    raise InputError(f"draft: got {draft}, but the maker of {cls.__name__} makes no draft {name!r}")
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits

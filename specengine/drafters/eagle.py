@@ -82,6 +82,8 @@ class Eagle(RowDraft):
             return None
         shipped = embedded.draft_head(embedded.NAME)
         folder = shipped if draft == embedded.HEAD else heads.head_folder(draft, offline=options.offline)
+        if folder is None and draft == embedded.HEAD:
+            raise InputError(f"draft: {embedded.missing_head(embedded.NAME)}")
         if folder is None:
             return None
         name = embedded.HEAD if folder == shipped else folder.name

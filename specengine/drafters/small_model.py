@@ -134,9 +134,10 @@ class SmallModel(RowDraft):
 
 
 def _names(head: str) -> list[str]:
-    """Return the drafts that go by a name of their own."""
-    named = (name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
-    return [*named, "none", head]
+    """Return the drafts that go by a name of their own, plug-ins included."""
+    package = "specengine.drafters"
+    named = (name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model"))
+    return [*named, *sorted(registry.plugins(package)), "none", head]
 
 
 def _vocabulary(model: PreTrainedModel | NativeLM) -> int:

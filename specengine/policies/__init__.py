@@ -116,8 +116,13 @@ MOST_NODES = 1 << 14  # of a tree, as it is grown: its table of ancestors takes 
 
 
 def names() -> list[str]:
-    """Return the names of all policies, and `plain` for decoding without a draft."""
+    """Return the names of the policies that ship, and `plain` for decoding without a draft."""
     return [*registry.names(sys.modules[__name__]), "plain"]
+
+
+def plugins() -> list[str]:
+    """Return the names of the policies that other installed packages offer as `specengine.policies` entry points."""
+    return sorted(registry.plugins(__name__))
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -127,7 +132,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def find(name: str) -> type[TreePolicy]:
-    """Return the class of a policy. Raises InputError for an unknown name."""
+    """Return the class of a policy: one that ships, a plug-in's, or FILE.py:CLASS. InputError for an unknown name."""
     return registry.find(sys.modules[__name__], TreePolicy, name, "policy")
 
 
@@ -143,8 +148,11 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
 
 
 def make(name: str, /, **options: Any) -> TreePolicy:
-    """Make the policy `name`, or `name/preset`. Raises InputError for unknown names, options and values."""
-    name, _, preset = name.partition("/")
+    """Make the policy `name`, or `name/preset`. Raises InputError for unknown names, options and values.
+
+    name: as `find` takes it. The code of a file or a plug-in is run.
+    """
+    name, preset = split_preset(name)
     cls = find(name)
     if preset and preset not in cls.presets:
         raise InputError(
@@ -155,6 +163,13 @@ def make(name: str, /, **options: Any) -> TreePolicy:
     if made.capacity > MOST_NODES:
         raise InputError(f"policy {name}: its trees could have {made.capacity} nodes, accepted up to {MOST_NODES}")
     return made
+
+
+def split_preset(name: str) -> tuple[str, str]:
+    """Return NAME[/PRESET] as two; the folders in FILE.py:CLASS[/PRESET] are no presets."""
+    file, colon, rest = name.rpartition(":") if registry.is_file(name) else ("", "", name)
+    name, _, preset = rest.partition("/")
+    return file + colon + name, preset
 
 
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:

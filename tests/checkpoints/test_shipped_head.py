@@ -1,25 +1,40 @@
-"""The head that ships for the embedded model: what is in the package, and that it is used."""
+"""The head that ships for the embedded model: what is in its package, and that it is used."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import specengine
-from specengine import policies
+from specengine import loading, policies
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import Verifier, load_head, writer
+from specengine.cli import main
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
+from specengine.drafters.recycling import Recycling
+from specengine.errors import InputError
+from specengine.options import LoadOptions
 
 QUESTIONS = ("What is a rainbow?", "Write a Python function that adds two numbers.", "Name three uses of salt.")
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def shipped_in_the_checkout() -> Path:
+    return ROOT / "heads" / "specengine_default_head" / embedded.NAME
+
+
 def shipped() -> Path:
     folder = embedded.draft_head(embedded.NAME)
-    assert folder is not None
+    assert folder == shipped_in_the_checkout()
     return folder
 
 
@@ -37,6 +52,47 @@ def test_it_is_for_the_embedded_model_under_any_of_its_names() -> None:
         assert embedded.draft_head(name) == shipped()
     for name in ("", "HuggingFaceTB/SmolLM2-360M-Instruct", "Qwen/Qwen3-0.6B"):
         assert embedded.draft_head(name) is None
+
+
+@pytest.fixture
+def no_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a wheel of specengine is installed alone; returns a folder on the path."""
+    monkeypatch.setattr(embedded, "CHECKOUT", tmp_path / "site")
+    monkeypatch.setattr(embedded, "HEAD_PACKAGE", "specengine_default_head_of_a_test")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_an_installed_package_has_it_where_no_checkout_is(no_head: Path) -> None:
+    assert embedded.draft_head(embedded.NAME) is None
+    installed = no_head / embedded.HEAD_PACKAGE
+    shutil.copytree(shipped_in_the_checkout(), installed / embedded.NAME)
+    (installed / "__init__.py").write_text("raise AssertionError('it is found, not imported')\n")
+    assert embedded.draft_head(embedded.NAME) == installed / embedded.NAME
+    assert embedded.missing_head(embedded.NAME) is None
+
+
+def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_head: Path) -> None:
+    target = cast(Any, SimpleNamespace(name=embedded.NAME, lm=SimpleNamespace(config=SimpleNamespace())))
+    assert loading._default(target) == "recycling"
+    (note,) = loading._notes(target, None, cast(Any, Recycling()))
+    assert note.startswith("draft: recycled tokens, because the head for smollm2-135m-instruct is not installed")
+    assert note.endswith("pip install that file")
+    assert loading._notes(target, "recycling", cast(Any, Recycling())) == []
+    assert embedded.missing_head("Qwen/Qwen3-0.6B") is None
+    with pytest.raises(InputError, match=r"draft: the head for smollm2-135m-instruct is not installed; .* that file"):
+        loading.check_draft("default-head", LoadOptions())
+    assert main(["export", "default-head", str(no_head / "out")]) == 2
+
+
+def test_its_package_holds_the_three_files() -> None:
+    """As heads/pyproject.toml lists them, under the name that embedded.py looks for."""
+    project = tomllib.loads((ROOT / "heads" / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"] == [embedded.HEAD_PACKAGE]
+    assert project["project"]["name"].replace("-", "_") == embedded.HEAD_PACKAGE
+    patterns = project["tool"]["setuptools"]["package-data"][embedded.HEAD_PACKAGE]
+    package = ROOT / "heads" / embedded.HEAD_PACKAGE
+    assert {file for pattern in patterns for file in package.glob(pattern)} == set(shipped().iterdir())
 
 
 def test_it_loads_and_its_vocabulary_is_sound() -> None:

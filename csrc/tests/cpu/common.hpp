@@ -1,8 +1,15 @@
 // Helpers of the tests of csrc/cpu: guarded memory, random numbers, and checks that name a table.
 #pragma once
 
+#if defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+#undef near
+#undef far
+#else
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +25,27 @@
 
 namespace cpu_test {
 
+#if defined(_WIN32)
+inline size_t page_bytes() { return 4096; }
+inline uint8_t* walled(size_t size, size_t page) {
+  uint8_t* base = static_cast<uint8_t*>(VirtualAlloc(nullptr, size, MEM_RESERVE, PAGE_NOACCESS));
+  if (!base || !VirtualAlloc(base + page, size - 2 * page, MEM_COMMIT, PAGE_READWRITE)) std::abort();
+  return base;
+}
+inline void unmap(uint8_t* base, size_t) { VirtualFree(base, 0, MEM_RELEASE); }
+#else
+inline size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+// Memory whose first and last page nobody may touch.
+inline uint8_t* walled(size_t size, size_t page) {
+  void* mapped = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) std::perror("mmap"), std::abort();
+  uint8_t* base = static_cast<uint8_t*>(mapped);
+  if (mprotect(base + page, size - 2 * page, PROT_READ | PROT_WRITE) != 0) std::perror("mprotect"), std::abort();
+  return base;
+}
+inline void unmap(uint8_t* base, size_t size) { munmap(base, size); }
+#endif
+
 // Memory that begins at a multiple of 64 bytes and ends, rounded up to one, where a page that nobody may touch begins.
 // The sanitizers do not see what tiles of inline assembly load; this wall does. Filled with NaN of any kind of float.
 template <typename T>
@@ -25,14 +53,10 @@ class Guarded {
  public:
   Guarded() = default;
   explicit Guarded(int64_t count) : count_(count) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    const size_t inner = (bytes + page - 1) / page * page;
+    const size_t page = page_bytes(), inner = (bytes + page - 1) / page * page;
     size_ = inner + 2 * page;
-    void* mapped = mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) std::perror("mmap"), std::abort();
-    base_ = static_cast<uint8_t*>(mapped);
-    if (mprotect(base_ + page, inner, PROT_READ | PROT_WRITE) != 0) std::perror("mprotect"), std::abort();
+    base_ = walled(size_, page);
     std::memset(base_ + page, 0xFF, inner);
     data_ = reinterpret_cast<T*>(base_ + page + inner - bytes);
   }
@@ -46,7 +70,7 @@ class Guarded {
     return *this;
   }
   ~Guarded() {
-    if (base_) munmap(base_, size_);
+    if (base_) unmap(base_, size_);
   }
 
   T* data() const { return data_; }
@@ -132,6 +156,7 @@ class Begun {
 };
 
 // The parts of the programs.
+void test_platform();
 void test_packing();
 void test_products();
 void test_integers();

@@ -1,5 +1,7 @@
 // Threads: any number of them gives the same bits, callers take turns, and a child of a fork has its own.
+#if !defined(_WIN32)
 #include <sys/wait.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -288,6 +290,7 @@ void test_pace() {
   }
 }
 
+#if !defined(_WIN32)
 // What a child of this process says of `holds`; false also where it crashes, or hangs for twenty seconds.
 template <typename Holds>
 bool in_child(const Holds& holds) {
@@ -320,14 +323,9 @@ bool reads_too_far(const cpu::Kernels& kernels) {
   kernels.end();
   return true;
 }
+#endif
 
 }  // namespace
-
-// That reading behind a matrix ends the program on every instruction set is what the other tests rely on.
-void test_walls() {
-  for (const cpu::Kernels* kernels : cpu::available_kernels())
-    expect(!in_child([&] { return reads_too_far(*kernels); }), *kernels, "reading too far is noticed", 3);
-}
 
 void test_threads() {
   test_first_callers();
@@ -348,6 +346,16 @@ void test_threads() {
   }
 }
 
+#if defined(_WIN32)
+void test_walls() {}
+void test_fork() {}
+#else
+// That reading behind a matrix ends the program on every instruction set is what the other tests rely on.
+void test_walls() {
+  for (const cpu::Kernels* kernels : cpu::available_kernels())
+    expect(!in_child([&] { return reads_too_far(*kernels); }), *kernels, "reading too far is noticed", 3);
+}
+
 void test_fork() {
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     Client client(*kernels);
@@ -358,5 +366,6 @@ void test_fork() {
     expect(runs(), *kernels, "a forward of the parent", 3);
   }
 }
+#endif
 
 }  // namespace cpu_test

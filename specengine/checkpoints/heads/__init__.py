@@ -1,1 +1,1 @@
-"""Draft heads: the layouts in which they are published, and the head that ships for the default model."""
+"""Draft heads: the layouts in which they are published."""

@@ -1,0 +1,1 @@
+"""The draft heads that ship for specengine's default model, one folder per model. Data alone: specengine reads them."""
