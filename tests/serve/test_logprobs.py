@@ -165,7 +165,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -
 
     def leaving(tokens: list[int]) -> Any:
         rated.append(len(tokens))
-        job.cancelled = True
+        job.ticket.cancel()
         return rate(tokens)
 
     engine.target.rate = leaving  # type: ignore[method-assign]
