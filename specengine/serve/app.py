@@ -27,7 +27,7 @@ from specengine.request.text import decoder
 from specengine.serve import shapes
 from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
 from specengine.serve.static import add_page
-from specengine.serve.worker import DONE, PING, ClientGoneError, Ended, Failed, Worker, events, sse
+from specengine.serve.worker import DONE, PING, ClientGoneError, Ended, Failed, Waiting, Worker, events, sse
 
 CLIENT_CLOSED_REQUEST = 499
 _EVENTS = "text/event-stream"
@@ -218,6 +218,8 @@ async def _stream(
         while True:
             if event is None:
                 yield PING
+            elif isinstance(event, Waiting):
+                yield b": %d before\n\n" % event.before
             elif isinstance(event, Failed):
                 problem = of_error(event.error, asked.names)
                 worker.metrics.failed.labels(problem.status).inc()

@@ -29,6 +29,7 @@ from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
 MAX_RETRY_SECONDS = 600
+PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 
 class Ended(NamedTuple):
@@ -41,6 +42,12 @@ class Failed(NamedTuple):
     """The end of a request that gets no answer, or no more of one."""
 
     error: Exception
+
+
+class Waiting(NamedTuple):
+    """A place in the queue; before: how many answers end before this request has its turn."""
+
+    before: int
 
 
 Event = Piece | Ended | Failed
@@ -147,6 +154,13 @@ class Worker:
             job.cancelled = True
             if job in self._jobs:
                 self._jobs.remove(job)
+
+    def before(self, job: Job) -> int | None:
+        """Return how many answers end before the job has its turn; None where it does not wait for one."""
+        with self._changed:
+            if job not in self._jobs:
+                return None
+            return max(self._jobs.index(job) + 1 - (self._parallel - len(self._answered)), 0)
 
     @property
     def alive(self) -> bool:
@@ -375,9 +389,10 @@ def sse(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | None]:
+async def events(worker: Worker, asked: CheckedRequest, request: Request) -> AsyncIterator[Event | Waiting | None]:
     """Yield the events of a request, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
+    A request that asks for cycles is told its place in the queue as long as it waits, then None.
     Leaving it early frees the engine, or the place in the queue.
     """
     inbox: asyncio.Queue[Event | ClientGoneError] = asyncio.Queue()
@@ -397,12 +412,19 @@ async def events(worker: Worker, asked: CheckedRequest, request: Request) -> Asy
         inbox.put_nowait(ClientGoneError())
 
     watching = asyncio.create_task(watch())
+    in_queue, told = bool(asked.request.return_cycles), False
     try:
         while True:
+            seconds = asked.settings.ping_seconds
             try:
-                event = await asyncio.wait_for(inbox.get(), asked.settings.ping_seconds)
+                event = await asyncio.wait_for(inbox.get(), min(seconds, PLACE_SECONDS) if in_queue else seconds)
             except TimeoutError:
-                yield None
+                before = worker.before(job) if in_queue else None
+                if before is not None:
+                    yield Waiting(before)
+                elif told or not in_queue:
+                    yield None
+                in_queue = told = before is not None
                 continue
             if isinstance(event, ClientGoneError):
                 raise event
