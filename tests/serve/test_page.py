@@ -317,11 +317,18 @@ def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(chromium: Any, s
         with page.expect_download() as coming:
             page.click("#list button:has-text('Markdown')")
         assert Path(coming.value.path()).read_text().startswith("# Renamed\n\n## You\n\nSecond question\n\n## Answer\n")
+        with page.context.new_page() as other:
+            other.goto(server.address)
+            other.fill("#message", "From another tab")
+            other.press("#message", "Enter")
+            other.wait_for_selector(".turn:nth-of-type(4)")
+            other.wait_for_selector("#stop", state="hidden")
+        assert page.wait_for_selector(".turn.user .text:has-text('From another tab')")
         page.click("#list button:has-text('Delete')")
         assert titles.all_text_contents() == ["First question"]
         page.click("#undo")
         assert titles.all_text_contents() == ["Renamed", "First question"]
-        assert page.locator(".turn").count() == 2
+        assert page.locator(".turn").count() == 4
         assert not seen.complaints
 
 

@@ -89,9 +89,24 @@ async function meet() {
 function keep(conversation) {
   if (!chats.includes(conversation)) chats.push(conversation);
   chats.sort((left, right) => right.changed - left.changed);
-  store.save(conversation).catch(cannotKeep);
+  tellOthers(conversation, store.save(conversation));
   drawList();
 }
+
+// Other tabs of this page read again what is changed in one.
+const tabs = new BroadcastChannel("specengine.chats");
+const tellOthers = (conversation, saved) => saved.then(() => tabs.postMessage(conversation.id)).catch(cannotKeep);
+
+tabs.addEventListener("message", async ({ data: id }) => {
+  const found = await store.get(id).catch(() => undefined);
+  if (running.has(id)) return;
+  chats = chats.filter((one) => one.id !== id);
+  if (found) chats.push(found);
+  chats.sort((left, right) => right.changed - left.changed);
+  for (const turn of Object.keys(found?.turns ?? {})) if (!cycles.get(turn)?.length) cycles.delete(turn);
+  if (found && open.id === id && !at("log").querySelector(".edited")) openChat(found);
+  else drawList();
+});
 
 function cannotKeep() {
   at("kept").textContent = "This browser keeps no more: export chats, and delete some.";
@@ -124,7 +139,7 @@ function rename(conversation, row) {
   const end = (take) => {
     if (take && input.value.trim()) {
       Object.assign(conversation, { title: input.value.trim(), named: true });
-      store.save(conversation).catch(cannotKeep);
+      keep(conversation);
     }
     drawList();
     at("list").querySelector("[aria-current]")?.focus();
@@ -142,7 +157,7 @@ function rename(conversation, row) {
 function drop(conversation) {
   running.get(conversation.id)?.control.abort();
   chats = chats.filter((one) => one !== conversation);
-  store.remove(conversation).catch(cannotKeep);
+  tellOthers(conversation, store.remove(conversation));
   begin();
   say(`“${conversation.title}” is deleted.`, false, () => {
     for (const id of Object.keys(conversation.turns)) if (cycles.has(id)) store.saveCycles(id, cycles.get(id)).catch(cannotKeep);
@@ -316,7 +331,7 @@ async function send(text) {
 
 function forget(conversation) {
   chats = chats.filter((one) => one !== conversation);
-  store.remove(conversation).catch(cannotKeep);
+  tellOthers(conversation, store.remove(conversation));
   drawList();
 }
 
@@ -376,7 +391,7 @@ async function answer(asked) {
   const answered = turn.figures.cycles > 0 || !wrong;
   if (!answered) talk.remove(conversation, turn);
   if (chats.includes(conversation)) {
-    store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
+    await store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
     keep(conversation);
   }
   if (conversation === open) {

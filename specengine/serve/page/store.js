@@ -28,6 +28,7 @@ async function within(mode, act) {
 
 export const isKept = async () => (await opened) !== null;
 export const all = async () => (await within("readonly", (conversations) => conversations.getAll())) ?? [];
+export const get = (id) => within("readonly", (conversations) => conversations.get(id));
 export const save = (conversation) => within("readwrite", (conversations) => void conversations.put(conversation));
 export const saveCycles = (turn, cycles) => within("readwrite", (_, kept) => void kept.put(cycles, turn));
 export const cyclesOf = async (turn) => (await within("readonly", (_, kept) => kept.get(turn))) ?? [];
