@@ -312,6 +312,7 @@ class Auto(TreePolicy):
             tables = self._with_experts(tables, self._reads)
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
 
+    @torch.inference_mode()  # a server reads the plan outside of it
     def _reprice(self) -> None:
         if changed := self._find is not None and (found := self._find()) is not self._costs:
             both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)

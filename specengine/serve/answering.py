@@ -18,9 +18,10 @@ from specengine.protocol.preparing import CheckedRequest
 from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
 from specengine.protocol.replies import Reply
 from specengine.protocol.settings import Settings
-from specengine.serve.worker import Ended, Event, Failed, Job, Worker
+from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker
 
 CLIENT_CLOSED_REQUEST = 499
+PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 
 class ClientGoneError(Exception):
@@ -63,7 +64,7 @@ async def _answered(
         if streams:
             # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
             first = await anext(coming)
-            if first is not None and isinstance(first.event, Failed):
+            if isinstance(first, Coming) and isinstance(first.event, Failed):
                 raise of_error(first.event.error, asked[0].names)
             return StreamingResponse(_stream(worker, asked, reply, first, coming), media_type=reply.media_type)
         answers = await _whole(asked, coming)
@@ -74,10 +75,10 @@ async def _answered(
         raise
 
 
-async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | None]) -> list[Completion]:
+async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]) -> list[Completion]:
     answers: dict[int, Completion] = {}
     async for come in coming:
-        if come is None:
+        if not isinstance(come, Coming):
             continue
         if isinstance(come.event, Failed):
             raise of_error(come.event.error, asked[come.place].names)
@@ -92,8 +93,8 @@ async def _stream(
     worker: Worker,
     asked: Sequence[CheckedRequest],
     reply: Reply,
-    come: Coming | None,
-    coming: AsyncIterator[Coming | None],
+    come: Coming | Waiting | None,
+    coming: AsyncIterator[Coming | Waiting | None],
 ) -> AsyncIterator[bytes]:
     telling = _Telling(reply, len(asked))
     try:
@@ -101,6 +102,8 @@ async def _stream(
             if come is None:
                 if reply.ping:
                     yield reply.ping
+            elif isinstance(come, Waiting):
+                yield b": %d before\n\n" % come.before
             elif isinstance(come.event, Failed):
                 problem = of_error(come.event.error, asked[come.place].names)
                 worker.metrics.failed.labels(problem.status).inc()
@@ -143,9 +146,31 @@ class _Telling:
             yield from self._reply.finish([self._ended[each] for each in range(self._count)])
 
 
-async def events(worker: Worker, asked: Sequence[CheckedRequest], request: Request) -> AsyncIterator[Coming | None]:
+class _PlaceInQueue:
+    """What to say of a job in silence; of one that asks for cycles its place in the queue as long as it waits."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        self._worker, self._job, self._ping = worker, job, job.asked.settings.ping_seconds
+        self._waits, self._told = bool(job.asked.request.return_cycles), False
+
+    @property
+    def seconds(self) -> float:
+        """Of silence, after which to look."""
+        return min(self._ping, PLACE_SECONDS) if self._waits else self._ping
+
+    def look(self) -> list[Waiting | None]:
+        before = self._worker.before(self._job) if self._waits else None
+        said = [Waiting(before)] if before is not None else [None] if self._told or not self._waits else []
+        self._waits = self._told = before is not None
+        return said
+
+
+async def events(
+    worker: Worker, asked: Sequence[CheckedRequest], request: Request
+) -> AsyncIterator[Coming | Waiting | None]:
     """Yield the events of all answers, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
+    A request that asks for cycles is told its place in the queue as long as it waits, then None.
     Leaving it early frees the engine, or the places in the queue.
     """
     inbox: asyncio.Queue[Coming | ClientGoneError] = asyncio.Queue()
@@ -169,12 +194,14 @@ async def events(worker: Worker, asked: Sequence[CheckedRequest], request: Reque
         inbox.put_nowait(ClientGoneError())
 
     watching = asyncio.create_task(watch())
+    place = _PlaceInQueue(worker, jobs[0])
     try:
         while True:
             try:
-                come = await asyncio.wait_for(inbox.get(), asked[0].settings.ping_seconds)
+                come = await asyncio.wait_for(inbox.get(), place.seconds)
             except TimeoutError:
-                yield None
+                for silent in place.look():
+                    yield silent
                 continue
             if isinstance(come, ClientGoneError):
                 raise come

@@ -1,4 +1,4 @@
-"""The page at `/`: three files of the package, with headers that let nothing else run and nothing be fetched."""
+"""The page at `/`: files of the package, with headers that let nothing else run and nothing be fetched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from importlib import resources
 from fastapi import FastAPI
 from starlette.responses import Response
 
-FILES = {"/": "index.html", "/page/style.css": "style.css", "/page/script.js": "script.js"}
+_FOLDER = resources.files("specengine.serve").joinpath("page")
+_NAMES = sorted(file.name for file in _FOLDER.iterdir() if file.name.endswith((".css", ".js")))
+FILES = {"/": "index.html"} | {f"/page/{name}": name for name in _NAMES}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _POLICY = {
     "default-src": "'none'",
@@ -35,7 +37,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def _serving(name: str) -> Callable[[], Response]:
-    content = resources.files("specengine.serve").joinpath("page", name).read_bytes()
+    content = _FOLDER.joinpath(name).read_bytes()
     kind = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
 
     def serve() -> Response:

@@ -40,6 +40,12 @@ class Failed(NamedTuple):
     error: Exception
 
 
+class Waiting(NamedTuple):
+    """A place in the queue; before: how many answers end before this request has its turn."""
+
+    before: int
+
+
 Event = Piece | Ended | Failed
 
 
@@ -164,6 +170,14 @@ class Worker:
             job.ticket.cancel()
             if job in self._jobs:
                 self._jobs.remove(job)
+
+    def before(self, job: Job) -> int | None:
+        """Return how many answers end before the job has its turn; None where it does not wait for one."""
+        with self._changed:
+            if job not in self._jobs:
+                return None
+            own = [other for other in self._jobs if other.ticket.rank <= job.ticket.rank]
+            return max(len(own) - (self.parallel - len(self._answered)), 0)
 
     @property
     def alive(self) -> bool:

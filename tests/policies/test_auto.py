@@ -221,6 +221,14 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     assert torch.equal(found.verify, before)
 
 
+def test_the_plan_of_a_resting_policy_can_be_read_outside_inference_mode() -> None:
+    costs = PassCosts("two", {1: 1.0, 64: 1.5}, {1: 0.3}).beside(1, lambda: True)
+    policy = policies.make("auto", costs=costs)
+    with torch.inference_mode():
+        policy.state_on(CPU)
+    assert all(policy.plan().rests for _ in range(2 * REPRICED))
+
+
 def test_costs_that_stay_are_not_corrected() -> None:
     policy = auto(CHEAP)
     assert not policy.plan().reads_costs

@@ -1,5 +1,6 @@
 """A stream's cycles are what a trace of the same request holds."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from specengine import policies
 from specengine.costs import PassCosts
 from specengine.trace import TraceWriter, read_trace
 from specengine.trace.records import TracedCycle
-from tests.serve.served import CHAT, Served, served, tiny_engine
+from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
 from tests.serve.test_answers import chunks
 from tests.trace.runs import records
 
@@ -74,3 +75,20 @@ def test_plain_decoding_on_request(server: Served) -> None:
     assert len(cycles_of(own)) < len(cycles_of(plain)) == 24
     refused = server.post(CHAT | {"policy": "eagle"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "policy")
+
+
+def test_who_asks_is_told_the_place_in_the_queue() -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, ThreadPoolExecutor(2) as many:
+        first = many.submit(server.post, CHAT)
+        until(lambda: gate.passed > 0)
+        second = many.submit(server.post, CHAT)
+        until(lambda: server.metric("num_requests_waiting") == 1)
+        with server.client.stream("POST", "/v1/chat/completions", json=ASKED) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == ": 2 before"
+            gate.open.set()
+            rest = [line for line in lines if line]
+        assert {line for line in rest if line.startswith(":")} <= {": 2 before", ": 1 before", ": ping"}
+        assert cycles_of(chunks("\n\n".join(line for line in rest if line.startswith("data: "))))
+        assert {first.result().status_code, second.result().status_code} == {200}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,13 @@ import pytest
 
 from specengine import Engine
 from specengine.protocol import preparing
+from specengine.serve import static
+from specengine.serve.static import FILES
 from specengine.trace.records import TracedCycle
 from tests.engine.engines import forced
-from tests.serve.served import CHAT, Served, served, tiny_engine
+from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
 
+PATHS = sorted(FILES)
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\u202e&lt;b&gt;\u0007"
 SMALL = {"width": 360, "height": 740}
@@ -33,8 +38,10 @@ in_a_browser = pytest.mark.skipif(
 
 def test_it_is_served_with_strict_headers(server: Served) -> None:
     links = {"/", *(f"/{link}" for link in re.findall(r'(?:src|href)="(page/[^"]+)"', server.client.get("/").text))}
-    assert links == {"/", "/page/style.css", "/page/script.js"}
-    for path in links:
+    assert links == {"/", "/page/style.css", "/page/main.js"}
+    imported = {name for path in PATHS for name in re.findall(r' from "\./([^"]+)"', server.client.get(path).text)}
+    assert links | {f"/page/{name}" for name in imported} == set(PATHS)
+    for path in PATHS:
         answer = server.client.get(path)
         assert answer.status_code == 200
         parts = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
@@ -50,17 +57,31 @@ def test_it_is_served_with_strict_headers(server: Served) -> None:
 
 
 def test_nothing_in_it_is_inline_or_made_of_markup(server: Served) -> None:
-    html, script = server.client.get("/").text, server.client.get("/page/script.js").text
+    html, scripts = server.client.get("/").text, "".join(server.client.get(path).text for path in PATHS)
     assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon\w+=", html)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", script)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", scripts
+    )
 
 
 def test_it_needs_no_key_but_the_api_does() -> None:
     with served(api_keys=("right",)) as server:
-        assert {server.client.get(path).status_code for path in ("/", "/page/style.css", "/page/script.js")} == {200}
+        assert {server.client.get(path).status_code for path in PATHS} == {200}
         assert server.client.get("/v1/models").status_code == 401
         assert server.client.get("/page/").status_code == 401
         assert server.post(CHAT).status_code == 401
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_its_functions(tmp_path: Path) -> None:
+    """Node runs page.mjs beside copies of the modules, which say that they are modules."""
+    for name in FILES.values():
+        if name.endswith(".js"):
+            (tmp_path / name).write_bytes((Path(static.__file__).with_name("page") / name).read_bytes())
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "page.mjs").write_text(Path(__file__).with_name("page.mjs").read_text())
+    done = subprocess.run(["node", "--test", "page.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- in a browser
@@ -90,7 +111,7 @@ class Browsed:
     def limit(self, tokens: int, **fields: Any) -> None:
         self.page.click("#open-settings")
         for name, value in {"max_tokens": tokens, **fields}.items():
-            self.page.fill(f"#{name}", str(value))
+            self.page.fill(f"#{name.replace('stop_at', 'stop-at')}", str(value))
         self.page.keyboard.press("Escape")
         self.page.wait_for_selector("#settings", state="hidden")
 
@@ -176,7 +197,7 @@ def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.Mo
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(HOSTILE.encode()))
         seen.ask(HOSTILE)
-        said, answered = (turn.text_content() for turn in seen.page.locator(".turn").all())
+        said, answered = (turn.text_content() for turn in seen.page.locator(".turn .text").all())
         assert said == HOSTILE
         assert answered == HOSTILE
         assert seen.page.locator("main img, main script, main b").count() == 0
@@ -242,10 +263,11 @@ def test_stopping_and_what_is_refused(chromium: Any) -> None:
     with served(max_prompt_tokens=200) as server, browsed(chromium, server) as seen:
         seen.limit(4000)
         seen.ask("go on", wait=False)
-        seen.page.wait_for_selector(".piece")
+        seen.page.wait_for_selector(".piece", state="attached")
         seen.page.keyboard.press("Escape")
         seen.done()
         assert seen.page.text_content("#status") == "Stopped."
+        assert seen.page.text_content(".turn .note") == "Stopped."
         assert seen.page.locator(".turn").count() == 2
         seen.page.click("#new")
         seen.ask("long " * 45)
@@ -270,6 +292,98 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Any) -> None:
 
 
 @in_a_browser
+def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server, accept_downloads=True) as seen:
+        page = seen.page
+        seen.limit(12)
+        seen.ask("First question")
+        page.click("#new")
+        seen.ask("Second question")
+        page.reload()
+        page.wait_for_selector(".turn")
+        assert page.locator(".turn .text").first.text_content() == "Second question"
+        page.wait_for_selector("#tree .node")
+        page.click("#open-chats")
+        titles = page.locator("#list .title")
+        assert titles.all_text_contents() == ["Second question", "First question"]
+        page.click("#list button:has-text('Rename')")
+        page.keyboard.type("Renamed")
+        page.keyboard.press("Enter")
+        assert titles.all_text_contents() == ["Renamed", "First question"]
+        with page.expect_download() as coming:
+            page.click("#list button:has-text('JSON')")
+        (told,) = json.loads(Path(coming.value.path()).read_text())["conversations"]
+        assert [turn["role"] for turn in told["turns"].values()] == ["user", "assistant"]
+        with page.expect_download() as coming:
+            page.click("#list button:has-text('Markdown')")
+        assert Path(coming.value.path()).read_text().startswith("# Renamed\n\n## You\n\nSecond question\n\n## Answer\n")
+        with page.context.new_page() as other:
+            other.goto(server.address)
+            other.fill("#message", "From another tab")
+            other.press("#message", "Enter")
+            other.wait_for_selector(".turn:nth-of-type(4)")
+            other.wait_for_selector("#stop", state="hidden")
+        assert page.wait_for_selector(".turn.user .text:has-text('From another tab')")
+        page.click("#list button:has-text('Delete')")
+        assert titles.all_text_contents() == ["First question"]
+        page.click("#undo")
+        assert titles.all_text_contents() == ["Renamed", "First question"]
+        assert page.locator(".turn").count() == 4
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_another_answer_and_an_edited_message_are_versions(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server) as seen:
+        page = seen.page
+        seen.limit(12, temperature=0.9, top_k=20, stop_at="never said", schema="")
+        seen.ask("Hello")
+        page.click("button:has-text('Regenerate')")
+        seen.done()
+        assert seen.bodies[1]["messages"] == seen.bodies[0]["messages"]
+        assert seen.bodies[1]["seed"] != seen.bodies[0]["seed"]
+        assert (seen.bodies[1]["top_k"], seen.bodies[1]["stop"]) == (20, ["never said"])
+        assert page.text_content(".turn.assistant .versions") == "‹2/2›"
+        page.click("button[aria-label='Version before']")
+        assert page.text_content(".turn.assistant .versions") == "‹1/2›"
+        page.press("#message", "ArrowUp")
+        page.keyboard.type(" again")
+        page.keyboard.press("Enter")
+        seen.done()
+        assert seen.bodies[2]["messages"] == [{"role": "user", "content": "Hello again"}]
+        assert page.text_content(".turn.user .versions") == "‹2/2›"
+        page.locator("button:has-text('Delete')").last.click()
+        assert page.locator(".turn").count() == 1
+        page.click("#undo")
+        assert page.locator(".turn").count() == 2
+        seen.limit(12, schema="{")
+        page.fill("#message", "More")
+        page.press("#message", "Enter")
+        assert "the JSON schema cannot be read" in page.text_content("#status")
+        assert len(seen.bodies) == 3
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:
+        seen.limit(40)
+        seen.ask("the first", wait=False)
+        until(lambda: gate.passed > 0)
+        seen.page.click("#new")
+        seen.ask("the second", wait=False)
+        seen.page.wait_for_selector("#status:has-text('In the queue: 1 before you')")
+        gate.open.set()
+        seen.page.wait_for_selector("#others button:has-text('the first')")
+        assert seen.page.locator("#others .miniature .dot").count() > 0
+        seen.page.click("#others button")
+        assert seen.page.text_content(".turn.user .text") == "the first"
+        seen.done()
+        assert not seen.complaints
+
+
+@in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> None:
     with browsed(chromium, server, viewport=SMALL, color_scheme=scheme) as seen:
@@ -277,6 +391,9 @@ def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> N
         assert seen.page.evaluate(wide) == SMALL["width"]
         seen.limit(24)
         seen.ask("w" * 300)
+        assert seen.page.evaluate(wide) == SMALL["width"]
+        assert seen.page.is_hidden("#trees")
+        seen.page.click("#open-trees")
         assert seen.page.evaluate(wide) == SMALL["width"]
         assert seen.page.locator("#trees").bounding_box()["y"] > seen.page.locator("#composer").bounding_box()["y"]
         seen.page.click("#open-settings")
@@ -293,9 +410,9 @@ def test_the_default_model(chromium: Any, default_model_path: Path) -> None:
         seen.ask("Name three rivers of France.")
         cycles = streamed(server, seen.bodies[1])
         committed = "".join(text for cycle in cycles for text in cycle.committed_texts).removesuffix("<|im_end|>")
-        assert seen.page.locator(".turn").last.text_content() == committed
+        assert seen.page.locator(".turn .text").last.text_content() == committed
         assert seen.page.locator("main img").count() == 0
-        assert seen.page.text_content(".piece.at") == cycles[-1].text.removesuffix("<|im_end|>")
+        assert "".join(seen.page.locator(".piece.at").all_text_contents()) == cycles[-1].text.removesuffix("<|im_end|>")
         assert "×" in seen.page.text_content("#figures")
         assert not seen.complaints
         assert not seen.elsewhere

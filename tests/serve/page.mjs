@@ -1,0 +1,132 @@
+// Tests of the page's functions, run by test_page.py where there is node.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import * as talk from "./conversation.js";
+import * as figures from "./figures.js";
+import { parse } from "./markdown.js";
+import { Events } from "./server.js";
+import { asked } from "./settings.js";
+import { rowsOf, treeOf } from "./tree.js";
+
+const kinds = (source) => parse(source).map((block) => block.kind);
+const said = (node) => node.text ?? node.children.map(said).join("");
+function* leaves(node) {
+  if (node.text !== undefined) yield node;
+  for (const child of [...(node.children ?? []), ...(node.lines ?? []), ...(node.items ?? []).flat(), ...(node.head ?? []).flat(), ...(node.rows ?? []).flat(2)]) yield* leaves(child);
+}
+
+test("blocks", () => {
+  assert.deepEqual(kinds("# A\ntext\n\n- a\n- b\n\n1. c\n\n> d\n\n---\n```js\ne\n```\n| f | g |\n|---|---|\n| 1 | 2 |"),
+    ["heading", "paragraph", "list", "list", "quote", "rule", "code", "table"]);
+  assert.deepEqual(kinds("```\nno end"), ["code"]);
+  const [code] = parse("```py\nx\n\n  # y\n```");
+  assert.deepEqual([code.language, code.lines.map((line) => line.text)], ["py", ["x", "", "  # y"]]);
+  const [list] = parse("3. a\n   - b\n     - c\n4. d");
+  assert.deepEqual([list.number, list.items.length, list.items[0].map((one) => one.kind)], [3, 2, ["paragraph", "list"]]);
+});
+
+test("inside a line", () => {
+  const [{ children }] = parse("a **b *c*** `d*e*` ~~f~~ g_h_i \\*j\\* <b>k</b>");
+  assert.deepEqual(children.map((node) => node.kind ?? "").filter((kind) => kind), ["strong", "code", "del"]);
+  assert.equal(children.map(said).join(""), "a b c d*e* f g_h_i *j* <b>k</b>");
+});
+
+test("links go to the web alone", () => {
+  const urls = (source) => parse(source)[0].children.filter((node) => node.kind === "link").map((node) => node.url);
+  assert.deepEqual(urls("[a](https://b.c/d_(e)) ![f](http://g) https://h.i/j."), ["https://b.c/d_(e)", "http://g", "https://h.i/j"]);
+  assert.deepEqual(urls("[a](javascript:alert(1)) [b](data:text/html,x) [c](/d) [e](  JAVASCRIPT:f)"), []);
+});
+
+test("leaves stand in the source, in order, whatever it is", () => {
+  let seed = 7;
+  const next = (most) => (seed = (seed * 48271) % 2147483647) % most;
+  const parts = ["*", "**", "_", "`", "```", "~~", "\n", "\n\n", "- ", "1. ", "> ", "# ", "|", "---", "[a](https://b)", "](", "\\", " ", "    ", "word", "é", "😀", "<b>"];
+  for (let round = 0; round < 3000; round += 1) {
+    const source = Array.from({ length: 1 + next(25) }, () => parts[next(parts.length)]).join("");
+    let end = 0;
+    for (const block of parse(source)) {
+      for (const leaf of leaves(block)) {
+        assert.equal(source.slice(leaf.at, leaf.at + leaf.text.length), leaf.text, JSON.stringify(source));
+        if (leaf.text) assert.ok(leaf.at >= end, JSON.stringify(source));
+        end = leaf.at + leaf.text.length;
+      }
+    }
+  }
+});
+
+test("long texts take no long time", () => {
+  const began = performance.now();
+  for (const part of ["*a ", "[", "](a", "> ", "- ", "**a** ", "`` ` ", "*a_", "- a\n", "[a](<"]) parse(part.repeat(4000));
+  assert.ok(performance.now() - began < 5000);
+});
+
+test("a conversation keeps what it was before", () => {
+  const chat = talk.begun(), first = talk.append(chat, { role: "user", text: "Why?" });
+  const one = talk.append(chat, { role: "assistant", text: "So." });
+  chat.leaf = first.id;
+  const two = talk.append(chat, { role: "assistant", text: "Thus." });
+  assert.equal(chat.title, "Why?");
+  assert.deepEqual(talk.siblings(chat, two), [one, two]);
+  assert.deepEqual(talk.messages(chat, first.id, "Be brief."), [{ role: "system", content: "Be brief." }, { role: "user", content: "Why?" }]);
+  talk.choose(chat, first);
+  assert.equal(chat.leaf, two.id);
+  assert.equal(talk.toMarkdown(chat), "# Why?\n\n## You\n\nWhy?\n\n## Answer\n\nThus.\n");
+  talk.remove(chat, two);
+  assert.deepEqual(talk.path(chat), [first, one]);
+  assert.deepEqual(talk.remove(chat, first), [first.id, one.id]);
+  assert.equal(chat.leaf, null);
+});
+
+test("an export can be read again", () => {
+  const chat = talk.begun();
+  talk.append(chat, { role: "user", text: "Why?" });
+  talk.append(chat, { role: "assistant", text: "So.", ends: [3] });
+  const [back] = talk.fromJson(talk.toJson([chat]));
+  assert.notEqual(back.id, chat.id);
+  assert.deepEqual(talk.path(back).map((turn) => turn.text), ["Why?", "So."]);
+  assert.throws(() => talk.fromJson("[]"), /no export/);
+  const damaged = JSON.parse(talk.toJson([chat]));
+  for (const turn of Object.values(damaged.conversations[0].turns)) turn.parent = turn.id;
+  assert.throws(() => talk.fromJson(JSON.stringify(damaged)), /follows itself/);
+});
+
+test("events of a stream, however it is cut", () => {
+  const whole = ": 2 before\n\n: ping\n\ndata: {\"a\":1}\n\ndata: [DONE]\n\n", found = [{ before: 2 }, { ping: true }, { data: "{\"a\":1}" }, { data: "[DONE]" }];
+  for (let cut = 0; cut <= whole.length; cut += 1) {
+    const events = new Events();
+    assert.deepEqual([...events.push(whole.slice(0, cut)), ...events.push(whole.slice(cut))], found);
+  }
+});
+
+test("settings", () => {
+  assert.deepEqual(asked({ temperature: "0", top_k: " 5 ", stop: "a\\nb\n\nc", policy: "", schema: " " }), { temperature: 0, top_k: 5, stop: ["a\nb", "c"] });
+  assert.deepEqual(asked({ schema: "{\"type\": \"object\"}" }).response_format, { type: "json_schema", json_schema: { name: "answer", schema: { type: "object" } } });
+  assert.throws(() => asked({ schema: "{" }), /JSON schema cannot be read/);
+  assert.throws(() => asked({ schema: "[]" }), /is an object/);
+});
+
+const cycle = {
+  tokens: [1, 2, 3, 4], texts: ["a", "b", "c", "d"], parents: [-1, 0, 0, 1], probabilities: [1, 0.5, 0.6, 0.9],
+  path_probabilities: [1, 0.5, 0.6, 0.45], kept: [0, 1, 2], accepted: [0, 1], committed: [2, 4], committed_texts: ["b", "d"],
+  origins: [null, "copied", "draft", "draft"], seconds: { total: 0.02 },
+};
+
+test("the tree of a cycle", () => {
+  const tree = treeOf(cycle), { order, rows } = rowsOf(tree[0], true);
+  assert.deepEqual(order.map((node) => node.fate), ["root", "accepted", "own", "pruned", "rejected"]);
+  assert.equal(rows, 3);
+  assert.ok(order[2].missed);
+  assert.deepEqual(rowsOf(tree[0], false).order.map((node) => node.id), [0, 1, null, 2]);
+});
+
+test("figures, and a sentence where drafting did not pay", () => {
+  const made = figures.nothing();
+  figures.count(made, cycle, 0.005);
+  assert.equal(figures.line(made), "2 tokens · 100.0 tokens/s · 2.00 per pass · about 0.50× plain");
+  assert.match(figures.doubt(made), /did not pay/);
+  assert.equal(figures.doubt(made, 1.2), "");
+  assert.match(figures.doubt(made, 0.9), /plain decoding was faster/);
+  assert.equal(figures.byOrigin(made), "copied 1");
+  assert.equal(figures.doubt({ ...made, plain: 0.02 }), "");
+  assert.match(figures.doubt({ ...made, tokens: 1, reason: "no draft" }), /without trees: no draft/);
+});
