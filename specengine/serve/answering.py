@@ -160,7 +160,9 @@ class _PlaceInQueue:
 
     def look(self) -> list[Waiting | None]:
         before = self._worker.before(self._job) if self._waits else None
-        said = [Waiting(before)] if before is not None else [None] if self._told or not self._waits else []
+        said: list[Waiting | None] = [] if before is None else [Waiting(before)]
+        if before is None and (self._told or not self._waits):
+            said = [None]
         self._waits = self._told = before is not None
         return said
 
@@ -174,16 +176,7 @@ async def events(
     Leaving it early frees the engine, or the places in the queue.
     """
     inbox: asyncio.Queue[Coming | ClientGoneError] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def job(place: int, each: CheckedRequest) -> Job:
-        def deliver(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
-                loop.call_soon_threadsafe(inbox.put_nowait, Coming(place, event))
-
-        return Job(each, deliver, _who(each, request))
-
-    jobs = [job(place, each) for place, each in enumerate(asked)]
+    jobs = [_job(each, _who(each, request), place, inbox) for place, each in enumerate(asked)]
     worker.submit(*jobs)
 
     async def watch() -> None:
@@ -194,13 +187,13 @@ async def events(
         inbox.put_nowait(ClientGoneError())
 
     watching = asyncio.create_task(watch())
-    place = _PlaceInQueue(worker, jobs[0])
+    queue = _PlaceInQueue(worker, jobs[0])
     try:
         while True:
             try:
-                come = await asyncio.wait_for(inbox.get(), place.seconds)
+                come = await asyncio.wait_for(inbox.get(), queue.seconds)
             except TimeoutError:
-                for silent in place.look():
+                for silent in queue.look():
                     yield silent
                 continue
             if isinstance(come, ClientGoneError):
@@ -210,6 +203,17 @@ async def events(
         for each in jobs:
             worker.cancel(each)
         watching.cancel()
+
+
+def _job(asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any]) -> Job:
+    """Return the job whose events come into the inbox, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
+            loop.call_soon_threadsafe(inbox.put_nowait, Coming(place, event))
+
+    return Job(asked, deliver, who)
 
 
 def _who(asked: CheckedRequest, request: Request) -> int:
