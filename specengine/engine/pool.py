@@ -90,6 +90,7 @@ class Pool:
         try:
             yield
         finally:
+            self.gathering.leave(target)
             with self._room:
                 del self._reserved[engine]
                 self._ended.remove(engine)

@@ -8,8 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
+<<<<<<< HEAD
 from types import SimpleNamespace
 from typing import Any
+=======
+from typing import Any, cast
+>>>>>>> wt-b
 
 import pytest
 import torch
@@ -543,6 +547,15 @@ def test_a_cache_gives_back_its_memory(kind: str) -> None:
     assert cache.filled is filled  # which others hold
     cache.reserve(600)
     assert all(slab.shape[3] == cache.capacity for slab in cache.slabs)
+
+
+def test_an_answer_that_has_ended_is_not_counted_beside_the_next() -> None:
+    pool = Pool(engine_of(), 2)
+    for engine, other in (pool.engines, pool.engines[::-1]):
+        with engine.target.running():
+            engine.generate([1, 2, 3], max_new_tokens=6)
+        assert not pool.gathering._away
+        assert cast(LaneTarget, other.target).others == 0
 
 
 # ---- answers that wait
