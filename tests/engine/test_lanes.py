@@ -8,12 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-<<<<<<< HEAD
 from types import SimpleNamespace
-from typing import Any
-=======
 from typing import Any, cast
->>>>>>> wt-b
 
 import pytest
 import torch
