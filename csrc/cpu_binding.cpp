@@ -381,7 +381,7 @@ cpu::ExpertReads take_reads(const Model& model, const Wanted& wanted, int64_t ro
 
 // Returns how many distinct experts were read, over all layers.
 int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, const Wanted& wanted, int64_t layers,
-                int64_t threads, Kept* memory, int64_t committed) {
+                int64_t threads, const std::vector<Kept*>& memories, const std::vector<int64_t>& committed) {
   const auto& [features, states, logits, chosen, chosen_logits, added, routing] = wanted;
   const cpu::Shape& shape = model.decoder.shape();
   cpu::Decoder::Call call{};
@@ -409,16 +409,16 @@ int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, c
   call.features = features, call.states = read.at();
   call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
-  call.layers = layers, call.memory = memory ? &memory->memory : nullptr, call.committed = committed;
+  call.layers = layers, call.committed = committed;
+  for (Kept* kept : memories) call.memories.push_back(&kept->memory);
   cpu::ExpertReads reads = take_reads(model, wanted, rows, layers);
   call.reads = &reads;
   const int team = threads_of(threads);
   py::gil_scoped_release release;
   const std::lock_guard<std::mutex> turn(model.turn);
-  if (memory)
-    memory->locked([&] { model.decoder.forward(call, team); });
-  else
-    model.decoder.forward(call, team);
+  std::vector<std::unique_lock<std::mutex>> held;
+  for (Kept* kept : memories) held.emplace_back(kept->turn);
+  model.decoder.forward(call, team);
   return reads.distinct;
 }
 
@@ -430,7 +430,8 @@ int64_t run(Model& model, handle positions, int64_t prefix, int64_t start, handl
   require_memory(model, memory, committed);
   const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, layers);
   const Wanted wanted{features, states, logits, chosen, chosen_logits, added, routing};
-  return forward(model, {lane}, tokens, wanted, layers, threads, memory, committed);
+  if (!memory) return forward(model, {lane}, tokens, wanted, layers, threads, {}, {});
+  return forward(model, {lane}, tokens, wanted, layers, threads, {memory}, {committed});
 }
 
 // Runs all layers over rows of states, float32 [rows][hidden], instead of tokens; out: behind the final norm, the same.
@@ -465,19 +466,25 @@ size_t require_lanes(const py::tuple& positions, const std::vector<size_t>& size
   return count;
 }
 
-// Of each lane positions, prefix, start, words and slab, as in run; tokens and results are of all lanes' rows.
+// Of each lane positions, prefix, start, words, slab, memory and committed slots, as in run; tokens and results are of all
+// lanes' rows.
 int64_t run_lanes(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
                   const std::vector<int64_t>& starts, const py::tuple& words, handle tokens, const py::tuple& slabs,
                   const std::vector<int64_t>& features, handle states, handle logits, handle chosen, handle chosen_logits,
-                  int64_t threads) {
+                  int64_t threads, const std::vector<Kept*>& memories, const std::vector<int64_t>& committed) {
   const cpu::Shape& shape = model.decoder.shape();
-  require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none beside other lanes");
   const size_t count = require_lanes(positions, {prefixes.size(), starts.size(), words.size(), slabs.size()});
+  if (shape.recurrence.layers || !memories.empty()) require_lanes(positions, {memories.size(), committed.size()});
   std::vector<LaneOf> lanes;
-  for (size_t i = 0; i < count; ++i)
+  for (size_t i = 0; i < count; ++i) {
     lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
+    if (memories.empty()) continue;
+    require_memory(model, memories[i], committed[i]);
+    const auto own = memories.begin() + static_cast<std::ptrdiff_t>(i);
+    require(std::find(memories.begin(), own, *own) == own, "memory", static_cast<int64_t>(i), "one of each lane's own");
+  }
   const Wanted wanted{features, states, logits, chosen, chosen_logits, py::none(), py::none()};
-  return forward(model, lanes, tokens, wanted, shape.layers, threads, nullptr, 0);
+  return forward(model, lanes, tokens, wanted, shape.layers, threads, memories, committed);
 }
 
 // One lane of a head's forward, and what its hidden states are.

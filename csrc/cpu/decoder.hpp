@@ -355,7 +355,7 @@ class Decoder {
   };
 
   struct Call {
-    std::vector<Rows> lanes;  // one, where there is a memory
+    std::vector<Rows> lanes;
     const int64_t* tokens;    // [rows of all lanes]; null where there are inputs
     std::vector<Slab> slabs;  // of each lane, one for each kind
     bool half;                // the slabs hold bfloat16
@@ -367,8 +367,8 @@ class Decoder {
     int64_t* chosen;       // [rows][count]: their tokens, largest first, the lowest first of equals; -1 where there are fewer
     float* chosen_logits;  // [rows][count], -inf where there are fewer
     int64_t layers;        // that are run
-    Memory* memory = nullptr;  // of the layers with a mixer
-    int64_t committed = 0;     // slots that hold tokens for good, where there is a memory
+    std::vector<Memory*> memories;   // of each lane, of the layers with a mixer; none where there are no such layers
+    std::vector<int64_t> committed;  // of each lane that has a memory, slots that hold tokens for good
     ExpertReads* reads = nullptr;  // is filled, where there is one
     const float* inputs = nullptr;  // [rows][hidden]: what the first layer reads, or the embeddings of tokens
   };
@@ -518,8 +518,8 @@ class Decoder {
     Input mixed{};
     space_.experts.reads = call.reads;
     if (call.reads) call.reads->begin(space_.rows);
-    if (call.memory) {
-      lineage_.begin(*call.memory, call.lanes[0], call.committed);
+    if (!call.memories.empty()) {
+      lineages_.begin(call.memories, call.lanes, call.committed);
       mixed = space_.input(scratch_.mixed, mixers_width());
     }
     if (call.inputs) rows_to_tiles(call.inputs, hidden, space_.rows, space_.x);
@@ -540,7 +540,7 @@ class Decoder {
         const Input& network = gated[layer.network.wide().panels];
         if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
         if (mixer) {
-          mixer->run(team, space_, lineage_, mixing++, in, scratch_, mixed);
+          mixer->run(team, space_, lineages_, mixing++, in, scratch_, mixed);
           run.add_rows(layer, mixer->out(), mixed);
         }
         if (layer.attends()) {  // also beside a mixer, of the same norm
@@ -561,7 +561,7 @@ class Decoder {
         Readout(space_, head_, call.first_logits, shape_.divisor, shape_.cap).run(team, in, call.logits, leaders);
     };
     Pool::shared().run(threads, run_all, space_.around());
-    if (call.memory && call.layers == shape_.layers) lineage_.end();  // else it is of no further use
+    if (!call.memories.empty() && call.layers == shape_.layers) lineages_.end();  // else it is of no further use
     if (call.count) choose(threads, leaders, call);
   }
 
@@ -695,7 +695,7 @@ class Decoder {
   Buffer<uint32_t> own_gated_;
   Buffer<float> own_inputs_;
   std::vector<std::unique_ptr<Mixer>> mixers_;  // of each layer, null where it has none
-  Lineage lineage_;
+  Lineages lineages_;
   MixerScratch scratch_;
   LatentScratch latent_;
   Buffer<float> most_, normed_;

@@ -23,15 +23,15 @@ class GatedDelta : public Mixer {
     for (int64_t h = 0; h < of.heads; ++h) rates_.push_back(exp_of(static_cast<double>(parts.a_log[h])));
   }
 
-  void run(const Team& team, Workspace& space, const Lineage& lineage, int64_t layer, const Input& in,
+  void run(const Team& team, Workspace& space, const Lineages& lanes, int64_t layer, const Input& in,
            MixerScratch& scratch, const Input& mixed) const override {
-    const MixerRows rows(lineage, of_, layer, space.rows, scratch);
+    const MixerRows rows(lanes, of_, layer, scratch);
     float* gates = scratch.tiles.reserve(static_cast<size_t>(space.tiles * values() * kRows));
-    float* convolved = scratch.convolved.reserve(static_cast<size_t>(lineage.count() * of_.width()));
+    float* convolved = scratch.convolved.reserve(static_cast<size_t>(lanes.count() * of_.width()));
     float* outs = scratch.outs.reserve(static_cast<size_t>(space.rows * values()));
     multiply(team, space, in, rows, gates);
-    convolve(team, space, lineage, rows, convolved);
-    update_states(team, space, lineage, of_, rows, layer, convolved, {0, keys(), 2 * keys(), true}, outs);
+    convolve(team, space, lanes, rows, convolved);
+    update_states(team, space, lanes, of_, rows, layer, convolved, {0, keys(), 2 * keys(), true}, outs);
     gate(team, space, outs, gates, mixed);
   }
 
@@ -60,19 +60,19 @@ class GatedDelta : public Mixer {
 
   // Convolves each item's queries, keys and values head by head; queries and keys become of length one. Makes decays and
   // rates of the scalars.
-  void convolve(const Team& team, const Workspace& space, const Lineage& lineage, const MixerRows& rows,
+  void convolve(const Team& team, const Workspace& space, const Lineages& lanes, const MixerRows& rows,
                 float* convolved) const {
     const int64_t heads = 2 * of_.key_heads + of_.heads, all = heads + 1;
-    team.each(lineage.count() * all + 1, 1, [&](Pieces& pieces) {
+    team.each(lanes.count() * all + 1, 1, [&](Pieces& pieces) {
       std::vector<const float*> read(static_cast<size_t>(of_.taps));
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
           const int64_t item = i / all, head = i % all;
-          if (item == lineage.count()) {
-            rows.move_tail();
+          if (item == lanes.count()) {
+            rows.move_tails();
             continue;
           }
-          const bool own = lineage.items()[static_cast<size_t>(item)].row != Lineage::kEarlier;
+          const bool own = rows.is_own(item);
           if (head == heads) {
             if (own) find_scalars(rows.scalars(item));
           } else if (own || head >= of_.key_heads) {  // nobody asks for an earlier row's queries

@@ -25,16 +25,16 @@ class Mamba2 : public Mixer {
     for (int64_t h = 0; h < of.heads; ++h) rates_.push_back(exp_of(static_cast<double>(parts.a_log[h])));
   }
 
-  void run(const Team& team, Workspace& space, const Lineage& lineage, int64_t layer, const Input& in,
+  void run(const Team& team, Workspace& space, const Lineages& lanes, int64_t layer, const Input& in,
            MixerScratch& scratch, const Input& mixed) const override {
-    const MixerRows rows(lineage, of_, layer, space.rows, scratch);
+    const MixerRows rows(lanes, of_, layer, scratch);
     float* gates = scratch.gates.reserve(static_cast<size_t>(space.rows * of_.values()));
-    float* convolved = scratch.convolved.reserve(static_cast<size_t>(lineage.count() * of_.width()));
+    float* convolved = scratch.convolved.reserve(static_cast<size_t>(lanes.count() * of_.width()));
     float* outs = scratch.outs.reserve(static_cast<size_t>(space.rows * of_.values()));
     multiply(team, space, in, rows, gates);
-    convolve(team, space, lineage, rows, convolved);
+    convolve(team, space, lanes, rows, convolved);
     const int64_t key = of_.values();
-    update_states(team, space, lineage, of_, rows, layer, convolved, {key + of_.keys(), key, 0, false}, outs);
+    update_states(team, space, lanes, of_, rows, layer, convolved, {key + of_.keys(), key, 0, false}, outs);
     norm(team, space, rows, convolved, gates, outs, mixed);
   }
 
@@ -53,19 +53,19 @@ class Mamba2 : public Mixer {
     });
   }
 
-  void convolve(const Team& team, const Workspace& space, const Lineage& lineage, const MixerRows& rows,
+  void convolve(const Team& team, const Workspace& space, const Lineages& lanes, const MixerRows& rows,
                 float* convolved) const {
     const int64_t chunks = (of_.width() + kChannels - 1) / kChannels, all = chunks + 1;
-    team.each(lineage.count() * all + 1, 1, [&](Pieces& pieces) {
+    team.each(lanes.count() * all + 1, 1, [&](Pieces& pieces) {
       std::vector<const float*> read(static_cast<size_t>(of_.taps));
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i) {
           const int64_t item = i / all, channel = i % all * kChannels;
-          if (item == lineage.count()) {
-            rows.move_tail();
+          if (item == lanes.count()) {
+            rows.move_tails();
           } else if (i % all < chunks) {
             convolve_chunk(space, rows, item, channel, convolved + item * of_.width(), read);
-          } else if (lineage.items()[static_cast<size_t>(item)].row != Lineage::kEarlier) {
+          } else if (rows.is_own(item)) {
             find_scalars(rows.scalars(item));
           }
         }

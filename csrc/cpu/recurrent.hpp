@@ -159,6 +159,7 @@ class Lineage {
       for (int64_t r = 0; r < rows.count; ++r) items_.push_back({chain_ + r - 1, r, 0, kLeaf});
     else
       add_tree(rows, committed);
+    folded_ = folded;
     memory.folded_ = -1;  // until the end
     if (chain_) to_ = 1 - from_;
     if (!commits_) make_room(first_place_ + rows.count);
@@ -175,6 +176,9 @@ class Lineage {
     memory.slots_ = std::move(slots_);
     memory.folded_ = next_;
   }
+
+  // Nothing was run: the memory stays as it was.
+  void leave() { memory_->folded_ = folded_; }
 
   const std::vector<Item>& items() const { return items_; }
   int64_t count() const { return static_cast<int64_t>(items_.size()); }
@@ -219,7 +223,7 @@ class Lineage {
     slots_.assign(memory.slots_.begin() + behind, memory.slots_.begin() + behind + earlier);
     for (int64_t r = 0; r < rows.count; ++r) {
       int64_t parent = rows.start + r - 1;
-      while (parent >= committed && !rows.sees(r, parent)) --parent;
+      while (parent >= committed && !rows.sees(rows.first + r, parent)) --parent;
       slots_.push_back({earlier + r, parent});
     }
     std::vector<char> needed(slots_.size(), 0);
@@ -284,9 +288,59 @@ class Lineage {
   std::vector<Item> items_;
   std::vector<Memory::Slot> slots_;
   std::vector<int64_t> sources_, tail_;
-  int64_t chain_ = 0, inner_ = 0, next_ = 0, first_place_ = 0;
+  int64_t chain_ = 0, inner_ = 0, next_ = 0, first_place_ = 0, folded_ = 0;
   int from_ = 0, to_ = 0;
   bool commits_ = false;
+};
+
+// The lineages of all lanes of a forward. Their items stand one lane's behind another's, as their rows do.
+class Lineages {
+ public:
+  // Of each lane its memory, and the slots that hold tokens for good.
+  void begin(const std::vector<Memory*>& memories, const std::vector<Rows>& lanes, const std::vector<int64_t>& committed) {
+    lanes_.resize(lanes.size());
+    first_items_.clear();
+    items_.clear();
+    of_item_.clear();
+    inner_ = 0;
+    for (size_t i = 0; i < lanes.size(); ++i) {
+      try {
+        lanes_[i].begin(*memories[i], lanes[i], committed[i]);
+      } catch (...) {
+        for (size_t j = 0; j < i; ++j) lanes_[j].leave();
+        throw;
+      }
+      const int64_t first = count(), own = lanes_[i].count() - lanes[i].count;
+      first_items_.push_back(first);
+      of_item_.insert(of_item_.end(), static_cast<size_t>(lanes_[i].count()), i);
+      for (int64_t row = 0; row < lanes[i].count; ++row) items_.push_back(first + own + row);
+      inner_ = std::max(inner_, lanes_[i].inner());
+    }
+    rows_ = lanes;
+  }
+
+  void end() {
+    for (Lineage& lane : lanes_) lane.end();
+  }
+
+  size_t size() const { return lanes_.size(); }
+  const Lineage& operator[](size_t lane) const { return lanes_[lane]; }
+  int64_t count() const { return static_cast<int64_t>(of_item_.size()); }
+  int64_t rows() const { return static_cast<int64_t>(items_.size()); }
+  int64_t inner() const { return inner_; }  // the most items of a tree that are parents
+
+  size_t lane_of(int64_t item) const { return of_item_[static_cast<size_t>(item)]; }
+  int64_t first_item(size_t lane) const { return first_items_[lane]; }
+  int64_t first_row(size_t lane) const { return rows_[lane].first; }
+  int64_t rows_of(size_t lane) const { return rows_[lane].count; }
+  int64_t item_of(int64_t row) const { return items_[static_cast<size_t>(row)]; }
+
+ private:
+  std::vector<Lineage> lanes_;
+  std::vector<Rows> rows_;
+  std::vector<int64_t> first_items_, items_;  // of each lane, of each row
+  std::vector<size_t> of_item_;
+  int64_t inner_ = 0;
 };
 
 }  // namespace cpu

@@ -12,9 +12,9 @@ class ShortConvolution : public Mixer {
                    const float* weights, const float* bias)
       : Mixer(out), of_(of), b_(b), c_(c), x_(x), weights_(padded(weights, of.taps, of.channels, of.width())), bias_(bias) {}
 
-  void run(const Team& team, Workspace& space, const Lineage& lineage, int64_t layer, const Input& in,
+  void run(const Team& team, Workspace& space, const Lineages& lanes, int64_t layer, const Input& in,
            MixerScratch& scratch, const Input& mixed) const override {
-    const MixerRows rows(lineage, of_, layer, space.rows, scratch);
+    const MixerRows rows(lanes, of_, layer, scratch);
     float* gates = scratch.tiles.reserve(static_cast<size_t>(space.tiles * of_.width() * kRows));
     multiply_inputs(team, space, in, rows.own());
     products_of(team, space, {&c_}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
@@ -26,9 +26,10 @@ class ShortConvolution : public Mixer {
     team.each(space.tiles * chunks + 1, 1, [&](Pieces& pieces) {
       while (pieces.next())
         for (int64_t i = pieces.first; i < pieces.last; ++i)
-          if (i == space.tiles * chunks)
-            rows.move_tail();
-          else
+          if (i == space.tiles * chunks) {
+            rows.move_tails();
+            rows.keep();
+          } else
             convolve(space, rows, i / chunks, i % chunks * kChannels, gates, mixed);
     });
   }

@@ -192,10 +192,10 @@ def parallel_of(engine: Engine, memory: int | None = None) -> int:
     """Return how many answers at once suit an engine: those whose caches fit in `memory`, MOST at most.
 
     Caches are counted with the model's whole context, of target and draft; memory: as of a Pool. One where answers
-    share no forward: on other targets than the native forward, with recurrent layers, with a draft of one text.
+    share no forward: on other targets than the native forward, with a draft of one text.
     """
     target, draft = engine.target, engine.drafter
-    if type(target) is not NativeTarget or target.cache.memory is not None:
+    if type(target) is not NativeTarget:
         return 1
     try:
         caches = target.cache, None if draft is None else drafters.cache_of(drafters.another(draft))

@@ -196,6 +196,9 @@ class HybridCache(KVCache):
     def nbytes(self) -> int:
         return super().nbytes + int(self.memory.bytes)
 
+    def bytes_of(self, slots: int) -> int:
+        return max(rounded(slots) * self.slot_bytes + int(self.memory.bytes), self.nbytes)
+
     def reach(self, length: int) -> int:
         return int(self.memory.reach(length))
 

@@ -411,10 +411,10 @@ class Gathering:
 
     def _run(self, batch: Sequence[_Rows]) -> None:
         self.forwards, self.rows = self.forwards + 1, self.rows + sum(len(request.tokens) for request in batch)
-        if len(batch) == 1 or batch[0].cache.memory is not None:  # states of recurrent layers are one text's
-            for one in batch:
-                given = one.tokens, one.positions, one.cache, one.seen
-                one.states = self.lm.run(*given, features=one.features, logits=one.logits, best=one.best)
+        if len(batch) == 1:
+            (one,) = batch
+            given = one.tokens, one.positions, one.cache, one.seen
+            one.states = self.lm.run(*given, features=one.features, logits=one.logits, best=one.best)
             return
         # logits are those of the last rows
         batch = sorted(batch, key=lambda request: request.logits is not None)
@@ -525,14 +525,11 @@ class LaneTarget(NativeTarget):
         self.gathering.leave(self)  # nobody waits for a prompt
         return super().prefill(tokens, keep)
 
-    def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt in short pieces while there are other texts; return its features.
+    def _take_in(self, tokens: list[int]) -> Tensor | None:
+        """Run tokens of a prompt in short pieces while there are other texts; return their features.
 
         GivenUpError between two pieces; those that were run stay in the cache.
         """
-        if self.cache.memory is not None:
-            self.ticket.client.served += len(tokens)
-            return super()._extend(tokens)
         states: list[Tensor] = []
         while tokens:
             self.ticket.check()

@@ -387,7 +387,7 @@ class NativeLM:
         """Run rows of several texts in one C++ call.
 
         tokens: int64 [rows], one text's behind another's; lanes: of each text its positions, cache, and what its rows
-        see; the others, and the result, as in `run`. Caches are the texts' own, without states of recurrent layers.
+        see; the others, and the result, as in `run`. Caches are the texts' own.
         """
         began, states = time.perf_counter(), None
         if features:
@@ -396,11 +396,13 @@ class NativeLM:
         positions = tuple(places.clamp(max=self.max_context - 1) for places, *_ in lanes)
         starts, prefixes, words = zip(*(seen for *_, seen in lanes), strict=True)
         slabs = tuple(cache.slabs for _, cache, _ in lanes)
+        memories = [cache.memory for _, cache, _ in lanes if cache.memory is not None]
+        committed = [cache.length for _, cache, _ in lanes][: len(memories)]
         chosen = (None, None) if best is None else best
         with self._turn:
             threads = team.get() or torch.get_num_threads()
             given = positions, prefixes, starts, words, tokens, slabs
-            self.decoder.forward_lanes(*given, features, states, logits, *chosen, threads)
+            self.decoder.forward_lanes(*given, features, states, logits, *chosen, threads, memories, committed)
         self.seconds += time.perf_counter() - began
         return states
 
@@ -954,12 +956,16 @@ class NativeTarget(CachedTarget):
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
         left = MARKED_BEFORE if self.cache.memory is not None and len(tokens) >= LONG_PROMPT else 0
-        before = super()._extend(tokens[: len(tokens) - left])
+        before = self._take_in(tokens[: len(tokens) - left])
         self.cache.mark()
         if not left:
             return before
-        last = super()._extend(tokens[-left:])
+        last = self._take_in(tokens[-left:])
         return None if before is None or last is None else torch.cat([before, last])
+
+    def _take_in(self, tokens: list[int]) -> Tensor | None:
+        """Run tokens of a prompt; return their features."""
+        return super()._extend(tokens)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         logits = torch.empty(int(tree.size), self.vocab_size, dtype=torch.float32, device="cpu")

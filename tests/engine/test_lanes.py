@@ -234,21 +234,57 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
             engine.generate_many(asked, parallel=wrong)
 
 
-def test_a_hybrid_models_texts_answer_side_by_side() -> None:
+@pytest.mark.parametrize("policy", ["eagle", "plain"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"])
+def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> None:
+    lm = native_lm(tiny(family))
+    draft = Recycling() if policy == "eagle" else None
+    engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)
+    asked = [*prompts(5), [(7 * i + 3) % VOCABULARY for i in range(150)]]  # the last one is taken in by pieces
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "logprobs": 1}
+    alone = [engine.generate(prompt, **options) for prompt in asked]
+    pool = Pool(engine, 3)
+    many = pool.generate(asked, **options)
+    assert [result.token_ids for result in many] == [result.token_ids for result in alone]
+    found, wanted = ([[one.logprob for one in result.logprobs] for result in results] for results in (many, alone))
+    assert found == wanted  # to the bit
+    assert pool.gathering.rows > sum(result.stats.num_prompt_tokens for result in many)
+    assert pool.gathering.forwards < 0.7 * sum(result.stats.num_spec_steps for result in alone)
+    again = pool.generate(asked[:3], **options)  # on states that were kept, or taken in anew
+    assert [result.token_ids for result in again] == [result.token_ids for result in alone[:3]]
+
+
+def test_a_memory_belongs_to_one_lane() -> None:
     lm = native_lm(tiny("lfm2"))
-    engine = Engine(NativeTarget(lm), Recycling(), policy_for("eagle"))
-    asked = prompts(5)
-    alone = [engine.generate(prompt, max_new_tokens=12, eos_token_id=[]).token_ids for prompt in asked]
-    many = engine.generate_many(asked, parallel=3, max_new_tokens=12, eos_token_id=[])
-    assert [result.token_ids for result in many] == alone
+    caches = [lm.new_cache(20) for _ in range(2)]
+    tokens, places = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1])
+
+    def run(*memories: Any) -> None:
+        lanes = [(places, cache, (0, 0, None)) for cache in caches]
+        for cache, memory in zip(caches, memories, strict=True):
+            cache.memory = memory
+        lm.run_lanes(tokens, lanes, logits=torch.empty(1, lm.vocab_size))
+
+    first, second = (cache.memory for cache in caches)
+    with pytest.raises(ValueError, match="memory: got 1, accepted one of each lane's own"):
+        run(first, first)
+    other = native_lm(tiny("qwen3_5_text")).new_cache(20).memory
+    with pytest.raises(ValueError, match="memory: got .*, accepted one of this decoder"):
+        run(first, other)
+    broken = native_lm(tiny("lfm2")).new_cache(20)
+    with pytest.raises(ValueError, match="memory"):
+        lm.run_lanes(torch.tensor([1, 2]), [(places[:1], caches[0], (0, 0, None)), (places[1:], broken, (1, 1, None))])
+    run(first, second)  # nothing was left half done
+    assert first.folded == second.folded == 2
 
 
-def test_drafts_beside_share_no_state() -> None:
+def test_drafts_beside_share_what_belongs_to_the_model() -> None:
     first = Recycling(successors=3)
     second = another(first)
     assert isinstance(second, Recycling)
     assert second.successors == 3
-    assert second.table is not first.table
+    assert second is not first
+    assert second.table is first.table
 
 
 def test_draft_passes_of_all_texts_are_run_together() -> None:

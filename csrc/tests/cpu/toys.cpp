@@ -140,7 +140,7 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   call.logits = logits.data(), call.first_logits = ask.first_logits;
   call.count = ask.count, call.chosen = chosen.data(), call.chosen_logits = chosen_logits.data();
   call.layers = kLayers;
-  call.memory = ask.memory, call.committed = ask.committed;
+  if (ask.memory) call.memories = {ask.memory}, call.committed = {ask.committed};
   decoder_->forward(call, threads);
   Given given;
   given.chosen = in_rows(chosen, rows), given.chosen_logits = in_rows(chosen_logits, rows);
