@@ -269,7 +269,7 @@ def test_a_memory_belongs_to_one_lane() -> None:
     with pytest.raises(ValueError, match="memory: got 1, accepted one of each lane's own"):
         run(first, first)
     other = native_lm(tiny("qwen3_5_text")).new_cache(20).memory
-    with pytest.raises(ValueError, match="memory: got .*, accepted one of this decoder"):
+    with pytest.raises(ValueError, match=r"memory: got .*, accepted one of this decoder"):
         run(first, other)
     broken = native_lm(tiny("lfm2")).new_cache(20)
     with pytest.raises(ValueError, match="memory"):
