@@ -133,6 +133,8 @@ def _without_chance(body: dict[str, Any], place: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             return value
         kept = {name: each for name, each in value.items() if name not in _MEASURED and not name.endswith("_details")}
+        if cached := kept.get("cache_read_input_tokens"):  # Anthropic's input tokens are those that were not cached
+            kept |= {"input_tokens": kept["input_tokens"] + cached, "cache_read_input_tokens": 0}
         return {
             name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each) for name, each in kept.items()
         }

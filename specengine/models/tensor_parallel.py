@@ -246,9 +246,9 @@ def follow(target: ShardedTarget) -> int:
 def _broadcast(command: Any, ranks: Ranks) -> Any:
     """Return rank 0's command. At the end, return once no thread of the group holds a tensor."""
     written = json.dumps(command).encode() if ranks.own == 0 else b""
-    length = torch.tensor([len(written)])
+    length = torch.tensor([len(written)], dtype=torch.int64, device="cpu")
     dist.broadcast(length, src=0, group=ranks.control)
-    body = torch.empty(int(length), dtype=torch.uint8)
+    body = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if written:
         body.numpy()[:] = np.frombuffer(written, np.uint8)
     dist.broadcast(body, src=0, group=ranks.control)
