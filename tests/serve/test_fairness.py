@@ -168,10 +168,10 @@ def test_rows_of_prompts_go_to_who_was_served_least() -> None:
 @needs_extension
 def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least served first, PIECE rows a forward for all of them; each answer is that given alone."""
-    engine = native_engine(1024)
+    engine = native_engine(4096)
     pool, run = Pool(engine, 3), Gathering._run
-    prompts = [[(number * i + 3) % 250 for i in range(400)] for number in (7, 11)]
-    alone = [native_engine(1024).generate(prompt, max_new_tokens=4).token_ids for prompt in prompts]
+    prompts = [[(number * i + 3) % 250 for i in range(1500)] for number in (7, 11)]
+    alone = [native_engine(4096).generate(prompt, max_new_tokens=4).token_ids for prompt in prompts]
     batches: list[list[tuple[Any, int]]] = []
     both = threading.Event()
 
@@ -185,7 +185,7 @@ def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pyte
         run(gathering, batch)
 
     monkeypatch.setattr(Gathering, "_run", noted)
-    with pool.engines[0].stream([1, 2, 3], max_new_tokens=900, eos_token_id=[]) as pieces:
+    with pool.engines[0].stream([1, 2, 3], max_new_tokens=3900, eos_token_id=[]) as pieces:
         next(pieces)
         answers = [
             TextGeneration(own, prompt, {"max_new_tokens": 4}, ticket=Ticket(Client(count)))
