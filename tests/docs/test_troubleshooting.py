@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages as the program prints them: each is found in the sources."""
+"""Messages that docs/troubleshooting.md and other pages quote are printed so: each is found in the sources."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
-MESSAGES = [" ".join(block.text.split()) for block in blocks() if block.page == PAGE and block.language == "text"]
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "guide/fine-tunes.md", "guide/platforms.md")]
+MESSAGES = [" ".join(block.text.split()) for block in blocks() if block.page in PAGES and block.language == "text"]
 LEAST = 15  # letters of a text in the sources that say enough to know it by
 
 
