@@ -25,7 +25,8 @@ from tests.toy import byte_tokenizer, head_config, random_state, tiny
 BLOCKS = blocks()
 STAND_INS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "MODEL")
 MOST_TOKENS = 24
-OTHERS = ("vllm", "sglang", "torchrun")  # commands that are not ours, on the pages of heads elsewhere and of scaling
+# commands that are not ours, on the pages of heads elsewhere, of scaling, and of the server's clients
+OTHERS = ("vllm", "sglang", "torchrun", "curl", "docker", "aider", "export")
 
 
 def of(mark: str, language: str) -> list[Block]:
