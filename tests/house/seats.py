@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = Path("docs/develop")
-SOURCES = ("specengine/", "csrc/", "kernels/", "setup.py", "pyproject.toml")
-COPIED = ("specengine", "csrc", "kernels", "docs/develop", "setup.py", "pyproject.toml")
+SOURCES = ("specengine/", "csrc/", "kernels/", "setup.py", "pyproject.toml", "README.md")
+COPIED = ("specengine", "csrc", "kernels", "docs/develop", "setup.py", "pyproject.toml", "README.md")
 CHECK = "check.py"
 BLOCK = re.compile(r"""^```[a-z+]+ title="([^"]+)"\n(.*?)^```""", re.DOTALL | re.MULTILINE)
 
