@@ -16,12 +16,21 @@ from bench import plots
 from bench.kernels.tables import kernel_tables
 from bench.plain_tables import plain_tables
 from specengine.benchmark import report as of_bench
-from specengine.benchmark.report import Columns, about, not_run_table, rows_of, set_table, share, source
+from specengine.benchmark.report import (
+    Columns,
+    about,
+    difference_table,
+    not_run_table,
+    rows_of,
+    set_table,
+    share,
+    source,
+)
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 from specengine.errors import InputError
 
-KINDS = ("ways", "policies", "sweeps", "sets", "not-run", "losses", "construction", "kernels", "plain")
+KINDS = ("ways", "policies", "sweeps", "differences", "sets", "not-run", "losses", "construction", "kernels", "plain")
 POLICIES = "policies"  # the ways that stand in no sweep
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
@@ -61,6 +70,9 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     by_way = [r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()]
     made = [
         *policy_tables(records, by_way, set_),
+        difference_table(
+            [r for r in records if r["record"] != "row" or {"way", "set", "id", "new_tokens"} <= r.keys()]
+        ),
         set_table(by_way, "By set [prompts]: speed over plain decoding, mean of prompts (tau)", _speed_and_tau),
         not_run_table(records),
         *loss_tables(records),
