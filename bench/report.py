@@ -1,6 +1,9 @@
 """Print markdown tables of result files, so that every figure in the docs comes from a committed file.
 
-python -m bench.report bench/results/policies.jsonl [--only policies] [--set gsm8k]
+Any result file can be printed: kinds of records without a table of their own become one with a column per field.
+
+python -m bench.report bench/results/policies-bfloat16.jsonl [--only policies] [--set gsm8k]
+python -m bench.report bench/results/replay-sweeps.jsonl --rows 0  every record and field, not the first 40 and 14
 python -m bench.report bench/results/kernels-gpu.jsonl --plot      the tables beside it as .md, a plot as .svg
 """
 
@@ -13,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import plots
-from bench.kernels.tables import kernel_tables
-from bench.plain_tables import plain_tables
+from bench.kernels.tables import LABELS, kernel_tables
+from bench.plain_tables import MAX_ROWS, plain_tables
 from specengine.benchmark import report as of_bench
 from specengine.benchmark.report import (
     Columns,
@@ -32,6 +35,8 @@ from specengine.errors import InputError
 
 KINDS = ("ways", "policies", "sweeps", "differences", "sets", "not-run", "losses", "construction", "kernels", "plain")
 POLICIES = "policies"  # the ways that stand in no sweep
+# of the tables below, and of what these are summed up from; other kinds become plain tables
+OF_TABLES = ("row", "answer", "summary", "not run", "cell", "case", "host waits", "launch floor", *LABELS)
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -158,8 +163,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
-    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways and kernels, FILE.svg as well")
+    parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of tables without a form of their own; 0: all")
+    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways, kernels and trees, FILE.svg as well")
     args = parser.parse_args(argv)
+    if args.rows < 0:
+        parser.error(f"--rows: got {args.rows}, accepted 0 or more")
     return max(_report(path, args) for path in args.files)
 
 
@@ -173,7 +181,8 @@ def _report(path: Path, args: argparse.Namespace) -> int:
         print(f"{path}: it holds no records ({error})", file=sys.stderr)
         return 1
     made = tables(records, args.set)
-    found = [table for table in made or plain_tables(records) if not args.only or table.kind in args.only]
+    made += plain_tables(records, args.rows, OF_TABLES if made else ())
+    found = [table for table in made if not args.only or table.kind in args.only]
     if not found:
         print(f"{path}: no table of it is among {', '.join(args.only or KINDS)}", file=sys.stderr)
         return 1
