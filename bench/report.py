@@ -33,10 +33,22 @@ from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 from specengine.errors import InputError
 
-KINDS = ("ways", "policies", "sweeps", "differences", "sets", "not-run", "losses", "construction", "kernels", "plain")
+KINDS = (
+    "ways",
+    "policies",
+    "sweeps",
+    "differences",
+    "sets",
+    "not-run",
+    "losses",
+    "construction",
+    "kernels",
+    "claims",
+    "plain",
+)
 POLICIES = "policies"  # the ways that stand in no sweep
 # of the tables below, and of what these are summed up from; other kinds become plain tables
-OF_TABLES = ("row", "answer", "summary", "not run", "cell", "case", "host waits", "launch floor", *LABELS)
+OF_TABLES = ("claim", "row", "answer", "summary", "not run", "cell", "case", "host waits", "launch floor", *LABELS)
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -67,13 +79,15 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     """Return all tables of the records of one file. Summaries of an interrupted run are computed."""
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
-        return of_bench.tables(records, set_)
+        beside = [table for table in (claim_table(records), *construction_tables(records)) if table.rows]
+        return [*beside, *of_bench.tables(records, set_)]
     if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
         r["record"] == "summary" for r in records
     ):
         records += summaries(records)
     by_way = [r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()]
     made = [
+        claim_table(records),
         *policy_tables(records, by_way, set_),
         difference_table(
             [r for r in records if r["record"] != "row" or {"way", "set", "id", "new_tokens"} <= r.keys()]
@@ -85,6 +99,17 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
         *kernel_tables(records),
     ]
     return [table for table in made if table.rows]
+
+
+def claim_table(records: Iterable[Record]) -> Table:
+    """Return the table of bench.papers: a row per claim of a paper, and what each took."""
+    claims = [record for record in records if record["record"] == "claim"]
+    rows = [
+        [*(r[name] for name in ("paper", "claim", "published", "ours", "verdict")), f"{r['seconds']:.0f}", r["by"]]
+        for r in claims
+    ]
+    title = f"Claims of the papers, {sum(r['seconds'] for r in claims):.0f} s"
+    return Table("claims", title, ("paper", "claim", "published", "here", "verdict", "s", "by itself"), rows)
 
 
 def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -> list[Table]:
