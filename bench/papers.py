@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -70,7 +71,7 @@ class Scale(NamedTuple):
     seconds: float
 
 
-QUICK, FULL = Scale(1, 32, 16, 1, 0.5), Scale(4, 64, 48, 2, 4.0)
+QUICK, FULL = Scale(1, 32, 16, 2, 0.5), Scale(4, 64, 24, 2, 4.0)
 
 
 class Found(NamedTuple):
@@ -178,7 +179,7 @@ def talon(bench: Bench) -> Found:
 def talon_layers(bench: Bench) -> Found:
     forms: dict[str, list[Record]] = {}
     for case in bench.layers():
-        forms.setdefault(case["given"], []).append(case["mean_ms"])
+        forms.setdefault(case["given"], []).append(case["median_ms"])
     found = {
         form: {
             kind: [times[f"eagle ({kind})"] / times[f"talon ({kind})"] for times in own] for kind in ("torch", "ops")
@@ -188,6 +189,7 @@ def talon_layers(bench: Bench) -> Found:
     text = "; ".join(
         f"{form}: {_range(by['torch'])} in torch, {_range(by['ops'])} as ops" for form, by in found.items()
     )
+    text += " (medians)"  # the paper's means would be those of whatever else the machine does
     return Found(text, construction_verdict([by["torch"] for by in found.values()]), {"eagle_over_talon": found})
 
 
@@ -377,6 +379,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         bench = _bench(args)
+        if busy := tree_construction.crowded(torch.get_num_threads()):
+            bench.say(f"bench.papers: warning: {busy}, and live speeds are those of a busy machine")
         records = list(_records(bench, args.claim or list(CLAIMS)))
     except SpecEngineError as error:
         print(f"bench.papers: error: {error}", file=sys.stderr)
@@ -405,6 +409,7 @@ def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
             facts = {"paper": claim.paper, "claim": claim.claim, "published": claim.published, "by": claim.by}
             done[name] = {"record": "claim", "name": name, **facts, **found._asdict()}
             done[name]["seconds"] = round(time.perf_counter() - began, 1)
+            done[name]["load"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
             bench.log.add(done[name])
         print(_line(done[name]), flush=True)
         yield done[name]

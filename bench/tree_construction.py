@@ -365,7 +365,7 @@ def crowded(threads: int) -> str:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load + threads <= cores + 0.5:
         return ""
-    return f"a load of {load:.1f} on {cores} cores beside {threads} of ours: times of the torch rules will be too long"
+    return f"a load of {load:.1f} on {cores} cores beside {threads} of ours: times of torch's rules will be too long"
 
 
 def _records(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
