@@ -55,7 +55,9 @@ def difference_table(records: Sequence[Record]) -> Table:
     found = differences(records)
     fastest = found[0]["way"] if found else ""
     rows = [[record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))] for record in found]
-    title = "Apart: tokens/s over those of a faster way (95 % interval over prompts; one that holds 1 tells nothing)"
+    title = (
+        "All sets, apart: tokens/s over a faster way's (95 % interval over prompts; with 1 in it, neither is faster)"
+    )
     return Table("differences", title, ("way", f"over {fastest}", "over the row above"), rows)
 
 
