@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench bench-server docs test-gpu test-gpu-offline bench-gpu wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench papers bench-server docs test-gpu test-gpu-offline bench-gpu wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -85,6 +85,11 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 	$(RUN) -m bench.tree_construction --out build/results/tree-construction.jsonl
 	$(RUN) -m bench.policies --per-set 3 --max-new-tokens 64 --out build/results/policies.jsonl
 	$(RUN) -m bench.report build/results/policies.jsonl build/results/tree-construction.jsonl
+
+# goes on where it was stopped; QUICK=1 takes 6 prompts and short answers
+PAPERS := build/papers$(if $(QUICK),-quick)
+papers: $(VENV)/.installed-run  ## the row of each paper's claim, and whether it confirms it; QUICK=1 in minutes
+	$(RUN) -m bench.papers $(PAPERS) $(if $(QUICK),--quick)
 
 bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under load, and under badly behaved clients
 	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl

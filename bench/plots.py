@@ -1,4 +1,4 @@
-"""Plot results: kernels by length of the prefix, or methods by speed over plain decoding."""
+"""Plot results: kernels by length of the prefix, rules of trees by vocabulary, or methods by speed over plain."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from specengine.benchmark.plots import picture
 from specengine.benchmark.tables import Record
 from specengine.trace.pictures import COLOURS, MARKERS
 
+DRAWN_PARENTS = 10  # of the cases of tree construction: EAGLE's width
+DRAWN_RULES = ("eagle (torch)", "talon (torch)", "eagle (ops)", "talon (ops)")
+
+Points = dict[str, Any]  # data of a plot, JSON-ready
+
 
 def draw(records: list[Record], file: Path) -> None:
     """Write an SVG file. Raise InputError without matplotlib or rows, or if the file cannot be written."""
     rows = _attention(records)
     if rows:
         picture(file, lambda figure: _curves(figure, rows))
+    elif points := construction_points(records):
+        picture(file, lambda figure: construction(figure, points))
     else:
         plots.draw(records, file)
 
@@ -59,3 +66,55 @@ def _curves(figure: Any, rows: list[Record]) -> None:
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=across, fontsize=9, frameon=False
     )
+
+
+def construction_points(records: list[Record]) -> Points:
+    """Return mean milliseconds of a layer of 10 parents: by form of the distributions, alpha and rule, [[V, ms], ...].
+
+    TALON's figure 15 shows the means; empty without such cases.
+    """
+    found: Points = {}
+    for record in records:
+        if record["record"] == "case" and record["parents"] == DRAWN_PARENTS:
+            panel = found.setdefault(record["given"], {}).setdefault(f"{record['alpha']:g}", {})
+            for rule in DRAWN_RULES:
+                if rule in record["mean_ms"]:
+                    panel.setdefault(rule, []).append([record["vocabulary"], record["mean_ms"][rule]])
+    return found
+
+
+def construction(figure: Any, points: Points) -> None:
+    """Draw a panel for each form and alpha. The numbers are TALON's speed over EAGLE's, both in torch."""
+    alphas = list(dict.fromkeys(alpha for panels in points.values() for alpha in panels))
+    figure.set_size_inches(1.0 + 2.9 * len(alphas), 0.9 + 2.3 * len(points))
+    grid = figure.subplots(len(points), len(alphas), squeeze=False, sharex=True, sharey="row")
+    for row, (given, panels) in zip(grid, points.items(), strict=True):
+        row[0].set_ylabel(f"{given}\nmilliseconds")
+        for axes, alpha in zip(row, alphas, strict=True):
+            _layer(axes, panels.get(alpha, {}))
+            axes.set_title(f"exponent {alpha}")
+        times = [ms for panel in panels.values() for places in panel.values() for _, ms in places]
+        row[0].set_ylim(0, 1.2 * max(times))
+    for axes in grid[-1]:
+        axes.set_xlabel("vocabulary, thousands")
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(DRAWN_RULES),
+        fontsize=9,
+        frameon=False,
+    )
+
+
+def _layer(axes: Any, by_rule: Points) -> None:
+    for number, rule in enumerate(DRAWN_RULES):
+        places = [(vocabulary / 1000, ms) for vocabulary, ms in by_rule.get(rule, [])]
+        look = {"color": COLOURS[number % 2], "marker": MARKERS[number % 2]}
+        line = "-" if number < 2 else ":"
+        axes.plot(*zip(*places, strict=True) if places else ([], []), line, label=rule, markersize=4, **look)
+    pairs = zip(by_rule.get(DRAWN_RULES[0], []), by_rule.get(DRAWN_RULES[1], []), strict=True)
+    for (vocabulary, eagle), (_, talon) in pairs:
+        place = (vocabulary / 1000, max(eagle, talon))
+        axes.annotate(f"{eagle / talon:.2f}", place, (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    axes.margins(x=0.1)
+    axes.grid(alpha=0.3)

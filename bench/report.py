@@ -1,6 +1,9 @@
 """Print markdown tables of result files, so that every figure in the docs comes from a committed file.
 
-python -m bench.report bench/results/policies.jsonl [--only policies] [--set gsm8k]
+Any result file can be printed: kinds of records without a table of their own become one with a column per field.
+
+python -m bench.report bench/results/policies-bfloat16.jsonl [--only policies] [--set gsm8k]
+python -m bench.report bench/results/replay-sweeps.jsonl --rows 0  every record and field, not the first 40 and 14
 python -m bench.report bench/results/kernels-gpu.jsonl --plot      the tables beside it as .md, a plot as .svg
 """
 
@@ -13,16 +16,39 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench import plots
-from bench.kernels.tables import kernel_tables
-from bench.plain_tables import plain_tables
+from bench.kernels.tables import LABELS, kernel_tables
+from bench.plain_tables import MAX_ROWS, plain_tables
 from specengine.benchmark import report as of_bench
-from specengine.benchmark.report import Columns, about, not_run_table, rows_of, set_table, share, source
+from specengine.benchmark.report import (
+    Columns,
+    about,
+    difference_table,
+    not_run_table,
+    rows_of,
+    set_table,
+    share,
+    source,
+)
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 from specengine.errors import InputError
 
-KINDS = ("ways", "policies", "sweeps", "sets", "not-run", "losses", "construction", "kernels", "plain")
+KINDS = (
+    "ways",
+    "policies",
+    "sweeps",
+    "differences",
+    "sets",
+    "not-run",
+    "losses",
+    "construction",
+    "kernels",
+    "claims",
+    "plain",
+)
 POLICIES = "policies"  # the ways that stand in no sweep
+# of the tables below, and of what these are summed up from; other kinds become plain tables
+OF_TABLES = ("claim", "row", "answer", "summary", "not run", "cell", "case", "host waits", "launch floor", *LABELS)
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -53,14 +79,19 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     """Return all tables of the records of one file. Summaries of an interrupted run are computed."""
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
-        return of_bench.tables(records, set_)
+        beside = [table for table in (claim_table(records), *construction_tables(records)) if table.rows]
+        return [*beside, *of_bench.tables(records, set_)]
     if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
         r["record"] == "summary" for r in records
     ):
         records += summaries(records)
     by_way = [r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()]
     made = [
+        claim_table(records),
         *policy_tables(records, by_way, set_),
+        difference_table(
+            [r for r in records if r["record"] != "row" or {"way", "set", "id", "new_tokens"} <= r.keys()]
+        ),
         set_table(by_way, "By set [prompts]: speed over plain decoding, mean of prompts (tau)", _speed_and_tau),
         not_run_table(records),
         *loss_tables(records),
@@ -68,6 +99,17 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
         *kernel_tables(records),
     ]
     return [table for table in made if table.rows]
+
+
+def claim_table(records: Iterable[Record]) -> Table:
+    """Return the table of bench.papers: a row per claim of a paper, and what each took."""
+    claims = [record for record in records if record["record"] == "claim"]
+    rows = [
+        [*(r[name] for name in ("paper", "claim", "published", "ours", "verdict")), f"{r['seconds']:.0f}", r["by"]]
+        for r in claims
+    ]
+    title = f"Claims of the papers, {sum(r['seconds'] for r in claims):.0f} s"
+    return Table("claims", title, ("paper", "claim", "published", "here", "verdict", "s", "by itself"), rows)
 
 
 def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -> list[Table]:
@@ -146,8 +188,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
     parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
-    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways and kernels, FILE.svg as well")
+    parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of tables without a form of their own; 0: all")
+    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways, kernels and trees, FILE.svg as well")
     args = parser.parse_args(argv)
+    if args.rows < 0:
+        parser.error(f"--rows: got {args.rows}, accepted 0 or more")
     return max(_report(path, args) for path in args.files)
 
 
@@ -161,7 +206,8 @@ def _report(path: Path, args: argparse.Namespace) -> int:
         print(f"{path}: it holds no records ({error})", file=sys.stderr)
         return 1
     made = tables(records, args.set)
-    found = [table for table in made or plain_tables(records) if not args.only or table.kind in args.only]
+    made += plain_tables(records, args.rows, OF_TABLES if made else ())
+    found = [table for table in made if not args.only or table.kind in args.only]
     if not found:
         print(f"{path}: no table of it is among {', '.join(args.only or KINDS)}", file=sys.stderr)
         return 1

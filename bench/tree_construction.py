@@ -3,9 +3,12 @@
 Next-token distributions are Zipf's, P(r) ~ 1/r^alpha, under an independent permutation for each parent; the parents'
 own scores are those of the best nodes below such a distribution. The ways of a case take turns, so that whatever else
 the machine does falls on all of them. The rules differ in what they choose and in what they spare: only times within
-a row compare, and they say nothing about the acceptance that the choice leads to. Source: TALON App. E.6.
+a row compare, and they say nothing about the acceptance that the choice leads to. Source: TALON App. E.6. On a CPU
+torch runs on one thread: its own threads wait for each other, so with other work on the machine more of them take many
+times as long.
 
     python -m bench.tree_construction --out FILE                   the table, with provenance
+    python -m bench.report FILE --plot                             times by vocabulary, as in the paper's figure 15
     python -m pytest bench/tree_construction.py --benchmark-only   the same cases under pytest-benchmark
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import time
@@ -336,13 +340,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=4.0, help="per case, for which slow ones get fewer repeats")
+    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
     add_arguments(parser, "device", "out")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    for row in provenance.keep(_records(args, device), args.out):
-        if row["record"] == "case":
-            print(_line(row), flush=True)
+    if args.threads < 1:
+        parser.error(f"--threads: got {args.threads}, accepted 1 or more")
+    if busy := crowded(args.threads):
+        print(f"bench.tree_construction: warning: {busy}", file=sys.stderr, flush=True)
+    device, before = torch.device(args.device), torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        for row in provenance.keep(_records(args, device), args.out):
+            if row["record"] == "case":
+                print(_line(row), flush=True)
+    finally:
+        torch.set_num_threads(before)
     return 0
+
+
+def crowded(threads: int) -> str:
+    """Return a sentence where other work leaves fewer cores than `threads`, and an empty one where it does not."""
+    if not hasattr(os, "getloadavg"):  # on Windows
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load + threads <= cores + 0.5:
+        return ""
+    return f"a load of {load:.1f} on {cores} cores beside {threads} of ours: times of torch's rules will be too long"
 
 
 def _records(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -360,6 +383,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
     return {
         "record": "settings",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
         "backends": {op: backend.name for op, backend in ops.backends(device).items()},
         "width": WIDTH,
         "budget": BUDGET,

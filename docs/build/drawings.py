@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import plots
 from docs.build import results
 from docs.build.results import means, records, summaries
 from docs.build.tables import WAYS
@@ -98,6 +99,10 @@ def _thresholds() -> Points:
     }
 
 
+def _construction() -> Points:
+    return plots.construction_points(records("tree-construction.jsonl"))
+
+
 def _bars(label: str, mark: float | None, own: str) -> Callable[[Any, Points], None]:
     """Return a function that draws horizontal bars, with names that begin with `own` coloured and a line at `mark`."""
 
@@ -138,6 +143,11 @@ DRAWINGS = {
     ),
     "answers": Drawing("Tokens per second of each method", _answers, _bars("tokens per second", None, "specengine")),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
+    "tree-construction": Drawing(
+        "Milliseconds to choose a layer of the tree by vocabulary, EAGLE's rule and TALON's",
+        _construction,
+        plots.construction,
+    ),
     "auto-regret": Drawing(
         "Expected tokens lost over cycles, with counted rates and with stated probabilities", _copied, None
     ),

@@ -500,13 +500,33 @@ def split(file: str) -> str:
     return table(("", "tokens/s, plain", "`auto`", "answers equal to plain"), rows, file)
 
 
+def construction(file: str) -> str:
+    """Return by form and parents how fast TALON's gate is over EAGLE's selection, from bench.tree_construction."""
+    layers: dict[tuple[str, int], list[Record]] = {}
+    for r in records(file):
+        if r["record"] == "case":
+            layers.setdefault((r["given"], r["parents"]), []).append(r["mean_ms"])
+    body = []
+    for (given, parents), own in sorted(layers.items(), key=lambda item: (item[0][1], item[0][0])):
+        cells = []
+        for backend in ("torch", "ops"):
+            ratios = [times[f"eagle ({backend})"] / times[f"talon ({backend})"] for times in own]
+            cells += [
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
+            ]
+        body.append([str(parents), given, *cells])
+    header = ("parents", "distributions", "in torch", "faster in", "as specengine's ops", "faster in")
+    return table(header, body, file)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(headline, untiled, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
-        *(replays, published, mtp, compared, replicas, split),
+        *(replays, published, mtp, compared, construction, replicas, split),
         *(load, servers, storm, memory),
     )
 }

@@ -1,22 +1,24 @@
-"""Tables of a run: all ways over all sets, and by set."""
+"""Tables of a run: all ways over all sets, how far they are apart, and by set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from specengine.benchmark.summaries import ALL, VERDICTS, summaries
+from specengine.benchmark.summaries import ALL, VERDICTS, differences, summaries
 from specengine.benchmark.tables import NOTHING, Record, Table, number
 
 Columns = Mapping[str, Callable[[Record], str]]  # by header, the cell of a summary
 
 
 def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
-    """Return tables of the prompts that are done: every way on `set_`, every set, and the ways that did not run."""
+    """Return tables of the prompts that are done: every way on `set_`, their differences over all sets, every set, and
+    the ways that did not run."""
     found = summaries(records)
     title = f"{'All sets' if set_ == ALL else set_}; {about(records)}"
     ways = {record["way"]: record for record in found if record["set"] == set_}
     made = [
         Table("ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)),
+        difference_table(records),
         set_table(found, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
         not_run_table(records),
     ]
@@ -46,6 +48,21 @@ def set_table(found: Sequence[Record], title: str, cell: Callable[[Record], str]
     ways = list(dict.fromkeys(way for way, _ in cells)) if len(sets) > 1 else []
     rows = [[way, *(cell(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)] for way in ways]
     return Table("sets", title, ("way", *(f"{set_} [{prompts[set_]}]" for set_ in sets)), rows)
+
+
+def difference_table(records: Sequence[Record]) -> Table:
+    """Return a table of the ways by speed; no rows without two ways, two prompts and times."""
+    found = differences(records)
+    fastest = found[0]["way"] if found else ""
+    rows = [[record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))] for record in found]
+    title = (
+        "All sets, apart: tokens/s over a faster way's (95 % interval over prompts; with 1 in it, neither is faster)"
+    )
+    return Table("differences", title, ("way", f"over {fastest}", "over the row above"), rows)
+
+
+def _apart(record: Record, name: str) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*record[name]) if name in record else NOTHING
 
 
 def not_run_table(records: Sequence[Record]) -> Table:

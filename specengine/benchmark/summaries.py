@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from specengine.benchmark.answers import COUNTS
 from specengine.benchmark.tables import Record
 
 ALL = "all"
 VERDICTS = ("exact", "near-tie", "mismatch")
+SAMPLES = 1000  # of prompts, for an interval
 
 
 def summaries(records: Iterable[Record]) -> list[Record]:
@@ -34,6 +37,42 @@ def summaries(records: Iterable[Record]) -> list[Record]:
             base = [plain[row["set"], row["id"]] for row in members] if plain else []
             found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
     return found
+
+
+def differences(records: Iterable[Record]) -> list[Record]:
+    """Return a record per way, the fastest first, with its tokens per second over those of faster ways.
+
+    over_fastest, over_next: [ratio, low, high] to the fastest way and to the one before; the 95 % interval is of
+    prompts drawn with replacement, the same ones for both ways. Over all prompts that every way has answered; empty
+    with fewer than two of them, two ways, or without times.
+    """
+    records = list(records)
+    dropped = {record["way"] for record in records if record["record"] == "not run"}
+    by_way: dict[str, dict[tuple[str, str], Record]] = {}
+    for row in records:
+        if row["record"] == "row" and row["way"] not in dropped and "seconds" in row:
+            by_way.setdefault(row["way"], {})[row["set"], row["id"]] = row
+    shared = [key for key in next(iter(by_way.values()), {}) if all(key in own for own in by_way.values())]
+    if len(shared) < 2 or len(by_way) < 2:
+        return []
+    rows = {way: [own[key] for key in shared] for way, own in by_way.items()}
+    order = sorted(rows, key=lambda way: -_rate(rows[way]))
+    found: list[Record] = [{"record": "difference", "way": order[0], "prompts": len(shared)}]
+    for next_, way in pairwise(order):
+        over = {"over_fastest": ratio(rows[way], rows[order[0]]), "over_next": ratio(rows[way], rows[next_])}
+        found.append({"record": "difference", "way": way, "prompts": len(shared), **over})
+    return found
+
+
+def ratio(rows: Sequence[Record], base: Sequence[Record]) -> list[float]:
+    """Return tokens per second over those of `base`, and the 95 % interval over prompts; rows of the same prompts."""
+    generator, pairs = random.Random(0), list(zip(rows, base, strict=True))
+    drawn = []
+    for _ in range(SAMPLES):
+        own, other = zip(*generator.choices(pairs, k=len(pairs)), strict=True)
+        drawn.append(_rate(own) / _rate(other))
+    bounds = statistics.quantiles(drawn, n=40)
+    return [round(value, 4) for value in (_rate(rows) / _rate(base), bounds[0], bounds[-1])]
 
 
 def speeds(rows: Sequence[Record], plain: Sequence[Record]) -> list[float]:

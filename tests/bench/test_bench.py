@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench import plots, provenance, report, tree_construction
 from bench import policies as bench_policies
-from bench import provenance, report, tree_construction
 from bench.tree_construction import Case, Layer, layer_of
+from docs.build.results import RESULTS
 from specengine import policies
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import EngineDecoder, Spec, parse
@@ -124,6 +125,41 @@ def test_tree_construction_writes_a_table(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert printed.count("One layer from") == len(GIVEN)
     assert "eagle (torch)" in printed
+
+
+def test_torchs_threads_are_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(2)
+    few = ["--vocabularies", "500", "--alphas", "1.35", "--parents", "1", "--repeats", "1", "--warm-ups", "0"]
+    for given, threads in (([], 1), (["--threads", "2"], 2)):
+        out = tmp_path / f"{threads}.jsonl"
+        assert tree_construction.main([*few, *given, "--device", "cpu", "--out", str(out)]) == 0
+        assert read(out)[1]["threads"] == threads
+        assert torch.get_num_threads() == 2
+    with pytest.raises(SystemExit):
+        tree_construction.main(["--threads", "0"])
+    assert "--threads: got 0, accepted 1 or more" in capsys.readouterr().err
+
+
+def test_other_work_on_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_construction.os, "cpu_count", lambda: 2)
+    for load, threads, told in ((0.1, 2, False), (1.0, 1, False), (1.0, 2, True), (9.0, 1, True)):
+        monkeypatch.setattr(tree_construction.os, "getloadavg", lambda load=load: (load, load, load))
+        assert bool(tree_construction.crowded(threads)) == told
+
+
+def test_construction_is_drawn_by_vocabulary(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [json.loads(line) for line in (RESULTS / "tree-construction.jsonl").read_text().splitlines()]
+    points = plots.construction_points(records)
+    assert set(points) == set(GIVEN)
+    assert list(points[GIVEN[0]]) == ["0.7", "1.35", "5"]
+    for panels in points.values():
+        for by_rule in panels.values():
+            assert [[v for v, _ in places] for places in by_rule.values()] == [list(tree_construction.VOCABULARIES)] * 4
+    first = next(r for r in records if r["record"] == "case" and r["parents"] == 10)
+    assert points[GIVEN[0]]["0.7"]["talon (torch)"][0] == [32768, first["mean_ms"]["talon (torch)"]]
+    plots.draw(records, tmp_path / "a.svg")
+    assert "vocabulary, thousands" in (tmp_path / "a.svg").read_text()
 
 
 def test_a_slow_case_gets_fewer_repeats() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from specengine.benchmark.answers import Answer, first_difference, row
 from specengine.benchmark.plots import speeds_by_way
 from specengine.benchmark.report import source, tables
-from specengine.benchmark.summaries import quartiles, summaries
+from specengine.benchmark.summaries import differences, quartiles, ratio, summaries
 
 
 def a_row(way: str, set_: str, id_: str, *seconds: float, verdict: str = "exact") -> dict[str, Any]:
@@ -53,13 +55,55 @@ def test_speeds_are_drawn_by_set() -> None:
     assert speeds_by_way(ROWS) == {"fast": {"a": [2.0, 4.0], "b": [0.5]}}
 
 
+def even(way: str, seconds: list[float]) -> list[dict[str, Any]]:
+    return [a_row(way, "a", str(number), time) for number, time in enumerate(seconds)]
+
+
+def test_an_interval_is_of_prompts_and_pairs_them() -> None:
+    times = [1.0 + number % 7 for number in range(40)]
+    twice = ratio(even("a", times), even("b", [2 * time for time in times]))
+    assert twice == [2.0, 2.0, 2.0]  # prompts differ sevenfold, the ways' ratio not at all
+    noisy = [time * (1.4 if number % 2 else 0.7) for number, time in enumerate(times)]
+    middle, low, high = ratio(even("a", times), even("b", noisy))
+    assert low < 1.0 < high
+    assert low < middle < high
+    few = ratio(even("a", times[:8]), even("b", noisy[:8]))
+    assert few[2] - few[1] > high - low
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    generator, held = random.Random(1), 0
+    for _ in range(60):
+        logs = [generator.gauss(0.0, 0.2) for _ in range(30)]
+        _, low, high = ratio(even("a", [1.0] * 30), even("b", [math.exp(log) for log in logs]))
+        held += low <= math.exp(0.02) <= high  # the mean of exp of a normal number
+    assert 50 <= held <= 60
+
+
+def test_ways_are_apart_over_the_prompts_that_all_have() -> None:
+    rows = [*even("slow", [3.0, 3.0, 3.0]), *even("fast", [1.0, 1.0]), *even("mid", [2.0, 2.0, 9.0])]
+    first, second, third = differences(rows)
+    assert [first["way"], second["way"], third["way"]] == ["fast", "mid", "slow"]
+    assert (first["prompts"], "over_next" in first) == (2, False)
+    assert second["over_fastest"] == second["over_next"] == [0.5, 0.5, 0.5]
+    assert third["over_next"][0] == pytest.approx(2 / 3, abs=1e-4)
+    assert differences(even("fast", [1.0, 1.0])) == []
+    assert differences([*even("fast", [1.0]), *even("slow", [2.0])]) == []
+    lost = {"record": "not run", "way": "slow", "reason": "x", "fault": True}
+    assert [record["way"] for record in differences([*rows, lost])] == ["fast", "mid"]
+    untimed = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    assert differences(untimed) == []
+
+
 def test_quartiles() -> None:
     assert quartiles([3.0]) == (3.0, 3.0, 3.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
 
 
 def test_tables_tell_what_came_of_the_run() -> None:
-    first, by_set = tables(ROWS)
+    first, apart, by_set = tables(ROWS)
+    assert (apart.header[1], apart.rows[0]) == ("over fast", ["fast", "–", "–"])
+    assert apart.rows[1][1] == apart.rows[1][2]
     assert first.rows[1][2] == "2.00 (1.25 to 3.00)"
     assert first.rows[1][-3:] == ["1", "1", "1"]
     assert by_set.header == ("way", "a [2]", "b [1]")

@@ -17,6 +17,7 @@ from specengine.errors import InputError
 from tests.graphs.engines import PROMPT, engine_of, frozen, model
 
 PAGES = Path(__file__).parents[2] / "docs" / "develop"
+TESTS = Path(__file__).parents[1]
 TEXT = (PAGES / "policy.md").read_text() + (PAGES / "drafter.md").read_text()
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', TEXT, re.DOTALL))
 POLICY, DRAFTER = "specengine/policies/comb.py", "specengine/drafters/embedding.py"
@@ -108,3 +109,13 @@ def test_unknown_options_are_refused() -> None:
     with pytest.raises(InputError, match="policy comb: unknown option 'tooth', known are teeth, passes"):
         Engine.from_pretrained(model(), "embedding", "comb", policy_options={"tooth": 3})
     assert {"comb", "embedding"} <= {*policies.names(), *drafters.names()}
+
+
+def test_the_page_names_every_test_of_the_kernels() -> None:
+    page = (PAGES / "kernels.md").read_text()
+    files = {file.name for file in (TESTS / "kernels").glob("test_*.py")}
+    assert len(files) > 10
+    assert {file for file in files if f"`{file}`" not in page} == set()
+    assert {name for name in re.findall(r"`(test_\w+\.py)`", page) if name not in files} == set()
+    for path in re.findall(r"python -m pytest (\S+)", page):
+        assert (TESTS.parent / path).exists(), path
