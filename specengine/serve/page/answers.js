@@ -67,7 +67,7 @@ async function answer(asked) {
   panel.stopReplay();
   const conversation = page.open;
   const turn = talk.append(conversation, {
-    role: "assistant", text: "", ends: [], asked, system: at("system").value.trim(), model: page.model, figures: figures.nothing(), note: "", live: true,
+    role: "assistant", text: "", thoughts: "", ends: [], asked, system: at("system").value.trim(), model: page.model, figures: figures.nothing(), note: "", live: true,
   });
   cycles.set(turn.id, []);
   const working = { control: new AbortController(), turn, status: "Waiting for the server" };
@@ -76,7 +76,7 @@ async function answer(asked) {
   drawLog();
   showWork();
   panel.show(turn);
-  const saving = setInterval(() => store.save(conversation).catch(cannotKeep), 2000);
+  const saving = setInterval(() => page.chats.includes(conversation) && store.save(conversation).catch(cannotKeep), 2000);
   let wrong = "";
   try {
     for await (const chunk of server.chunks(requestOf(conversation, turn), at("key").value, working.control.signal)) take(conversation, working, chunk);
@@ -91,7 +91,7 @@ async function answer(asked) {
   const answered = turn.figures.cycles > 0 || !wrong;
   if (!answered) talk.remove(conversation, turn);
   if (page.chats.includes(conversation)) {
-    await store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
+    if (answered) await store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
     keep(conversation);
   }
   if (conversation === page.open) {
@@ -118,11 +118,12 @@ function take(conversation, working, chunk) {
       figures.count(turn.figures, cycle, chunk.plain_cycle_seconds);
     }
     const choice = chunk.choices[0];
-    if (choice?.delta.content) addText(conversation, turn, choice.delta.content);
+    if (choice?.delta.reasoning_content) addText(conversation, turn, "thoughts", choice.delta.reasoning_content);
+    if (choice?.delta.content) addText(conversation, turn, "text", choice.delta.content);
     if (choice?.finish_reason === "length") turn.note = "The answer was cut at its most tokens.";
     const speculation = chunk.usage?.metrics?.speculative_decoding ?? chunk.metrics?.speculative_decoding;
     turn.figures.reason = speculation?.plain_reason ?? turn.figures.reason;
-    working.status = "Answering";
+    working.status = turn.thoughts && !turn.text ? "Thinking" : "Answering";
     if (chunk.cycles) {
       panel.follow(turn);
       drawFoot(turn);
@@ -134,12 +135,15 @@ function take(conversation, working, chunk) {
   }
 }
 
-function addText(conversation, turn, text) {
+// Add to what an answer says, or thinks.
+function addText(conversation, turn, kind, text) {
   const log = at("log"), follows = log.scrollTop + log.clientHeight > log.scrollHeight - 60;
-  turn.text += text;
-  const number = Math.max(cyclesOf(turn).length - 1, 0), before = turn.ends.at(-1) ?? 0;
-  while (turn.ends.length < number) turn.ends.push(before);
-  turn.ends[number] = turn.text.length;
+  turn[kind] += text;
+  if (kind === "text") {
+    const number = Math.max(cyclesOf(turn).length - 1, 0), before = turn.ends.at(-1) ?? 0;
+    while (turn.ends.length < number) turn.ends.push(before);
+    turn.ends[number] = turn.text.length;
+  }
   if (conversation !== page.open || turn.drawn) return;
   turn.drawn = requestAnimationFrame(() => {
     delete turn.drawn;
@@ -166,12 +170,14 @@ export async function compare() {
   try {
     for await (const chunk of server.chunks(requestOf(conversation, turn, { policy: "plain" }), at("key").value, working.control.signal)) {
       for (const cycle of chunk.cycles ?? []) figures.count(plain, cycle, null);
-      text += chunk.choices?.[0]?.delta.content ?? "";
+      const delta = chunk.choices?.[0]?.delta;
+      text += (delta?.reasoning_content ?? "") + (delta?.content ?? "");
       whole = whole || Boolean(chunk.choices?.[0]?.finish_reason);
       tell({ text: `Answering plainly: ${plain.cycles} tokens` });
     }
-    const same = whole && turn.text === text ? "the same text"
-      : turn.text.startsWith(text) || text.startsWith(turn.text) ? "the same text as far as both go" : "another text, as rounding in low precision can bring";
+    const told = (turn.thoughts ?? "") + turn.text;
+    const same = whole && told === text ? "the same text"
+      : told.startsWith(text) || text.startsWith(told) ? "the same text as far as both go" : "another text, as rounding in low precision can bring";
     compared.set(turn.id, { ratio: figures.speed(turn.figures) / figures.speed(plain), rate: figures.speed(plain), text: same });
   } catch (error) {
     compared.set(turn.id, { text: error.name === "AbortError" ? "Stopped." : error.message });

@@ -75,14 +75,19 @@ function rename(conversation, row) {
   input.select();
 }
 
+// Keep the trees of turns that come back.
+function keepTrees(turns) {
+  for (const id of turns) if (cycles.get(id)?.length) store.saveCycles(id, cycles.get(id)).catch(cannotKeep);
+}
+
 function drop(conversation) {
   running.get(conversation.id)?.control.abort();
   page.chats = page.chats.filter((one) => one !== conversation);
   tellOthers(conversation, store.remove(conversation));
   begin();
   say(`“${conversation.title}” is deleted.`, false, () => {
-    for (const id of Object.keys(conversation.turns)) if (cycles.has(id)) store.saveCycles(id, cycles.get(id)).catch(cannotKeep);
     keep(conversation);
+    keepTrees(Object.keys(conversation.turns));
     openChat(conversation);
   });
 }
@@ -121,10 +126,12 @@ export function removeTurn(turn) {
   const gone = talk.remove(page.open, turn);
   openChat(page.open);
   keep(page.open);
+  store.removeCycles(gone).catch(cannotKeep);
   say(gone.length > 1 ? `${gone.length} messages are deleted.` : "The message is deleted.", false, () => {
     Object.assign(conversation, before);
     openChat(conversation);
     keep(conversation);
+    keepTrees(gone);
   });
 }
 
@@ -136,6 +143,7 @@ export function forget(conversation) {
 
 // Read what is kept, and open the latest chat where it is no older than a day.
 export async function remember() {
+  await store.sweep();
   const found = await store.all();
   for (const one of found) for (const turn of Object.values(one.turns)) turn.live = false;
   page.chats = [...page.chats, ...found.filter((one) => !page.chats.some((known) => known.id === one.id))];

@@ -18,9 +18,10 @@ export function drawLog() {
 
 function drawTurn(turn) {
   const text = element("div", { class: "text" }), foot = element("div", { class: "foot" });
-  const box = element("div", { class: `turn ${turn.role}`, "data-turn": turn.id }, text, foot);
+  const thoughts = turn.role === "assistant" ? thoughtsOf(turn) : null;
+  const box = element("div", { class: `turn ${turn.role}`, "data-turn": turn.id }, thoughts, text, foot);
   const rendering = new Rendering(text, (leaf, parent) => putLeaf(turn, leaf, parent), (told) => copyButton(told));
-  drawings.set(turn.id, { box, foot, rendering });
+  drawings.set(turn.id, { box, foot, rendering, thoughts });
   at("log").append(box);
   at("welcome").hidden = true;
   drawText(turn);
@@ -43,7 +44,24 @@ function putLeaf(turn, { text, at: place }, parent) {
   }
 }
 
+// What a model thinks before it answers: open until the answer begins, unless the reader folds it.
+function thoughtsOf(turn) {
+  const title = element("summary", {}), made = element("details", { class: "thoughts" }, title, element("div"));
+  title.addEventListener("click", () => (made.dataset.touched = ""));
+  return made;
+}
+
+function drawThoughts(turn, box) {
+  const thinks = turn.live && turn.text === "";
+  box.hidden = !turn.thoughts;
+  box.firstChild.textContent = thinks ? "Thinking …" : "Thoughts";
+  box.lastChild.textContent = turn.thoughts ?? "";
+  if (box.dataset.touched === undefined) box.open = thinks;
+}
+
 export function drawText(turn) {
+  const thoughts = drawings.get(turn.id)?.thoughts;
+  if (thoughts) drawThoughts(turn, thoughts);
   drawings.get(turn.id)?.rendering.update(turn.text, turn.role === "assistant" && at("markdown").checked);
 }
 

@@ -3,6 +3,7 @@ import { compare, regenerate, send } from "./answers.js";
 import * as chats from "./chats.js";
 import * as talk from "./conversation.js";
 import { at } from "./dom.js";
+import * as files from "./files.js";
 import * as form from "./form.js";
 import * as log from "./log.js";
 import * as panel from "./panel.js";
@@ -24,6 +25,7 @@ panel.listen({
 log.listen({ send, regenerate, remove: chats.removeTurn, choose: chats.choose });
 chats.listen();
 form.listen();
+files.listen();
 sides.listen();
 
 at("composer").addEventListener("submit", (event) => {
