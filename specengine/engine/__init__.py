@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -102,10 +103,11 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.drivers = KeptDrivers(target, drafter, policy)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._copied: Any = None  # another engine's tokenizer, of which this one needs a copy
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self._busy, self._making = threading.Lock(), threading.Lock()
-        self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
+        self.vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
@@ -117,6 +119,21 @@ class Engine:
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer. Engines beside another copy its own when they first need it: copies take long."""
+        if (copied := self._copied) is not None:
+            self._tokenizer, self._copied = copy.deepcopy(copied), None
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer, self._copied = tokenizer, None
+
+    def read_as(self, other: Engine) -> None:
+        """Take another engine's vocabularies, and of its tokenizer a copy, for answers in another thread."""
+        self._copied, self.vocabularies = other.tokenizer, other.vocabularies
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -322,7 +339,7 @@ class Engine:
         """Return a new constraint made from these options, or None. May be called from any thread."""
         if (given := asked.constrains) is None:
             return None
-        return self._vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
 
     @torch.inference_mode()
     def warmup(
@@ -392,7 +409,7 @@ class Engine:
             self.target, self.drafter, self._models = parts.target, parts.drafter, parts.models
             self.notes = parts.notes
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
-            self._vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
+            self.vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -214,6 +214,7 @@ class Worker:
             if self.parallel > 1:
                 self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
+                _ = self._idle[0].tokenizer  # made now: the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
             self.limits, self._short = limits_of(self.engine), limits_of(self.engine)
         except BaseException as error:  # told by whoever waits for the engine
