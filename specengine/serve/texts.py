@@ -173,7 +173,9 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
 
 
 def template_of(tokenizer: Any) -> str:
+    """Return the chat template, of several the one for chats without tools; an empty text where there is none."""
     template = getattr(tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
     return template if isinstance(template, str) else ""
 
 
