@@ -13,12 +13,16 @@ from pathlib import Path
 import jinja2
 import torch
 
+from specengine.checkpoints import embedded
 from specengine.cli import given
 from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, missing_extra
+from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
+from specengine.protocol.tool_formats import TEMPLATE
+from specengine.protocol.tools import format_of
 from specengine.replicas import Scale
 
 KEY_VARIABLE = "SPECENGINE_API_KEY"
@@ -33,26 +37,45 @@ def run(arguments: argparse.Namespace) -> int:
     if not settings.api_keys and not is_loopback(settings.host):
         say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
 
+    if own := template is None and arguments.model in (None, embedded.NAME):
+        say("specengine: note: the default model is small: it calls tools when it is made to, and seldom else")
+
     def listening(address: str) -> None:
         say(f"Serving {settings.name} at {address}/v1, once it is loaded")
 
     if (scale := _scale(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
-        server.run(templated(lambda: given.load_engine(arguments), template), settings, listening)
+        server.run(templated(lambda: given.load_engine(arguments), template, own=own), settings, listening)
         return 0
     from specengine.serve import front
 
     def loader(threads: int) -> Callable[[], Engine]:
-        return templated(given.recipe(arguments, threads=threads).load, template)
+        return templated(given.recipe(arguments, threads=threads).load, template, own=own)
 
     front.run(loader, settings, scale, listening)
     return 0
 
 
-def templated(load: Callable[[], Engine], template: str | None) -> Callable[[], Engine]:
-    """Return a function that loads the engine with another chat template, if there is one."""
+def templated(load: Callable[[], Engine], template: str | None, *, own: bool = False) -> Callable[[], Engine]:
+    """Return a function that loads the engine with another chat template, if there is one.
+
+    own: with the model's own template, and beside it one for requests with tools, where its own takes none.
+    """
+    if own:
+        return functools.partial(_with_tools, load)
     return load if template is None else functools.partial(_with_template, load, template)
+
+
+def _with_tools(load: Callable[[], Engine]) -> Engine:
+    engine = load()
+    tokenizer = engine.tokenizer
+    try:
+        format_of(tokenizer)
+    except RequestError:
+        if isinstance(plain := getattr(tokenizer, "chat_template", None), str):
+            tokenizer.chat_template = {"default": plain, "tool_use": TEMPLATE}
+    return engine
 
 
 def _with_template(load: Callable[[], Engine], template: str) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import contracts, loading, policies
@@ -31,6 +33,7 @@ from specengine.engine.streams import AsyncTextGeneration as AsyncTextGeneration
 from specengine.errors import (
     EngineBusyError,
     InputError,
+    NumericalError,
     UnsupportedModelError,
     require,
     shown,
@@ -102,10 +105,11 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.drivers = KeptDrivers(target, drafter, policy)
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._copied: Any = None  # another engine's tokenizer, of which this one needs a copy
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self._busy, self._making = threading.Lock(), threading.Lock()
-        self._vocabularies = Vocabularies(tokenizer, target.vocab_size)
+        self.vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
@@ -117,6 +121,21 @@ class Engine:
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer. Engines beside another copy its own when they first need it: copies take long."""
+        if (copied := self._copied) is not None:
+            self._tokenizer, self._copied = copy.deepcopy(copied), None
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer, self._copied = tokenizer, None
+
+    def read_as(self, other: Engine) -> None:
+        """Take another engine's vocabularies, and of its tokenizer a copy, for answers in another thread."""
+        self._copied, self.vocabularies = other.tokenizer, other.vocabularies
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -322,7 +341,7 @@ class Engine:
         """Return a new constraint made from these options, or None. May be called from any thread."""
         if (given := asked.constrains) is None:
             return None
-        return self._vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
 
     @torch.inference_mode()
     def warmup(
@@ -392,7 +411,7 @@ class Engine:
             self.target, self.drafter, self._models = parts.target, parts.drafter, parts.models
             self.notes = parts.notes
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
-            self._vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
+            self.vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -437,6 +456,31 @@ class Engine:
             for first in range(0, len(tokens) - 1, SCORED_ROWS):
                 with self.target.running():
                     yield from self._rated(tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
+
+    @torch.inference_mode()
+    def embed(self, tokens: list[int], ticket: Ticket | None = None) -> Tensor | None:
+        """Return the mean of a text's last hidden states, behind the final norm, as float32 [hidden size] of length 1.
+
+        tokens: checked ids, one or more. None where the ticket is given up before all are read. EngineBusyError;
+        UnsupportedModelError of a target that gives no hidden states, NumericalError of one that gives no numbers.
+        """
+        layers = getattr(getattr(self.target, "lm", None), "layers", None)
+        if not isinstance(layers, int):
+            raise UnsupportedModelError(f"{self.target.name or 'this target'}: gives no hidden states for embeddings")
+        with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
+            if self.pool is not None:
+                held.enter_context(self.pool.place(self, len(tokens), 0, ticket or Ticket()))
+            with self.target.running():
+                self.reset()
+                self.target.reserve(len(tokens), 0)
+                self.target.want((layers,))
+                states = self.target.prefill(tokens, 0)
+            assert states is not None
+            mean = states.float().mean(0)
+            if not torch.isfinite(mean).all():
+                raise NumericalError("the model's hidden states are no finite numbers")
+            return torch.nn.functional.normalize(mean, dim=0).cpu()
+        return None
 
     @torch.inference_mode()
     def _rated(self, tokens: list[int], first: int, end: int, top: int) -> list[TokenLogprob]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import queue
 import threading
@@ -151,8 +150,9 @@ class Pool:
         target = LaneTarget(self.gathering)
         if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
             target.join(head)
-        made = type(engine)(target, draft, policy, copy.deepcopy(engine.tokenizer))
+        made = type(engine)(target, draft, policy)
         made.notes, made.pool = list(engine.notes), self
+        made.read_as(engine)
         return made
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:

@@ -10,6 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+# For requests with tools, of a model of ChatML's turns whose own chat template takes none; calls are Hermes' format.
+TEMPLATE = (
+    "{% set system = 'You are a helpful assistant.' %}{% set turns = messages %}"
+    "{% if messages and messages[0].role == 'system' %}"
+    "{% set system = messages[0].content %}{% set turns = messages[1:] %}{% endif %}"
+    "<|im_start|>system\n{{ system }}\n\nYou can call these tools. Each line describes one, in JSON:\n"
+    "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}\n"
+    "To call a tool, answer with its name and its arguments, and nothing else:\n"
+    '<tool_call>\n{"name": "NAME", "arguments": {"NAME": VALUE}}\n</tool_call><|im_end|>\n'
+    "{% for turn in turns %}{% if turn.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ turn.content }}\n</tool_response>"
+    "{% else %}<|im_start|>{{ turn.role }}\n{{ turn.content or '' }}"
+    "{% for call in turn.tool_calls or [] %}{{ '\n' if turn.content or not loop.first else '' }}<tool_call>\n"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 Schemas = Mapping[str, Any]  # of the parameters, by the names of the tools that were offered
 
 

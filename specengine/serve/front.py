@@ -27,13 +27,15 @@ from starlette.types import Receive, Scope, Send
 
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
+from specengine.protocol.dialects import CHAT, TEXT
 from specengine.protocol.ollama import LINES
 from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.replies import EVENTS, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
+from specengine.serve.answering import PLACE_SECONDS
 from specengine.serve.app import middleware
-from specengine.serve.guards import HEALTH
+from specengine.serve.guards import HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
 from specengine.serve.server import LOGGING, limited, open_socket
@@ -45,13 +47,15 @@ FIGURES_SECONDS = 5.0
 
 
 class Front:
-    """An ASGI application. `handle` is that of the replicas, once they are `ready`."""
+    """An ASGI application. `handle` is that of the replicas, once they are `ready`; replicas: how many there are."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, replicas: int = 1) -> None:
         self.state: Literal["loading", "ready", "failed"] = "loading"
         self.handle: DeploymentHandle | None = None
         self._settings = settings
         self._added, self._own = Added(), Metrics()
+        self._at_once = replicas * (settings.parallel or 1)
+        self._under_way: dict[object, None] = {}  # requests, in the order of their coming
         self._mean_seconds = 1.0  # from a request's coming to its end, the latest counting most
 
     def app(self) -> Starlette:
@@ -102,18 +106,30 @@ class Front:
     async def _passed(self, asking: HttpRequest, send: Send) -> None:
         """Pass on the answer of a replica; of another one, where the first ends before it has said any of it."""
         assert self.handle is not None
-        conversation = conversation_of(asking.body)
-        for last in (False, True):
-            coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation)
-            try:
-                await _pass(coming, send, asking.path)
-                return
-            except asyncio.CancelledError:
-                coming.cancel()
-                raise
-            except RequestError as problem:
-                if last or problem.code != LOST:
+        conversation, line = conversation_of(asking.body), _Line(send, self._before if _wants_place(asking) else None)
+        self._under_way[line] = None
+        try:
+            for last in (False, True):
+                coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation)
+                try:
+                    await _pass(line.through(coming), line.send, asking.path)
+                    return
+                except asyncio.CancelledError:
+                    coming.cancel()
                     raise
+                except RequestError as problem:
+                    if last or problem.code != LOST:
+                        if not line.told:
+                            raise
+                        self._own.failed.labels(problem.status).inc()
+                        await line.end(problem)
+                        return
+        finally:
+            del self._under_way[line]
+
+    def _before(self, line: object) -> int:
+        """Return how many answers end before this request has its turn, as far as can be known here."""
+        return max(list(self._under_way).index(line) + 1 - self._at_once, 0)
 
     @property
     def _retry_seconds(self) -> int:
@@ -132,6 +148,61 @@ class Front:
         if request.url.path not in HEALTH:
             self._own.failed.labels(problem.status).inc()
         return problem.response(request.url.path)
+
+
+class _Line:
+    """What is sent to a client. One that wants to know its place is told it while no replica takes its request.
+
+    before: returns the place, 0 where there is none to tell; told: whether it was, so that a status is sent already
+    """
+
+    def __init__(self, send: Send, before: Callable[[object], int] | None) -> None:
+        self._send, self._before = send, before
+        self.told = self._refused = False
+
+    async def through(self, coming: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        """Yield what a replica says, and tell the place until it says something."""
+        first = asyncio.ensure_future(anext(coming))
+        try:
+            while not (await asyncio.wait({first}, timeout=PLACE_SECONDS))[0]:
+                if self._before is not None and (before := self._before(self)):
+                    await self._tell(b": %d before\n\n" % before)
+            yield first.result()
+        finally:
+            first.cancel()
+        async for message in coming:
+            yield message
+
+    async def send(self, message: Message) -> None:
+        """Send a message of a replica; once a status has been sent, a refusal becomes the stream's end."""
+        if self.told and message["type"] == "http.response.start":
+            self._refused = message["status"] != 200
+            return
+        if self._refused:
+            message = {**message, "body": sse(json.loads(message["body"]))}
+        await self._send(message)
+
+    async def end(self, problem: RequestError) -> None:
+        """End a stream in which the place was told."""
+        await self._send({"type": "http.response.body", "body": sse(problem.body), "more_body": False})
+
+    async def _tell(self, comment: bytes) -> None:
+        if not self.told:
+            self.told = True
+            kind = (b"content-type", f"{EVENTS}; charset=utf-8".encode())
+            await self._send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        await self._send({"type": "http.response.body", "body": comment, "more_body": True})
+
+
+def _wants_place(asking: HttpRequest) -> bool:
+    """Return whether it is a stream that asks for cycles, whose comments tell places."""
+    if asking.path not in (CHAT, TEXT) or b"return_cycles" not in asking.body:
+        return False
+    try:
+        asked = parsed(asking.body)
+    except RequestError:
+        return False
+    return isinstance(asked, dict) and asked.get("stream") is True and asked.get("return_cycles") is True
 
 
 async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
@@ -205,7 +276,7 @@ def run(
     before anything is loaded.
     """
     opened, address = open_socket(settings)
-    front = Front(settings)
+    front = Front(settings, scale.replicas)
     server = uvicorn.Server(
         uvicorn.Config(
             front.app(),

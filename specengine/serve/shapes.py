@@ -139,6 +139,34 @@ class OllamaAnswer(BaseModel):
     done_reason: Literal["stop", "length", "load"]
 
 
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(BaseModel):
+    """OpenAI's embeddings, in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: dict[str, int]
+
+
+class OllamaEmbeddings(BaseModel):
+    """Ollama's embeddings, in the order of the texts."""
+
+    model: str
+    embeddings: list[list[float]]
+
+
+class OldOllamaEmbedding(BaseModel):
+    """Ollama's embedding of one text."""
+
+    embedding: list[float]
+
+
 class InfillAnswer(BaseModel):
     """llama.cpp's answer, or the fields that the request names."""
 
@@ -166,4 +194,7 @@ ANSWERS = {
     "/api/chat": answers(OllamaAnswer, LINES),
     "/api/generate": answers(OllamaAnswer, LINES),
     "/infill": answers(InfillAnswer, _EVENTS),
+    "/v1/embeddings": answers(EmbeddingsAnswer),
+    "/api/embed": answers(OllamaEmbeddings),
+    "/api/embeddings": answers(OldOllamaEmbedding),
 }

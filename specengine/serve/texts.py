@@ -31,7 +31,6 @@ from specengine.serve.answering import require_model, require_ready
 from specengine.serve.worker import Worker, limits_of
 
 Result = TypeVar("Result")
-EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 
 class Texts:
@@ -85,13 +84,6 @@ def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
                 "build_info": f"specengine {specengine.__version__}",
             }
         )
-
-    async def no_embeddings() -> Response:
-        message = "this server generates text and makes no embeddings; serve a model for them beside it"
-        raise RequestError(501, message, code="unsupported")
-
-    for path in EMBEDDINGS:
-        app.add_api_route(path, no_embeddings, methods=["POST"], include_in_schema=False)
 
 
 def _tokens(app: FastAPI, texts: Texts) -> None:
@@ -173,7 +165,9 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
 
 
 def template_of(tokenizer: Any) -> str:
+    """Return the chat template, of several the one for chats without tools; an empty text where there is none."""
     template = getattr(tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
     return template if isinstance(template, str) else ""
 
 

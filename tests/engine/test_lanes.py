@@ -35,7 +35,7 @@ from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTar
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
-from tests.toy import VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
+from tests.toy import VOCABULARY, byte_tokenizer, head_config, policy_for, random_state, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics": "integer"}}
@@ -208,6 +208,27 @@ def test_a_text_that_is_read_slowly_holds_nobody_up() -> None:
     assert len(answer.token_ids) == 30
     assert time.perf_counter() - began < 5
     slow.close()
+
+
+def test_tokenizers_are_copied_by_those_who_answer() -> None:
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None, byte_tokenizer())
+    copies: list[Any] = []
+
+    class Counted(type(engine.tokenizer)):  # type: ignore[misc]
+        def __deepcopy__(self, memo: Any) -> Any:
+            copies.append(made := copy.copy(self))
+            return made
+
+    engine.tokenizer.__class__ = Counted
+    alone = engine.generate("once", max_new_tokens=6).text
+    pool = Pool(engine, 4)
+    assert not copies
+    assert [result.text for result in pool.generate(["once", "once"], max_new_tokens=6)] == [alone, alone]
+    assert 1 <= len(copies) <= 2
+    first = pool.engines[0].tokenizer
+    assert first is pool.engines[0].tokenizer
+    assert first is not engine.tokenizer
+    assert first is not pool.engines[1].tokenizer
 
 
 def test_an_error_of_a_forward_reaches_every_text(monkeypatch: pytest.MonkeyPatch) -> None:

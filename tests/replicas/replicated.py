@@ -39,7 +39,7 @@ class Replicated:
 def replicated(model: Path, address: str, replicas: int = 2, **settings: Any) -> Iterator[Replicated]:
     chosen = Settings(name=NAME, **settings)
     scale = Scale(replicas, threads=1, address=address)
-    front = Front(chosen)
+    front = Front(chosen, replicas)
     opened = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(front.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)

@@ -344,6 +344,55 @@ def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lo
     assert asked[0] == asked[1]
 
 
+@pytest.mark.parametrize("ending", ["answer", "refusal", "lost"])
+def test_a_stream_that_waits_for_a_replica_is_told_its_place(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "PLACE_SECONDS", 0.02)
+    free = asyncio.Event()
+
+    class Handle:
+        """One that takes no request before `free`."""
+
+        def options(self, **_: Any) -> Any:
+            return self
+
+        @property
+        def ask(self) -> Any:
+            return self
+
+        def remote(self, asking: Any, conversation: Any) -> Any:
+            return self._answer(b"cycles" in asking.body)
+
+        async def _answer(self, second: bool) -> Any:
+            await free.wait()
+            if second and ending == "lost":
+                raise ActorDiedError
+            refused, kind = second and ending == "refusal", (b"content-type", b"text/event-stream")
+            yield {"type": "http.response.start", "status": 400 if refused else 200, "headers": [kind]}
+            body = b'{"error": {"message": "no"}}' if refused else b"data: [DONE]\n\n"
+            yield {"type": "http.response.body", "body": body, "more_body": False}
+
+    made = front.Front(Settings("tiny"))
+    made.handle, made.state = cast(Any, Handle()), "ready"
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(made.app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            bodies = chat("one"), chat("two") | {"stream": True, "return_cycles": True}
+            coming = [asyncio.ensure_future(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            await asyncio.sleep(0.2)
+            free.set()
+            return await asyncio.gather(*coming)
+
+    one, two = asyncio.run(ask())
+    assert (one.status_code, one.text) == (200, "data: [DONE]\n\n")
+    assert two.status_code == 200
+    places, rest = two.text.split("data: ", 1)
+    assert set(places.split("\n\n")) == {": 1 before", ""}
+    said = {"answer": "[DONE]", "refusal": '{"error":{"message":"no"}}', "lost": '"replica_lost"'}[ending]
+    assert said in rest
+    assert not made._under_way
+
+
 def test_a_front_tells_when_there_is_room_and_counts_no_question_for_health() -> None:
     made = front.Front(Settings("tiny"))
     made._mean_seconds = 6.4

@@ -3,6 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import * as talk from "./conversation.js";
 import * as figures from "./figures.js";
+import { textOf, withText } from "./files.js";
 import { parse } from "./markdown.js";
 import { Events } from "./server.js";
 import { asked } from "./settings.js";
@@ -96,6 +97,15 @@ test("events of a stream, however it is cut", () => {
     const events = new Events();
     assert.deepEqual([...events.push(whole.slice(0, cut)), ...events.push(whole.slice(cut))], found);
   }
+});
+
+test("texts of files", () => {
+  const bytes = (...values) => new Uint8Array(values).buffer;
+  assert.equal(textOf(new TextEncoder().encode("é\r\n😀").buffer), "é\n😀");
+  assert.throws(() => textOf(bytes(0xff, 0x41)), /no text in UTF-8/);
+  assert.throws(() => textOf(bytes(0x41, 0, 0x42)), /no text/);
+  assert.equal(withText(" \n", "a\n"), "a\n");
+  assert.equal(withText("Sum this up:\n", "a"), "Sum this up:\n\na");
 });
 
 test("settings", () => {

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specengine import Engine
 from specengine.cli.serve import read_template, templated
+from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
+from tests.backend import target_of
 from tests.serve.saying import TEMPLATE
-from tests.serve.served import CHAT, served, tiny_engine
+from tests.serve.served import CHAT, NAME, Served, served, tiny_engine
+from tests.toy import byte_tokenizer, policy_for, tiny
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "Do it"}}
 
@@ -22,6 +27,50 @@ def test_a_template_that_takes_tools(tmp_path: Path) -> None:
         assert plain.post(asked).status_code == 400
     with served(templated(tiny_engine, read_template(str(file)))) as server:
         assert server.post(asked).status_code == 200
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
+
+
+def roomy() -> Engine:
+    model = tiny(max_position_embeddings=4096)
+    return Engine(target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), byte_tokenizer())
+
+
+def test_a_template_of_its_own_for_requests_with_tools() -> None:
+    def prompt(server: Served, *messages: dict[str, Any], **fields: Any) -> str:
+        answer = server.post({"messages": list(messages), **fields}, "/apply-template")
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["prompt"])
+
+    user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
+    with served(templated(roomy, None)) as plain, served(templated(roomy, None, own=True)) as server:
+        for turns in ([user], [system, user], [user, {"role": "assistant", "content": "So"}, user]):
+            assert prompt(server, *turns) == prompt(plain, *turns)
+            assert server.post(CHAT | {"messages": turns, "max_tokens": 1}).status_code == 200
+        told = prompt(server, user, tools=[TOOL])
+        assert "You are a helpful assistant." in told
+        assert '{"name": "f", "description": "Do it"}\n' in told
+        told = prompt(server, system, user, {"role": "assistant", "content": None, "tool_calls": [CALL]}, tools=[TOOL])
+        assert told.startswith("<|im_start|>system\nBe brief.\n\nYou can call")
+        call = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
+        assert f"<|im_start|>assistant\n{call}<|im_end|>" in told
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+        told = prompt(server, user, {"role": "assistant", "tool_calls": [CALL]}, result, tools=[TOOL])
+        assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in told
+        forced = server.post(CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}).json()
+        assert forced["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+        assert server.client.get("/props").json()["chat_template"] == plain.client.get("/props").json()["chat_template"]
+        assert "tools" in server.post({"model": NAME}, "/api/show").json()["capabilities"]
+
+
+def test_a_model_that_takes_tools_keeps_its_template() -> None:
+    def engine() -> Engine:
+        made = tiny_engine()
+        made.tokenizer = byte_tokenizer(TEMPLATE)
+        return made
+
+    assert templated(engine, None, own=True)().tokenizer.chat_template == TEMPLATE
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_what_it_says_of_the_model(own: Saying) -> None:
         ("/api/chat", {"format": "xml"}, "format"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
         ("/api/generate", {"messages": None, "prompt": "a", "template": "x"}, "template"),
-        ("/api/embed", {}, "this server generates text"),
+        ("/api/embed", {}, "input: Field required"),
         ("/api/pull", {}, "POST /api/pull is not here"),
     ],
 )

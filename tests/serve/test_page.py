@@ -365,6 +365,78 @@ def test_another_answer_and_an_edited_message_are_versions(chromium: Any, server
 
 
 @in_a_browser
+def test_thoughts_are_shown_apart_and_fold(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, options = "<think>It is <b>hot</b>.</think>Water boils.", preparing._options
+    monkeypatch.setattr(preparing, "_options", lambda request: options(request) | {"logits_processor": [forced(said)]})
+    with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
+        seen.limit(len(said.encode()))
+        seen.ask("What of water?")
+        assert seen.page.text_content(".turn.assistant .text") == "Water boils."
+        assert seen.page.text_content(".thoughts summary") == "Thoughts"
+        assert seen.page.text_content(".thoughts div") == "It is <b>hot</b>."
+        assert not seen.page.is_visible(".thoughts div")
+        seen.page.click(".thoughts summary")
+        assert seen.page.is_visible(".thoughts div")
+        seen.page.click("#compare")
+        assert "the same text" in seen.page.text_content("#compared:has(strong)", timeout=30_000)
+        seen.ask("And more?")
+        assert seen.bodies[-1]["messages"][1] == {"role": "assistant", "content": "Water boils."}
+        seen.page.reload()
+        seen.page.wait_for_selector(".turn")
+        assert seen.page.locator(".thoughts div").first.text_content() == "It is <b>hot</b>."
+        assert seen.page.locator("main b").count() == 0
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_the_text_of_a_dropped_file_is_in_the_message(chromium: Any, server: Served) -> None:
+    drop = """([name, bytes]) => {
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File([new Uint8Array(bytes)], name));
+        const over = new DragEvent('dragover', {dataTransfer, bubbles: true, cancelable: true});
+        document.body.dispatchEvent(over);
+        document.body.dispatchEvent(new DragEvent('drop', {dataTransfer, bubbles: true, cancelable: true}));
+        return over.defaultPrevented;
+    }"""
+    with browsed(chromium, server) as seen:
+        seen.page.fill("#message", "Sum this up:")
+        assert seen.page.evaluate(drop, ["notes.txt", list("Ein Brief, größer.\n".encode())])
+        seen.page.wait_for_selector("#status:has-text('notes.txt')")
+        assert seen.page.input_value("#message") == "Sum this up:\n\nEin Brief, größer.\n"
+        seen.page.evaluate(drop, ["picture.png", [137, 80, 78, 71]])
+        seen.page.wait_for_selector("#status:has-text('picture.png cannot be taken: it is no text in UTF-8.')")
+        assert seen.page.input_value("#message").endswith("größer.\n")
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_trees_of_what_is_deleted_are_kept_no_longer(chromium: Any, server: Served) -> None:
+    count = """want => new Promise(done => {
+        const asked = indexedDB.open('specengine');
+        asked.onsuccess = () => {
+            const kept = asked.result.transaction('cycles', 'readwrite').objectStore('cycles');
+            if (want) kept.put([], want);
+            kept.getAllKeys().onsuccess = event => (asked.result.close(), done(event.target.result.length));
+        };
+    })"""
+    with browsed(chromium, server) as seen:
+        seen.limit(12)
+        seen.ask("one")
+        seen.ask("two")
+        assert seen.page.evaluate(count, None) == 2
+        seen.page.locator(".turn.user button:has-text('Delete')").last.click()
+        assert seen.page.evaluate(count, None) == 1
+        seen.page.click("#undo")
+        assert seen.page.evaluate(count, None) == 2
+        seen.page.locator(".turn.user button:has-text('Delete')").first.click()
+        assert seen.page.evaluate(count, "of nobody") == 1
+        seen.page.reload()
+        seen.page.wait_for_selector("#model:not(:empty)")
+        until(lambda: seen.page.evaluate(count, None) == 0)
+        assert not seen.complaints
+
+
+@in_a_browser
 def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
     gate = Gate()
     with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:

@@ -53,12 +53,6 @@ def test_templates_and_properties() -> None:
         assert props["chat_template"].startswith("{% if tools %}")
 
 
-def test_embeddings_are_refused_with_a_reason(server: Served) -> None:
-    answer = server.post({"input": "a"}, "/v1/embeddings")
-    assert answer.status_code == 501
-    assert "makes no embeddings" in answer.json()["error"]["message"]
-
-
 def test_a_prompt_between_two_texts(infilling: Any) -> None:
     made = fim_prompt(Infill("a<|end|>", "b"), infilling)
     assert infilling.decode(made) == "<|fim_prefix|>a<|end|><|fim_suffix|>b<|fim_middle|>"

@@ -33,8 +33,21 @@ export const save = (conversation) => within("readwrite", (conversations) => voi
 export const saveCycles = (turn, cycles) => within("readwrite", (_, kept) => void kept.put(cycles, turn));
 export const cyclesOf = async (turn) => (await within("readonly", (_, kept) => kept.get(turn))) ?? [];
 
+export const removeCycles = (turns) => within("readwrite", (_, kept) => turns.forEach((turn) => void kept.delete(turn)));
+
 export const remove = (conversation) =>
   within("readwrite", (conversations, cycles) => {
     conversations.delete(conversation.id);
     for (const turn of Object.keys(conversation.turns)) cycles.delete(turn);
+  });
+
+// Take away the cycles of answers that no conversation has: those of a page that was closed too early to do so.
+export const sweep = () =>
+  within("readwrite", (conversations, cycles) => {
+    conversations.getAll().onsuccess = ({ target: { result: all } }) => {
+      const turns = new Set(all.flatMap((one) => Object.keys(one.turns)));
+      cycles.getAllKeys().onsuccess = ({ target: { result: keys } }) => {
+        for (const key of keys) if (!turns.has(key)) cycles.delete(key);
+      };
+    };
   });

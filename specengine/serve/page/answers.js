@@ -1,0 +1,188 @@
+// Answers: what is sent, what comes of it, and the same once more without trees.
+import { cannotKeep, drawList, forget, keep, openChat, showWork } from "./chats.js";
+import * as talk from "./conversation.js";
+import { at } from "./dom.js";
+import * as figures from "./figures.js";
+import { askForKey, meet, values } from "./form.js";
+import { drawFoot, drawLog, drawText, mark } from "./log.js";
+import * as panel from "./panel.js";
+import * as server from "./server.js";
+import * as settings from "./settings.js";
+import { compared, cycles, cyclesOf, job, page, running, say, sayOf } from "./state.js";
+import * as store from "./store.js";
+
+export async function send(text) {
+  if (job() || !text.trim()) return;
+  if (page.model === null) return meet();
+  const conversation = page.open, before = page.open.leaf;
+  let asked;
+  try {
+    asked = options();
+  } catch (error) {
+    return say(error.message, true);
+  }
+  const user = talk.append(conversation, { role: "user", text });
+  at("message").value = "";
+  if (await answer(asked)) return;
+  talk.remove(conversation, user); // nothing was answered: the message can be sent again
+  conversation.leaf = before;
+  if (before === null && !Object.keys(conversation.turns).length) forget(conversation);
+  else keep(conversation);
+  if (conversation !== page.open) return;
+  const said = at("status").textContent;
+  at("message").value = text;
+  openChat(conversation);
+  say(said, true);
+}
+
+export async function regenerate(turn) {
+  if (job()) return;
+  const conversation = page.open;
+  try {
+    const asked = options();
+    conversation.leaf = turn.parent;
+    if (await answer(asked)) return;
+    const said = at("status").textContent;
+    talk.choose(conversation, turn);
+    if (conversation === page.open) await openChat(conversation);
+    sayOf(conversation, said, true);
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+function options() {
+  const asked = settings.asked(values());
+  asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+  return asked;
+}
+
+const requestOf = (conversation, turn, more = {}) => ({
+  model: page.model, messages: talk.messages(conversation, turn.parent, turn.system), ...turn.asked, ...more,
+  stream: true, stream_options: { include_usage: true }, return_cycles: true,
+});
+
+// Answer the turn that ends the open chat; returns whether anything was answered.
+async function answer(asked) {
+  panel.stopReplay();
+  const conversation = page.open;
+  const turn = talk.append(conversation, {
+    role: "assistant", text: "", thoughts: "", ends: [], asked, system: at("system").value.trim(), model: page.model, figures: figures.nothing(), note: "", live: true,
+  });
+  cycles.set(turn.id, []);
+  const working = { control: new AbortController(), turn, status: "Waiting for the server" };
+  running.set(conversation.id, working);
+  keep(conversation);
+  drawLog();
+  showWork();
+  panel.show(turn);
+  const saving = setInterval(() => page.chats.includes(conversation) && store.save(conversation).catch(cannotKeep), 2000);
+  let wrong = "";
+  try {
+    for await (const chunk of server.chunks(requestOf(conversation, turn), at("key").value, working.control.signal)) take(conversation, working, chunk);
+  } catch (error) {
+    if (error.status === 401) askForKey();
+    if (error.name !== "AbortError") wrong = error.message;
+    turn.note = wrong || "Stopped.";
+  }
+  clearInterval(saving);
+  running.delete(conversation.id);
+  turn.live = false;
+  const answered = turn.figures.cycles > 0 || !wrong;
+  if (!answered) talk.remove(conversation, turn);
+  if (page.chats.includes(conversation)) {
+    if (answered) await store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
+    keep(conversation);
+  }
+  if (conversation === page.open) {
+    const log = at("log"), follows = log.scrollTop + log.clientHeight > log.scrollHeight - 60;
+    if (!answered) drawLog();
+    else drawText(turn);
+    showWork();
+    if (follows) log.scrollTop = log.scrollHeight;
+    say(turn.note, wrong !== "");
+    if (panel.shown.turn === turn) panel.show(answered ? turn : null, panel.shown.follows ? Infinity : panel.shown.cycle);
+  }
+  panel.redraw();
+  return answered;
+}
+
+// Take what came of a stream.
+function take(conversation, working, chunk) {
+  const { turn } = working, told = working.status;
+  if (chunk.before !== undefined) working.status = chunk.before ? `In the queue: ${chunk.before} before you` : "In the queue: you are next";
+  else if (chunk.ping) working.status = "Reading the prompt";
+  else {
+    for (const cycle of chunk.cycles ?? []) {
+      cyclesOf(turn).push(cycle);
+      figures.count(turn.figures, cycle, chunk.plain_cycle_seconds);
+    }
+    const choice = chunk.choices[0];
+    if (choice?.delta.reasoning_content) addText(conversation, turn, "thoughts", choice.delta.reasoning_content);
+    if (choice?.delta.content) addText(conversation, turn, "text", choice.delta.content);
+    if (choice?.finish_reason === "length") turn.note = "The answer was cut at its most tokens.";
+    const speculation = chunk.usage?.metrics?.speculative_decoding ?? chunk.metrics?.speculative_decoding;
+    turn.figures.reason = speculation?.plain_reason ?? turn.figures.reason;
+    working.status = turn.thoughts && !turn.text ? "Thinking" : "Answering";
+    if (chunk.cycles) {
+      panel.follow(turn);
+      drawFoot(turn);
+    }
+  }
+  if (told !== working.status) {
+    sayOf(conversation, working.status);
+    drawList();
+  }
+}
+
+// Add to what an answer says, or thinks.
+function addText(conversation, turn, kind, text) {
+  const log = at("log"), follows = log.scrollTop + log.clientHeight > log.scrollHeight - 60;
+  turn[kind] += text;
+  if (kind === "text") {
+    const number = Math.max(cyclesOf(turn).length - 1, 0), before = turn.ends.at(-1) ?? 0;
+    while (turn.ends.length < number) turn.ends.push(before);
+    turn.ends[number] = turn.text.length;
+  }
+  if (conversation !== page.open || turn.drawn) return;
+  turn.drawn = requestAnimationFrame(() => {
+    delete turn.drawn;
+    drawText(turn);
+    panel.shown.turn === turn && mark(turn, panel.shown.cycle);
+    if (follows) log.scrollTop = log.scrollHeight;
+  });
+}
+
+// The same request, decoded plainly: what it takes, and whether the text is the same.
+export async function compare() {
+  const turn = panel.shown.turn, conversation = page.open;
+  if (job() || !turn?.figures.cycles) return;
+  const working = { control: new AbortController(), turn: null, status: "Answering plainly" };
+  running.set(conversation.id, working);
+  const tell = (result) => {
+    compared.set(turn.id, result);
+    if (panel.shown.turn === turn) panel.showFigures();
+  };
+  tell({ text: "Answering plainly" });
+  showWork();
+  const plain = figures.nothing();
+  let text = "", whole = false;
+  try {
+    for await (const chunk of server.chunks(requestOf(conversation, turn, { policy: "plain" }), at("key").value, working.control.signal)) {
+      for (const cycle of chunk.cycles ?? []) figures.count(plain, cycle, null);
+      const delta = chunk.choices?.[0]?.delta;
+      text += (delta?.reasoning_content ?? "") + (delta?.content ?? "");
+      whole = whole || Boolean(chunk.choices?.[0]?.finish_reason);
+      tell({ text: `Answering plainly: ${plain.cycles} tokens` });
+    }
+    const told = (turn.thoughts ?? "") + turn.text;
+    const same = whole && told === text ? "the same text"
+      : told.startsWith(text) || text.startsWith(told) ? "the same text as far as both go" : "another text, as rounding in low precision can bring";
+    compared.set(turn.id, { ratio: figures.speed(turn.figures) / figures.speed(plain), rate: figures.speed(plain), text: same });
+  } catch (error) {
+    compared.set(turn.id, { text: error.name === "AbortError" ? "Stopped." : error.message });
+  }
+  running.delete(conversation.id);
+  if (conversation === page.open) showWork();
+  panel.redraw();
+}
