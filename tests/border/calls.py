@@ -422,7 +422,7 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     out = real(m, ROWS + 1, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
     words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
     given = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words, whole(m, 1, 2, 3, 4), (slab(m), slab(m))
-    return [*given, [0, LAYERS], *out, 1]
+    return [*given, [0, LAYERS], *out, 1, [], []]
 
 
 OWN = 6  # channels of each layer's own inputs
