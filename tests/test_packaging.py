@@ -104,7 +104,7 @@ def test_the_readme_of_an_index_leads_nowhere_that_it_does_not_have(setup_script
     shown = setup_script["for_an_index"](readme)
     assert "](docs/" in readme
     assert not re.findall(r"\]\((?!https?:)|<!--", shown)
-    assert "See Getting started for more" in shown
+    assert "See Getting started" in shown
     assert "| `generate`, `chat` |" in shown
     assert setup_script["for_an_index"]("![a](b.svg)\n[c](https://d) [e](f.md#g)<!-- h\ni -->") == "[c](https://d) e"
 

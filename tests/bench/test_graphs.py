@@ -76,7 +76,7 @@ def test_what_is_refused_is_listed_and_the_rest_runs(tiny_model: list[str], monk
     assert list(dropped) == ["specdecpp", "specdecpp, graphs"]
     assert all("InputError: " in reason for reason in dropped.values())
     assert [record["way"] for record in of(records, "summary")][-2:] == ["chain, graphs"] * 2
-    assert sorted(table.kind for table in report.tables(records)) == ["not-run", "policies"]
+    assert sorted(table.kind for table in report.tables(records)) == ["differences", "not-run", "policies"]
 
 
 def test_a_fault_in_a_later_answer_is_told_by_the_status(
