@@ -75,7 +75,7 @@ QUICK, FULL = Scale(1, 32, 16, 2, 0.5), Scale(4, 64, 24, 2, 4.0)
 
 
 class Found(NamedTuple):
-    """What a claim comes to: our row in words, the verdict, and figures for the record."""
+    """Hold the result of a claim: our row in words, the verdict, and figures for the record."""
 
     ours: str
     verdict: str
@@ -84,7 +84,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Bench:
-    """What the claims share: prompts, engines on the default model, the file of the run."""
+    """Hold what the claims share: prompts, engines on the default model, the file of the run."""
 
     folder: Path
     scale: Scale
