@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
-from specengine.cuda_graphs import WARM_UPS, Graphs, room
+from specengine.cuda_graphs import WARM_UPS, Graphs, room, sharing
 from specengine.cycle import Draft, EagerDriver, Lane
-from specengine.drafters import CapturedDrafter, Drafter, reserve
+from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._coupled import Coupled
+from specengine.drafters._guided import Guided
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
@@ -28,7 +29,8 @@ from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, refuse_no_choice, signed
 
-NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
+NOTE = "graphs: cycles stayed on the device; their times are not split into parts"
+GUIDED_NOTE = "graphs: a grammar guides the trees, so the host grew them outside of graphs"
 NUMBERS = 7  # of a record, before its lists
 HOST = torch.device("cpu")
 
@@ -58,6 +60,7 @@ class CapturedDriver(EagerDriver):
         super().__init__(target, drafter, policy)
         self.grows_there = drafter is None or (isinstance(drafter, CapturedDrafter) and states_sizes(policy))
         self.graphs = Graphs(target.device)
+        self.running = sharing(target.device, target.running)
         device = target.device
         self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
@@ -172,11 +175,13 @@ class CapturedDriver(EagerDriver):
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
         state = self.target.cache.filled, *self._lasting()
         kept = [tensor.clone() for tensor in state]
-        for name in names:
-            self._run(name)
-        for tensor, before in zip(state, kept, strict=True):
-            tensor.copy_(before)
-        self.tree.restart()
+        try:
+            for name in names:
+                self._run(name)
+        finally:
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+            self.tree.restart()
 
     def _lasting(self) -> Iterator[Tensor]:
         """Yield the tensors that outlive a cycle."""
@@ -193,8 +198,8 @@ class CapturedDriver(EagerDriver):
         return [name for name in names if not self.graphs.has(self._name(name), self._reads())]
 
     def _growth(self) -> list[str]:
-        asks = ["first"] if self.policy is not None and self.policy.plan().patience else []
-        return [*asks, *["root", "level"][: min(self.passes, 2)]]
+        asks = self.grows_there and self.policy is not None and self.policy.plan().patience
+        return [*(["first"] if asks else []), *["root", "level"][: min(self.passes, 2)]]
 
     # ---- as the engine sees it
 
@@ -234,7 +239,7 @@ class CapturedDriver(EagerDriver):
         self._capture(*self._missing(["verify"]))
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
-        if self.policy is None or plan.rests or not self.grows_there:
+        if self.policy is None or plan.rests or not self.grows_there or is_guided(source):
             return super().draft(token, seconds, source, plan)
         began = time.perf_counter()
         self.tree.restart()
@@ -254,7 +259,7 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def cycles(self, lane: Lane) -> Iterator[Cycle]:
-        """Run the cycles of a lane whose first one has been run eagerly, until its answer ends."""
+        """Run the cycles of a lane until its answer ends."""
         lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
         self._begin(lane)
@@ -302,7 +307,7 @@ class CapturedDriver(EagerDriver):
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""
-        with self.target.running():  # on its device, if there are several
+        with self.running():  # on its device, if there are several
             self._grow()
             self._run("finish")
             into = self._records[number % 2]
@@ -332,6 +337,13 @@ def received(sent: Any) -> Tensor:
     if event is not None:
         event.synchronize()
     return values
+
+
+def is_guided(source: Drafter | None) -> bool:
+    """Return whether a grammar guides this drafter."""
+    while isinstance(source, Wrapped) and not isinstance(source, Guided):
+        source = source.inner
+    return isinstance(source, Guided)
 
 
 def states_sizes(policy: TreePolicy | None) -> bool:
