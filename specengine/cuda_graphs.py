@@ -83,6 +83,12 @@ class Graphs:
         known = self._captured.get(name)
         return known is not None and known.signature == _signature(reads)
 
+    def drop(self, *names: Hashable) -> None:
+        """Give up captured functions, if they are there."""
+        for name in names:
+            self._captured.pop(name, None)
+            self.captures.pop(name, None)
+
     def require_same(self, *models: torch.nn.Module) -> bool:
         """Drop all captures if a weight or a buffer of these models has moved since the last call; return whether one
         has."""
@@ -174,6 +180,29 @@ def clear_workspaces() -> None:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # missing in torch's builds for a CPU
     if clear is not None:
         clear()
+
+
+def branches(device: torch.device) -> bool:
+    """Return whether a graph on this device can have parts that are run under a condition, from torch 2.13 on."""
+    return device.type == "cuda" and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
+
+
+@contextlib.contextmanager
+def only_if(flag: Tensor) -> Iterator[None]:
+    """Capture what runs within such that a replay runs it only where the flag, bool [1], is up. May be nested.
+
+    Outside of a capture it runs in any case.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    graph: Any = torch.cuda.CUDAGraph
+    graph = graph.get_currently_capturing_graph()
+    graph.begin_capture_to_if_node(flag[0])
+    try:
+        yield
+    finally:
+        graph.end_capture_to_conditional_node()
 
 
 def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:

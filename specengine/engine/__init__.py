@@ -542,6 +542,7 @@ class Engine:
                 drafter.begin(known, features, hints)
         driver.prepare(sampler)
         stats.notes += self.notes + self.target.notes
+        stats.notes += [] if drivers.captured is None else drivers.captured.notes
         return lane
 
     def _run_eagerly(self, error: CaptureError) -> None:

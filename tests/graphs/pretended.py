@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -189,9 +189,10 @@ class Graph:
     pool: Pool = field(default_factory=Pool)
     fresh: bool = True
     uses: Counter[int] = field(default_factory=Counter)  # of memory, by its address
-    _steps: list[tuple[Callable[..., Any], Any, list[Kept]]] = field(default_factory=list)
+    _steps: list[tuple[Callable[..., Any], Any, list[Kept]] | Part] = field(default_factory=list)
     _own: dict[int, Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _outer: list[list[Any]] = field(default_factory=list)  # steps around the part under way
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._own
@@ -236,11 +237,46 @@ class Graph:
             self.fresh = True
             for bytes_ in self._own.values():
                 bytes_.fill_(GARBAGE)
-            for function, given, made in self._steps:
-                args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
-                found = function(*args, **kwargs)
-                for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
-                    into.tensor().copy_(values)
+            self._run(self._steps)
+
+    def _run(self, steps: list[Any]) -> None:
+        for step in steps:
+            if isinstance(step, Part):
+                self._run(step.steps if bool(step.flag.tensor()) else [])
+                continue
+            function, given, made = step
+            args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
+            found = function(*args, **kwargs)
+            for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
+                into.tensor().copy_(values)
+
+
+class Part(NamedTuple):
+    """Steps that are run under a condition."""
+
+    flag: Kept
+    steps: list[Any]
+
+
+class Branching(Graph):
+    """The same with parts under a condition, as torch's graphs have them from 2.13 on."""
+
+    capturing: ClassVar[Branching | None] = None
+
+    @classmethod
+    def get_currently_capturing_graph(cls) -> Branching | None:
+        return cls.capturing
+
+    def begin_capture_to_if_node(self, flag: Any) -> None:
+        assert isinstance(flag, OnDevice)
+        assert (flag.dim(), flag.dtype) == (0, torch.bool)
+        part = Part(Kept(flag.held, self), [])
+        self._steps.append(part)
+        self._outer.append(self._steps)
+        self._steps = part.steps
+
+    def end_capture_to_conditional_node(self) -> None:
+        self._steps = self._outer.pop()
 
 
 def fresh(found: Any, given: Any) -> list[Tensor]:
@@ -374,8 +410,8 @@ class Event:
 
 
 @contextmanager
-def cuda() -> Iterator[Device]:
-    """Everything within runs with a pretended CUDA device; modules go there by `moved`."""
+def cuda(*, branches: bool = False) -> Iterator[Device]:
+    """Everything within runs with a pretended CUDA device; modules go there by `moved`. branches: of graphs."""
     device, made, loaded = Device(), torch.tensor, _registry._loaded
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
@@ -410,7 +446,7 @@ def cuda() -> Iterator[Device]:
         into.pool = pool or into.pool
         into.pool.add(into)
         before, device.stream = device.stream, stream
-        device.capturing = into
+        device.capturing = Branching.capturing = into  # type: ignore[assignment]
         try:
             yield
         except BaseException as error:  # as torch does: the stream stays entered
@@ -418,7 +454,7 @@ def cuda() -> Iterator[Device]:
         else:
             device.stream = before
         finally:
-            device.capturing = None
+            device.capturing = Branching.capturing = None
             with _aside():
                 into.undo()
 
@@ -446,7 +482,7 @@ def cuda() -> Iterator[Device]:
         "synchronize": lambda *_: device.wait("the device"),
         "Stream": Stream,
         "Event": lambda **_: Event(device),
-        "CUDAGraph": Graph,
+        "CUDAGraph": Branching if branches else Graph,
         "graph": graph,
     }
     with pytest.MonkeyPatch.context() as patch:
