@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +134,32 @@ def test_captures_and_cycles_take_their_turns(monkeypatch: pytest.MonkeyPatch) -
             engine.generate(PROMPT, max_new_tokens=4, **way)
     assert seen == {name: {True} for name in ("_record", "_grow", "verify")}
     assert not device._running
+
+
+@pytest.mark.gpu
+def test_engines_of_threads_capture_and_answer_at_once() -> None:
+    """In a process of its own, as a capture that fails may ruin it."""
+    subprocess.run([sys.executable, "-c", ON_A_DEVICE], check=True, timeout=300, cwd=Path(__file__).parents[2])
+
+
+ON_A_DEVICE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.graphs.engines import PROMPT, engine_of
+
+WAYS = [{}, {"policy": "chain"}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.3}, {"policy": "plain"}] * 2
+sys.setswitchinterval(1e-4)  # so that threads take turns often
+
+
+def answers(draft, captured):
+    engine = engine_of(draft, "talon", captured=captured)
+    return [engine.generate(PROMPT, max_new_tokens=24, **way).token_ids for way in WAYS]
+
+
+drafts = ["small_model", "eagle3", "small_model", "eagle3"]
+wanted = [answers(draft, False) for draft in drafts]
+with ThreadPoolExecutor(len(drafts)) as threads:
+    found = list(threads.map(answers, drafts, [True] * len(drafts)))
+assert found == wanted
+"""
