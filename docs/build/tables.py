@@ -448,10 +448,9 @@ def servers(file: str) -> str:
 
 def model_shapes(*files: str) -> str:
     """Return what rows cost at the shapes of published models, and the experts that they read, from bench.cpu.shapes."""
-    found = [(file, r) for file in files for r in records(file) if r["record"] == "shape"]
     rows = []
-    for _, r in found:
-        read, there = r.get("experts_of_layers_run"), r.get("experts_there")
+    for r in (r for file in files for r in records(file) if r["record"] == "shape"):
+        read, there = r.get("experts_of_layers_run", {}), r.get("experts_there")
         rows.append(
             [
                 r["shape"],
