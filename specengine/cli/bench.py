@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.workloads import read
 
     require_minimum(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
-    items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
+    items = read(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
     choice = Choice(
         arguments.way or list(DEFAULT_WAYS),
         arguments.model,

@@ -283,14 +283,14 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--way", action="append", metavar="WAY", help=WAYS)
     group.add_argument(
         "--prompts", type=Path, action="append", metavar="FILE",
-        help='.jsonl with a {"question_id": ..., "category": ..., "turns": [...]} per line, as in Spec-Bench, or a '
-        "folder of such files; repeatable (default: six small sets that ship)",
+        help='.jsonl with a {"question_id": ..., "category": ..., "turns": [...]} per line, as in Spec-Bench and '
+        "SPEED-Bench, or a folder of such files; repeatable (default: six small sets that ship)",
     )  # fmt: skip
     group.add_argument(
         "--set-by",
-        choices=("file", "category"),
+        choices=("file", "category", "sub_category", "difficulty"),
         default="file",
-        help="whether each file or each category is a set (default: file)",
+        help="what makes a set: each file, or this field of the lines (default: file)",
     )
     group.add_argument("--per-set", type=int, default=2, metavar="N", help="prompts per set, 0 for all (default 2)")
     group.add_argument("--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)")
