@@ -39,6 +39,7 @@ from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, Decoder, EngineDecoder, Way
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import Eagle
+from specengine.errors import InputError
 
 POLICIES = ("eagle", "talon", "salf", "chain")
 GREEDY = {"temperature": 0.0}
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"repeatable; default: all on a CUDA device, elsewhere {', '.join(POLICIES)}",
     )
     parser.add_argument("--strict", action="store_true", help="also run graphs with strict verification")
+    parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="repeatable: leave this way out")
     args = parser.parse_args(arguments)
     for policy in args.policy or ():
         policies.make(policy)  # what is asked for by a wrong name is refused at once
@@ -144,7 +146,11 @@ def ways(args: argparse.Namespace, decoders: Decoders) -> list[Way]:
         decoders.ours(PLAIN, GRAPHS),
     ]
     found += [decoders.ours(policy, driven) for policy in _policies(args) for driven in ("", GRAPHS)]
-    return found + [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
+    found += [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
+    names = [way.name for way in found]
+    if unknown := [name for name in args.skip if name not in names or name == PLAIN]:
+        raise InputError(f"skip: got {unknown[0]!r}, accepted {', '.join(name for name in names if name != PLAIN)}")
+    return [way for way in found if way.name not in args.skip]
 
 
 def _policies(args: argparse.Namespace) -> list[str]:

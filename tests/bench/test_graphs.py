@@ -109,6 +109,17 @@ def test_strict_answers_are_compared_with_strict_plain_decodings() -> None:
     assert against == {"chain": "plain", "chain, graphs": "plain", "chain, graphs, strict": "plain, graphs, strict"}
 
 
+def test_ways_can_be_left_out(tiny_model: list[str]) -> None:
+    left_out = "transformers, static cache", "chain"
+    status, records = records_of(
+        tiny_model, "--policy", "chain", *(part for way in left_out for part in ("--skip", way))
+    )
+    assert status == 0
+    assert {row["way"] for row in of(records, "row")} == {"plain", "transformers", "plain, graphs", "chain, graphs"}
+    with pytest.raises(InputError, match=r"skip: got 'plain', accepted transformers, "):
+        records_of(tiny_model, "--policy", "chain", "--skip", "plain")
+
+
 def test_an_unknown_policy_is_refused_before_a_model_is_read() -> None:
     with pytest.raises(InputError, match="nonsense"):
         bench.main(["--policy", "nonsense", "--model", "unread"])
