@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.draft,
         arguments.assistant,
         arguments.gguf,
+        arguments.peers,
         {**given.load_options(arguments), "draft_options": dict(arguments.draft_option)},
         sampling(arguments.temperature, arguments.seed),
     )
@@ -110,7 +111,7 @@ def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workl
     from specengine.benchmark.provenance import public
     from specengine.benchmark.workloads import digest
 
-    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
+    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "peers", "set_by", "per_set", "command")
     given = {name: value for name, value in vars(arguments).items() if name not in apart}
     texts = {name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in given.items()}
     sets = list(dict.fromkeys(item.set for item in items))
