@@ -30,12 +30,14 @@ from specengine.ops.attention import (
 )
 from specengine.ops.choose import (
     MASK64,
+    Truncation,
     choose_tokens,
     couple,
     gather_rows,
     keyed_gumbel_argmax,
     philox4x32,
     philox_uniform,
+    truncate,
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
@@ -106,6 +108,7 @@ __all__ = [
     "Queues",
     "Search",
     "Throughput",
+    "Truncation",
     "Walked",
     "Window",
     "ancestor_words",
@@ -159,6 +162,7 @@ __all__ = [
     "top_entropy",
     "tree_attention",
     "tree_mask",
+    "truncate",
     "update_throughput",
     "walk",
     "where",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
 
 MASK64 = (1 << 64) - 1
+WHOLE = 1 << 40  # the weight of a row's largest score, as an integer: sums are exact in any order
+PART = 31  # bits behind the point of a share
+
+
+class Truncation(NamedTuple):
+    """Leaves unlikely tokens out, on the device of the logits: top_k, int64 [1], 1 or more; top_p and min_p, float32
+    [1]. They are applied in this order; what keeps all is a `top_k` of the vocabulary or more, a `top_p` of 1, a
+    `min_p` of 0."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
 
 @op
@@ -71,6 +83,38 @@ def choose_tokens(
         scores = defined(scores.float() / temperature).double()
         best = (scores - torch.log(-torch.log(_uniform(seed, positions, logits.shape[1])))).argmax(1)
     return best.masked_fill(~finite.any(1), -1)
+
+
+@op
+def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
+    """Divide each row by the temperature, and set what the truncation leaves out to -inf.
+
+    logits: float32, bfloat16 or float16 [n, V]; temperature: float32 [1], above 0. Top-k keeps what is not below the
+    k-th largest score, top-p of that the fewest likeliest tokens that have a share of `top_p` (of equal ones the first
+    columns), min-p of that what is at least `min_p` times as likely as the likeliest; the largest score always stays.
+    NaN and infinite logits are left out. A row's result depends on no other row: shares are sums of integers.
+    Returns float32 [n, V].
+    """
+    wanted = (
+        "logits: floating [n, V]; temperature: float32 [1]; top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
+    )
+    require(wanted, logits, temperature, *truncation)
+    if not logits.shape[1]:
+        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    if run := kernels.truncate[logits.device]:
+        return run(logits, temperature, truncation)
+    top_k, top_p, min_p = truncation
+    scores = logits.float().masked_fill(~torch.isfinite(logits), -math.inf)
+    ordered, columns = defined(scores / temperature).sort(dim=1, descending=True, stable=True)
+    kept = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
+    chances = (ordered - ordered[:, :1]).exp()  # of the likeliest one's; NaN where no score is finite
+    weights = (chances.masked_fill(~kept, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
+    sums, share = weights.cumsum(1), (top_p * (1 << PART)).long()
+    total = sums[:, -1:]
+    limit = (total >> PART) * share + ((total & ((1 << PART) - 1)) * share >> PART)
+    kept &= (sums - weights < limit.clamp(min=1)) | (top_p >= 1)
+    kept &= chances >= min_p
+    return torch.full_like(ordered, -math.inf).scatter(1, columns, ordered.masked_fill(~kept, -math.inf))
 
 
 @op
