@@ -148,12 +148,12 @@ class Sampler:
             return ops.choose_tokens(logits).tolist()
         filters = self.row_filter
         assert filters is not None
-        sent = torch.tensor([signed(self.seed), filters.top_k, *positions], device=logits.device, dtype=torch.int64)
+        whole = ops.sent([signed(self.seed), filters.top_k, *positions], torch.int64, logits.device)
         shares = [filters.temperature, filters.top_p, filters.min_p, 1.0]
-        divisor, top_p, min_p, one = torch.tensor(shares, dtype=torch.float32, device=logits.device).split(1)
+        divisor, top_p, min_p, one = ops.sent(shares, torch.float32, logits.device).split(1)
         if filters.truncates:
-            logits, divisor = ops.truncate(logits, divisor, ops.Truncation(sent[1:2], top_p, min_p)), one
-        return ops.choose_tokens(logits, sent[2:], sent[:1], divisor).tolist()
+            logits, divisor = ops.truncate(logits, divisor, ops.Truncation(whole[1:2], top_p, min_p)), one
+        return ops.choose_tokens(logits, whole[2:], whole[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         """Return a function from node to chosen token, for logits [nodes, vocabulary] of a tree.
