@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from functools import partial
 
-from specengine.ops._meanings import WORD_BITS, own_bits
+from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
 from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, load_by, meaning
 from specengine.ops.attention import (
     Paths,
@@ -132,6 +132,7 @@ __all__ = [
     "compact_kv",
     "count_outcomes",
     "couple",
+    "doubled",
     "extract",
     "gather_rows",
     "grow_likely",
@@ -150,6 +151,7 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "precision",
     "root_rows",
     "rope_store",
     "row_of",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError, PolicyError
-from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, order_keys, own_bits, padded, require
+from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, doubled, order_keys, own_bits, padded, require
 from specengine.ops._registry import kernels, native, op
 
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -45,7 +45,7 @@ def number(tensor: Tensor) -> Number:
     """
     if tensor.device.type == FREE:
         return tensor.item()
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return doubled(tensor) if tensor.is_floating_point() else tensor
 
 
 def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
