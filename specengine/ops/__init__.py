@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from functools import partial
 
-from specengine.ops._meanings import WORD_BITS, own_bits
+from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
 from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, load_by, meaning
 from specengine.ops.attention import (
     Paths,
@@ -30,12 +30,14 @@ from specengine.ops.attention import (
 )
 from specengine.ops.choose import (
     MASK64,
+    Truncation,
     choose_tokens,
     couple,
     gather_rows,
     keyed_gumbel_argmax,
     philox4x32,
     philox_uniform,
+    truncate,
 )
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
@@ -59,6 +61,7 @@ from specengine.ops.tree import (
     root_rows,
     row_of,
     select_best,
+    sent,
     subtree,
     tree_mask,
     walk,
@@ -106,6 +109,7 @@ __all__ = [
     "Queues",
     "Search",
     "Throughput",
+    "Truncation",
     "Walked",
     "Window",
     "ancestor_words",
@@ -128,6 +132,7 @@ __all__ = [
     "compact_kv",
     "count_outcomes",
     "couple",
+    "doubled",
     "extract",
     "gather_rows",
     "grow_likely",
@@ -146,11 +151,13 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "precision",
     "root_rows",
     "rope_store",
     "row_of",
     "select_best",
     "select_worth",
+    "sent",
     "start_search",
     "step_queues",
     "strict_cached_attention",
@@ -159,6 +166,7 @@ __all__ = [
     "top_entropy",
     "tree_attention",
     "tree_mask",
+    "truncate",
     "update_throughput",
     "walk",
     "where",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import order_keys, padded, require
+from specengine.ops._meanings import doubled, order_keys, padded, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
 
@@ -126,7 +126,7 @@ def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     top = min(top, logits.shape[1])
     if run := kernels.top_entropy[logits.device]:
         return run(logits, top, normalized)
-    log_probs = top_children(logits, top, normalized)[0].double()
+    log_probs = doubled(top_children(logits, top, normalized)[0])
     return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
 
 

@@ -14,7 +14,7 @@ import torch
 
 from specengine import Engine, ops, policies
 from specengine import cuda_graphs as graphs
-from specengine.captured import CapturedDriver
+from specengine.captured import NOTE, CapturedDriver
 from specengine.cuda_graphs import Graphs, _Captured
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import EngineBusyError, InputError, NumericalError
@@ -28,7 +28,11 @@ from tests.ops.backends import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
-WALKS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}]  # by the host
+WALKS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 5, "typical_p": 0.9},
+]  # by the host
+FINISHES = {"finish greedy", "finish sampled", "finish truncated"}
 POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
 
 
@@ -162,6 +166,26 @@ def test_families(family: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "none"])
+def test_truncated_answers_stay_on_the_device(draft: str) -> None:
+    """One capture serves all values, and the tokens are those of plain sampling."""
+    engine, plain = captured(draft, "talon"), engine_of("none", "", captured=False)
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.6, "top_p": 0.9},  # of Llama 3's own config
+        {"temperature": 0.6, "top_p": 0.95},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.01},
+    ]
+    with frozen():
+        for way in ways:
+            found = engine.generate(PROMPT, max_new_tokens=12, seed=5, **way)
+            assert found.token_ids == plain.generate(PROMPT, max_new_tokens=12, seed=5, **way).token_ids
+            assert NOTE in found.stats.notes
+    names = engine.drivers.own.captured.graphs.captures
+    assert names["finish truncated"] == 1
+    assert not {"verify", "finish sampled"} & set(names)
+
+
 def test_an_older_head() -> None:
     check("eagle1", "eagle")
 
@@ -251,11 +275,11 @@ GROWS = {"root", "level", "root coupled", "level coupled"}
 @pytest.mark.parametrize(
     ("draft", "names"),
     [
-        ("eagle3", {*GROWS, "finish greedy", "finish sampled", "verify"}),
-        ("small_model", {*GROWS, "finish greedy", "finish sampled", "verify"}),
+        ("eagle3", {*GROWS, *FINISHES, "verify"}),
+        ("small_model", {*GROWS, *FINISHES, "verify"}),
         ("ngram", {"verify"}),
         ("recycling", {"verify"}),
-        ("none", {"finish greedy", "finish sampled", "verify"}),
+        ("none", {*FINISHES, "verify"}),
     ],
 )
 def test_warmup_captures_all_that_a_generation_needs(
