@@ -18,9 +18,10 @@ import importlib
 from functools import partial
 
 from specengine.ops._meanings import WORD_BITS, own_bits
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, load_by, meaning
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, is_served, load_by, meaning
 from specengine.ops.attention import (
     Paths,
+    Rotation,
     cached_attention,
     order_paths,
     pack_mask,
@@ -37,6 +38,7 @@ from specengine.ops.choose import (
     philox4x32,
     philox_uniform,
 )
+from specengine.ops.layers import add_rms_norm, silu_mul
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
@@ -104,10 +106,12 @@ __all__ = [
     "Paths",
     "Prices",
     "Queues",
+    "Rotation",
     "Search",
     "Throughput",
     "Walked",
     "Window",
+    "add_rms_norm",
     "ancestor_words",
     "append_children",
     "append_nodes",
@@ -133,6 +137,7 @@ __all__ = [
     "grow_likely",
     "held",
     "is_free",
+    "is_served",
     "keep_likely",
     "keyed_gumbel_argmax",
     "level_rows",
@@ -151,6 +156,7 @@ __all__ = [
     "row_of",
     "select_best",
     "select_worth",
+    "silu_mul",
     "start_search",
     "step_queues",
     "strict_cached_attention",
