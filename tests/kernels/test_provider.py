@@ -20,7 +20,9 @@ pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'"
 from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
-from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models import fused
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.kv_cache import Rows
 from specengine.ops import _registry, _trial
 from specengine.ops.tree import TokenTree
 from tests import toy
@@ -384,6 +386,24 @@ def test_parts_of_a_layer() -> None:
         ops.add_rms_norm(states, None, weight[:3], 1e-5)
     with pytest.raises(InputError, match="one dtype"):
         ops.silu_mul(states, residual.half())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.inference_mode()
+def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With views of merged weights, whose heads and rows are strided."""
+    model = toy.tiny(family).to(DEVICE)
+    results = []
+    for devices in ((), (DEVICE,)):
+        monkeypatch.setattr(fused, "DEVICES", devices)
+        lm = CausalLM(model, merge=True)
+        cache = lm.new_cache(20)
+        logits, _ = lm.extend(cache, [7, 3, 9, 7, 3], logits="all")
+        rated, states = lm.forward(Rows.of(toy.random_tree(1, 6, 50), cache.filled), cache, (0, 1))
+        results.append((logits, rated, states))
+    assert lm.modules == "fused, merged products"
+    for found, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
