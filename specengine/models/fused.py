@@ -28,7 +28,7 @@ from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.loaded import RECORDING
 from specengine.ops import Rotation
 
-DEVICES = ("cuda",)
+DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}  # by transformers' model type
 ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
@@ -36,7 +36,7 @@ ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
 SHARES = {torch.float32: (1e-4, 2.0**-20), torch.float16: (1e-2, 2.0**-10), torch.bfloat16: (5e-2, 2.0**-7)}
 
 
-def why_not(model: PreTrainedModel) -> str | None:
+def why_not(model: Any) -> str | None:
     """Return why this model's layers cannot be fused: empty for a family that is not served; None where they can."""
     kind = model.config.model_type
     if kind not in FAMILIES:
@@ -46,7 +46,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     known = _classes(kind)
     if type(model) is not known["ForCausalLM"]:
         return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
-    decoder: Any = model.model
+    decoder = model.model
     faults = [_fault(decoder, known["Model"]), _fault(decoder.norm, known["RMSNorm"])]
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -60,7 +60,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 @cache
-def _classes(kind: str) -> dict[str, type]:
+def _classes(kind: str) -> dict[str, Any]:
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
     return {name: getattr(module, FAMILIES[kind] + name) for name in names}
@@ -222,8 +222,8 @@ class Fused:
         query, key, value = (part.view(rows, -1, size).transpose(0, 1) for part in layer.projections(normed))
         norms = _head_norms(attention)
         eps = norms[0].variance_epsilon if norms else 0.0
-        weights = [norm.weight for norm in norms] or [None, None]
-        turn = Rotation(place.cosines, place.sines, *weights, eps, stepwise=True)
+        q_weight, k_weight = [norm.weight for norm in norms] or (None, None)
+        turn = Rotation(place.cosines, place.sines, q_weight, k_weight, eps, stepwise=True)
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(place.tree, Rows):

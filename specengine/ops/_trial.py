@@ -218,9 +218,9 @@ def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
     weights = _wave(device, SIZE, phase=2.0), _wave(device, SIZE, phase=3.0)
     found = list[tuple[Any, ...]]()
     for kind, ways in ((torch.float32, (False, True)), (torch.bfloat16, (False,)), (torch.float16, (True,))):
-        query, key, value, cache, *norms = (part.to(kind) for part in (*rows, slab, *weights))
+        query, key, value, cache, first, second = (part.to(kind) for part in (*rows, slab, *weights))
         for stepwise in ways:
-            turn = attention.Rotation(*tables, *norms, 1e-6, stepwise=True) if stepwise else tables
+            turn = attention.Rotation(*tables, first, second, 1e-6, stepwise=True) if stepwise else tables
             found.append((query, key, value, positions, turn, cache, slot, live))
     return found
 
