@@ -156,6 +156,7 @@ build/smollm2-135m-instruct/config.json: $(OFFLINE)/.built
 bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and graphs first, into bench/results
 	-$(PIP_INSTALL) -e '.[peers]'
 	-$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
+	-$(RUN) -m bench.layers --out bench/results/layers-gpu.jsonl
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
 	-$(RUN) -m research.inflate --shape 8b --out build/8b
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head $(FEW) --out bench/results/graphs-8b-gpu.jsonl

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -135,6 +135,11 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
     """
     kind, asked = torch.device(device).type, os.environ.get(VARIABLE, "")
     return {name: _choose(name, kind, asked) for name in OPS}
+
+
+def is_served(names: Iterable[str], device: torch.device) -> bool:
+    """Return whether a backend runs all of these ops on the device, rather than torch; tries those not tried yet."""
+    return all((getattr(native, name)[device] or getattr(kernels, name)[device]) is not None for name in names)
 
 
 @contextmanager

@@ -215,11 +215,24 @@ def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
     rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
     tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
     slab, slot, live = _wave(device, 2, HEADS // 2, 20, SIZE), _whole(device, 7), _count(device, ROWS)
-    halves = tuple(part.bfloat16() for part in rows)
-    return [
-        (*rows, positions, tables, slab, slot, live),
-        (*halves, positions, tables, slab.bfloat16(), slot, live),
-    ]
+    weights = _wave(device, SIZE, phase=2.0), _wave(device, SIZE, phase=3.0)
+    found = list[tuple[Any, ...]]()
+    for kind, ways in ((torch.float32, (False, True)), (torch.bfloat16, (False,)), (torch.float16, (True,))):
+        query, key, value, cache, first, second = (part.to(kind) for part in (*rows, slab, *weights))
+        for stepwise in ways:
+            turn = attention.Rotation(*tables, first, second, 1e-6, stepwise=True) if stepwise else tables
+            found.append((query, key, value, positions, turn, cache, slot, live))
+    return found
+
+
+def _layer(device: torch.device, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
+    parts = [_wave(device, *shape, phase=float(n)) for n, shape in enumerate(shapes)]
+    return [[part.to(kind) for part in parts] for kind in (torch.float32, torch.bfloat16)]
+
+
+def _add_rms_norm(device: torch.device) -> list[tuple[Any, ...]]:
+    parts = _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,))
+    return [(states, before, weight, 1e-6) for states, some, weight in parts for before in (None, some)]
 
 
 def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
@@ -234,6 +247,7 @@ def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
 
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
+    "add_rms_norm": _add_rms_norm,
     "append_nodes": _append_nodes,
     "best_candidates": _best_candidates,
     "cached_attention": _cached_attention,
@@ -243,6 +257,7 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "gather_rows": _gather_rows,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "rope_store": _rope_store,
+    "silu_mul": lambda device: [tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))],
     "step_queues": _step_queues,
     "strict_cached_attention": _strict,
     "top_children": lambda device: [(logits, 7) for logits in _logits(device)],

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 from specengine_kernels import candidate_selection, coupling, entropy, frontier, kv_compaction, verification
+from specengine_kernels import rms_norm as norm_kernel
 from specengine_kernels import rope_store as rope_kernel
+from specengine_kernels import silu_mul as silu_kernel
 from specengine_kernels import strict_attention as strict_kernel
 from specengine_kernels import top_children as children_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine.ops import attention, choose, select, tree
+from specengine.ops import attention, choose, layers, select, tree
 from specengine.ops._meanings import FLOATS, WORD_BITS
 from specengine.ops._registry import by_meaning, meaning
-from specengine.ops.attention import Paths
+from specengine.ops.attention import Paths, Rotation
 from specengine.ops.choose import MASK64
 from specengine.ops.select import LARGEST, Candidates
 from specengine.ops.tree import Arrays, Walked
@@ -192,15 +194,32 @@ def rope_store(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
-    tables: tuple[Tensor, Tensor],
+    turn: Rotation,
     slab: Tensor,
     slot: Tensor,
     live: Tensor,
 ) -> Tensor:
-    if not query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1:
-        return by_meaning(attention.rope_store, query, key, value, positions, tables, slab, slot, live)
+    weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
+    dense = query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1
+    if not dense or any(weight.stride(0) != 1 for weight in weights):
+        return by_meaning(attention.rope_store, query, key, value, positions, turn, slab, slot, live)
     rows = (states.transpose(0, 1) for states in (query, key, value))
-    return rope_kernel.rope_store(*rows, positions, *tables, slab[0], slab[1], slot, live).transpose(0, 1)
+    cosines, sines, *norms, eps, stepwise = turn
+    given = (*rows, positions, cosines, sines, slab[0], slab[1], slot, live)
+    return rope_kernel.rope_store(*given, *norms, eps, stepwise=stepwise).transpose(0, 1)
+
+
+def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dense = all(tensor.stride(-1) == 1 for tensor in (states, weight, states if residual is None else residual))
+    if not dense or not len(states) or states.shape[1] > norm_kernel.LARGEST_ROW:
+        return by_meaning(layers.add_rms_norm, states, residual, weight, eps)
+    return norm_kernel.add_rms_norm(states, residual, weight, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
+        return by_meaning(layers.silu_mul, gate, up)
+    return silu_kernel.silu_mul(gate, up)
 
 
 def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

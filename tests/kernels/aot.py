@@ -26,7 +26,9 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    rms_norm,
     rope_store,
+    silu_mul,
     strict_attention,
     top_children,
     tree_attention,
@@ -69,7 +71,7 @@ class Compiling:
 
     def specialised(self, *args: Any, **kwargs: Any) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], Any]:
         """Types, constants, what is known of the rest, and options: these tell one program from another."""
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
@@ -204,13 +206,26 @@ def gather(width: int, channels: int, dtype: str) -> None:
     frontier.gather_rows(rows, whole[:width], rows, whole[:width], rows[:width], rows[:width])
 
 
-def rope(rows: int, groups: int, size: int, dtype: str) -> None:
+def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
+    """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys."""
     kind, kv_heads = getattr(torch, dtype), 8
     query, key = (torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads))
     table, cache = torch.empty(4096, size // 2), torch.empty(kv_heads, 4096, size, dtype=kind)
     numbers = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     positions = torch.empty(rows, dtype=torch.int64)
-    rope_store.rope_store(query, key, key, positions, table, table, cache, cache, *numbers)
+    norms = [torch.empty(size, dtype=kind) for _ in range(2)] if way == "normed" else [None, None]
+    places = positions, table, table, cache, cache, *numbers
+    rope_store.rope_store(query, key, key, *places, *norms, 1e-5, stepwise=bool(way))
+
+
+def norm(rows: int, channels: int, dtype: str, adds: bool = True) -> None:
+    states = torch.empty(rows, channels, dtype=getattr(torch, dtype))
+    rms_norm.add_rms_norm(states, states if adds else None, states[0], 1e-5)
+
+
+def gate(rows: int, channels: int, dtype: str) -> None:
+    both = torch.empty(rows, 2 * channels, dtype=getattr(torch, dtype))
+    silu_mul.silu_mul(both[:, :channels], both[:, channels:])
 
 
 def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
@@ -220,7 +235,7 @@ def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
 
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
-CASES |= {"children": children, "entropy": entropies, "couple": couple}
+CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
 MODULES = (
     tree_attention,
     strict_attention,
@@ -231,7 +246,9 @@ MODULES = (
     kv_compaction,
     verification,
     frontier,
+    rms_norm,
     rope_store,
+    silu_mul,
 )
 
 
