@@ -44,7 +44,7 @@ tools for Windows") and install specengine again.
 specengine: the CUDA library specengine/_cuda.so was not built:
     {error}
 specengine works without it and gives the same results; on a GPU the host launches every pass of a draft, and
-NVRTC, which torch's CUDA wheels bring, compiles SALF's queue when it is used.
+NVRTC, which torch's CUDA wheels bring, compiles SALF's queue and auto's rule when they are used.
 To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
 SPECENGINE_CUDA=0 leaves it out.
 """,
@@ -86,6 +86,7 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
         compiler,
         "-O3",
         "-std=c++17",
+        "-fmad=false",  # sums and products as the host makes them
         *targets,
         "-t",
         "0",
@@ -230,7 +231,7 @@ if __name__ == "__main__":
                 "benchmark/**/*.jsonl",
             ],
             "specengine_kernels": ["README.md"],
-            "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
+            "specengine_csrc": ["best_first.cu", "worth.cu", "spec/*.hpp"],
         },
         exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),
