@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specengine.ops import attention, queue, select
+from specengine.ops import attention, queue, select, worth
 from specengine.ops._registry import OPS, meaning
 from specengine.ops.tree import Nodes, ancestor_words
+from specengine.ops.worth import KNOTS, LEVELS, PLACES, Counts, Notes, Prices, Throughput
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; integers must be equal
 HALF = 2e-2  # both, of bfloat16
@@ -57,7 +58,9 @@ def _copied(given: Any) -> Any:
 
 
 def _counted(value: Any) -> list[Any]:
-    """Return the values of a result, or of a changed argument, without padding."""
+    """Return the values of a result, or of a changed argument, without padding, which notes have behind the nodes."""
+    if isinstance(value, Notes):
+        return [part[:-1] for part in value]
     if isinstance(value, queue.Queues):
         waiting = int((value.scores > -math.inf).sum())
         kept = ("accepted", "scores", "bound")
@@ -245,6 +248,48 @@ def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
     return [(queues, found, frontier, _whole(device, *[0] * 9), None, _count(device, 1), search)]
 
 
+def _search(device: torch.device, capacity: int = 20) -> tuple[Any, ...]:
+    """Return a tree of 5 nodes and the books of a search over it, in which passes pay."""
+    cells = worth.SOURCES * worth.DEPTHS * worth.RANKS
+    tries, table = _wave(device, cells, KNOTS).abs() + 2, _wave(device, cells, KNOTS, phase=1.0).sigmoid()
+    passes = _wave(device, LEVELS).abs() + 58
+    profile = _wave(device, LEVELS, PLACES).sigmoid().sort(1, descending=True).values
+    group, gains = _whole(device, 0), passes[:, None] * profile
+    counts = Counts(tries * table, tries, table, gains, passes, profile, group)
+    cell, place = _whole(device, *[7] * (capacity + 1)), _whole(device, *[1] * (capacity + 1))
+    waiting, drafted = (cell < 0) | (_wave(device, capacity + 1) > 0), _wave(device, capacity + 1, phase=2.0) > 0
+    notes = Notes(_wave(device, capacity + 1).abs().neg(), cell, place, waiting, drafted)
+    verify, draft = _wave(device, 9).abs() / 100 + 0.1, _wave(device, 4).abs() / 100
+    prices = Prices(verify / 10, draft / 10, _whole(device, 1, 2, 3))
+    recent, numbers = _wave(device, 2).abs() + 1, (_real(device, 0.25), _count(device, 3), _real(device, 0.5))
+    throughput = Throughput(verify, draft, prices, recent, *numbers, verify.new_zeros(0))
+    return _tree(device, capacity), _count(device, 5), counts, notes, throughput
+
+
+def _start_search(device: torch.device) -> list[tuple[Any, ...]]:
+    return [(*_search(device), 2, None, (8, -1.0))]
+
+
+def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
+    tree, size, *books = _search(device)
+    frontier, logits = Nodes(_whole(device, 1, 2, 4), _count(device, 3)), _wave(device, 3, COLUMNS)
+    ids = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 3
+    marks = (_wave(device, 3, COLUMNS, phase=1.0) > 0).to(torch.uint8)
+    counters, limits = (size, _count(device, 2), _count(device, 0)), worth.Limits(-20.0, 12, 2, 9)
+    both = select.Drafted(logits, ids, False, marks), select.Drafted(logits.log_softmax(1), None, True, None)
+    return [(tree, counters, frontier, drafted, *books, limits) for drafted in both]
+
+
+def _keep_likely(device: torch.device) -> list[tuple[Any, ...]]:
+    return [(*_search(device), None, (12, 20, -3.0), most) for most in (3, 8)]
+
+
+def _count_outcomes(device: torch.device) -> list[tuple[Any, ...]]:
+    tree, size, *books = _search(device)
+    path = Nodes(_whole(device, 0, 1, 3), _count(device, 3))
+    return [(tree, size, path, _whole(device, 8, 10, 99), *books)]
+
+
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "add_rms_norm": _add_rms_norm,
@@ -253,11 +298,15 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "cached_attention": _cached_attention,
     "choose_tokens": _choose_tokens,
     "compact_kv": _compact_kv,
+    "count_outcomes": _count_outcomes,
     "couple": _couple,
     "gather_rows": _gather_rows,
+    "grow_likely": _grow_likely,
+    "keep_likely": _keep_likely,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "rope_store": _rope_store,
     "silu_mul": lambda device: [tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))],
+    "start_search": _start_search,
     "step_queues": _step_queues,
     "strict_cached_attention": _strict,
     "top_children": lambda device: [(logits, 7) for logits in _logits(device)],
