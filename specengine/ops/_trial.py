@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +21,34 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; in
 HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
+PACKED_ROWS, LONG = (16, 32, 64, 65), 200  # each has tiles of its own; positions of a prefix that is split
+MOST_THREADS = 8
+
+Implementations = dict[str, Callable[..., Any]]
+Inputs = list[tuple[Any, ...]]
 
 
-def differs(names: tuple[str, ...], run: dict[str, Callable[..., Any]], device: torch.device) -> str:
+class Heads(NamedTuple):
+    """Heads of a model: channels, query heads per key-value head, dtype."""
+
+    size: int
+    groups: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"heads of {self.size} channels, {self.groups} to a key-value head, {self.dtype}"
+
+
+def differs(
+    names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None
+) -> str:
     """Return the fault of `run`, implementations of these ops, of which the last is called; empty where there is none.
 
-    A fault is an exception, or a result that differs from the meaning's.
+    A fault is an exception, or a result that differs from the meaning's. inputs: to try, instead of those of the op.
     """
-    if names[-1] not in INPUTS:
+    if inputs is None and names[-1] not in INPUTS:
         return "it has no inputs to try it on"
-    for number, given in enumerate(INPUTS[names[-1]](device)):
+    for number, given in enumerate(INPUTS[names[-1]](device) if inputs is None else inputs):
         theirs, means = _copied(given), _copied(given)
         with meaning():
             wanted = _called(names, means)
@@ -40,6 +61,37 @@ def differs(names: tuple[str, ...], run: dict[str, Callable[..., Any]], device: 
         if reason:
             return f"{reason} (input {number})"
     return ""
+
+
+def run_all(run: Implementations, device: torch.device) -> None:
+    """Run each op once, several at a time, so that programs are compiled side by side; what fails is left to `differs`."""
+    tried = {needed(name) for name in run}
+    side_by_side(
+        [(names, run, given) for names in tried if names[-1] in INPUTS for given in INPUTS[names[-1]](device)], device
+    )
+
+
+def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, ...]]], device: torch.device) -> None:
+    """Call ops, each with its implementations and inputs, in threads; results and exceptions are dropped."""
+
+    @torch.inference_mode()
+    def one(job: tuple[tuple[str, ...], Implementations, tuple[Any, ...]]) -> None:
+        names, run, given = job
+        with contextlib.suppress(Exception), _current(device), meaning({name: run[name] for name in names}):
+            _called(names, given)
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # threads have a stream of their own, and the inputs come from this one's
+    for job in jobs[:1]:
+        one(job)  # loads the driver
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        list(threads.map(one, jobs[1:]))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _called(names: tuple[str, ...], given: tuple[Any, ...]) -> Any:
@@ -193,25 +245,49 @@ def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Ten
     return query, key, value
 
 
-def _both(rows: tuple[Any, ...], *rest: Any) -> list[tuple[Any, ...]]:
-    return [(*rows, *rest), (*(part.bfloat16() for part in rows), *rest)]
-
-
 def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
     words = _tree(device, 5)[5]
     lengths = _count(device, 60), _count(device, 4), _count(device, 5)
-    return _both(_rows(device), words, *lengths, SIZE**-0.5)
+    return [(*_rows(device), words, *lengths, SIZE**-0.5)]  # in half precision as `attention_of` has it
+
+
+def attention_of(heads: Heads, device: torch.device) -> Inputs:
+    """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, behind a split prefix."""
+    found = []
+    for packed in PACKED_ROWS:
+        rows = -(-packed // heads.groups)
+        parents = torch.tensor([(node - 1) // 2 if node else -1 for node in range(rows)], dtype=torch.int64, device="cpu")
+        words = ancestor_words(parents).view(rows, -1).to(device)
+        lengths = _count(device, LONG), _count(device, rows), _count(device, rows)
+        found.append((*_wide_rows(heads, rows, device), words, *lengths, heads.size**-0.5))
+    return found
+
+
+def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:
+    """Return an input of `strict_cached_attention` with these heads."""
+    with meaning():
+        paths = attention.order_paths(_tree(device, 5)[5])
+    return [(*_wide_rows(heads, ROWS, device), paths, _count(device, LONG), _count(device, 4), heads.size**-0.5)]
+
+
+def _wide_rows(heads: Heads, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    shapes = (2 * heads.groups, rows, heads.size), *[(2, LONG + rows + 3, heads.size)] * 2
+    query, key, value = (_wave(device, *shape, phase=float(n)).to(heads.dtype) for n, shape in enumerate(shapes))
+    return query / 4, key, value  # no weight is near 1, so that rounding stays small
+
+
+OF_HEADS = {"cached_attention": attention_of, "strict_cached_attention": strict_attention_of}
 
 
 def _strict(device: torch.device) -> list[tuple[Any, ...]]:
     with meaning():
         paths = attention.order_paths(_tree(device, 5)[5])
-    return _both(_rows(device), paths, _count(device, 60), _count(device, 4), SIZE**-0.5)
+    return [(*_rows(device), paths, _count(device, 60), _count(device, 4), SIZE**-0.5)]
 
 
 def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
     mask = torch.ones(ROWS, SLOTS, dtype=torch.bool, device=device).tril(SLOTS - ROWS)
-    return _both(_rows(device), mask, 60)
+    return [(*_rows(device), mask, 60)]
 
 
 def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:

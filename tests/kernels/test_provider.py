@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
+from specengine_kernels import tree_attention
+from triton.runtime.errors import OutOfResources
+
 from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
@@ -86,6 +91,48 @@ def test_every_kernel_passes_its_trial() -> None:
     assert set(kernels) == SERVED
     for op in SERVED:
         assert not _trial.differs(_trial.needed(op), kernels, torch.device(DEVICE)), op
+
+
+@pytest.mark.parametrize("name", ["cached_attention", "strict_cached_attention"])
+def test_heads_are_tried_with_all_tiles_when_they_are_first_met(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that a card has no room for, or that is wrong there, is found while four rows are tried at loading."""
+    module = importlib.import_module("specengine.ops.triton")
+    monkeypatch.setattr(module, "is_tried", lambda device: True)
+    kernel, rows = getattr(module, f"_{name}"), []
+
+    def small(query: Tensor, *rest: object) -> Tensor:
+        rows.append(query.shape[1])
+        if query.shape[2] == 64 and query.shape[1] > (16 if name == "cached_attention" else 4):
+            raise OutOfResources(102400, 101376, "shared memory")
+        return kernel(query, *rest)
+
+    monkeypatch.setattr(module, f"_{name}", small)
+    module._serves.cache_clear()
+    for size, known in ((32, True), (64, False)):
+        given = _trial.OF_HEADS[name](_trial.Heads(size, 4, torch.float32), torch.device(DEVICE))[0]
+        rows.clear()
+        expected = ops.by_meaning(ops.OPS[name], *given)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [getattr(module, name)(*given) for _ in range(2)]
+        warned = [str(one.message) for one in said if one.category is RuntimeWarning]
+        assert all(torch.allclose(one, expected, atol=1e-5) for one in found)
+        if known:
+            assert not warned
+            assert rows == ([4, 8, 16, 17, 4, 4] if name == "cached_attention" else [5, 5, 5])
+        else:
+            assert len(warned) == 1
+            assert re.search(f"{name} of heads of 64 channels.* in torch from now on.*OutOfResources", warned[0])
+    module._serves.cache_clear()
+
+
+def test_trials_of_heads_meet_every_tile() -> None:
+    """As the launcher chooses them, for few and many query heads to a key-value head."""
+    shipped = {tree_attention.tiles_for(rows, 128, torch.bfloat16) for rows in range(1, 999)}
+    for groups in (1, 3, 4, 8):
+        inputs = _trial.attention_of(_trial.Heads(128, groups, torch.bfloat16), torch.device("cpu"))
+        rows = [given[0].shape[1] * groups for given in inputs]
+        assert {tree_attention.tiles_for(count, 128, torch.bfloat16) for count in rows} == shipped
 
 
 def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
