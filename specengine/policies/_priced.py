@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, PassCosts, find_costs
-from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy
 from specengine.records import Outcome
@@ -41,7 +40,8 @@ class Priced(TreePolicy):
 
     def price(self, nodes: int, width: int) -> None:
         """Prepare prices of trees of up to so many nodes, the root included, and of passes from up to so many."""
-        self._sizes, self._known = (nodes, width), self._given()
+        given = ASSUMED if self.costs == MEASURED else self.costs
+        self._sizes, self._known = (nodes, width), given if isinstance(given, PassCosts) else find_costs(given)
         self._find: Callable[[], PassCosts] | None = None
         self._context = self._cycles = 0
         self._prices = PerDevice(self._priced)
@@ -72,18 +72,6 @@ class Priced(TreePolicy):
         first = (ops.number(tree.passes) == 1) & (ops.number(width) > 0)
         before = ops.where(first, prices.overhead, spent)
         return spent.copy_(before + prices.draft.index_select(0, width))
-
-    def _given(self) -> PassCosts:
-        if self.costs == MEASURED:
-            return ASSUMED
-        if isinstance(self.costs, PassCosts):
-            return self.costs
-        if not isinstance(self.costs, str):
-            name = type(self).__name__.lower()
-            raise InputError(
-                f"policy {name}.costs: got {self.costs!r}, accepted {MEASURED}, PassCosts, a name or a file"
-            )
-        return find_costs(self.costs)
 
     def _priced(self, device: torch.device) -> Prices:
         tables = self._known.table(*self._sizes, self._context)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine import ops
 from specengine.costs import PassCosts
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -87,7 +86,7 @@ class CaDDTree(DDTree, Priced):
         return best, top, more
 
     def _may_pay(self, tree: TokenTree, sources: Nodes, beam: Nodes, spent: Tensor) -> Tensor:
-        """Return whether a pass from the beam could raise tokens over cost: if all that hangs from `sources` came true."""
+        """Return whether a pass from the beam could raise tokens over cost: if all behind `sources` were right."""
         _, ratio, more = self._best(tree, spent)
         most = tree.scores(sources).double().exp().sum(0, keepdim=True)
         return most > ratio * (self._prices[tree.device].draft.index_select(0, beam.live) + more)

@@ -40,10 +40,10 @@ class Cast(Priced):
     costs     `measured`: those of this engine on this machine; or such as stay: PassCosts, a name in
               specengine.costs.PUBLISHED, the file of a costs record
 
-    Source: CAST, Hong et al. 2025 (arXiv 2510.26577), sections 4.1 and 4.2 and Algorithm 1, as public reviews give them;
-    thresholds of one of these, which says that they are tuned for each model. Ours: `recent`; the root counts among the
-    nodes verified; the largest of all valid indices is found as the last maximum of utility - threshold * cost, which
-    Algorithm 1 finds where costs rise and which also holds where a measured table falls.
+    Source: CAST, Hong et al. 2025 (arXiv 2510.26577), sections 4.1 and 4.2 and Algorithm 1, as public reviews give
+    them; the thresholds are those that one of them names, which are tuned for each model. Ours: `recent`; the root
+    counts among the nodes verified; Algorithm 1 is done as the last maximum of utility - threshold * cost, which it
+    finds where costs rise, and which is also defined where a measured table falls.
     """
 
     budget: int = 64

@@ -38,8 +38,6 @@ class DDTree(TreePolicy):
         "cpu": {"budget": 12, "block": 3},
     }
 
-    rows = 1
-
     def __post_init__(self) -> None:
         require("ddtree", "budget", self.budget, "2 or more", self.budget >= 2)
         require("ddtree", "block", self.block, "1 or more", self.block >= 1)
@@ -47,6 +45,10 @@ class DDTree(TreePolicy):
     @property
     def capacity(self) -> int:
         return 1 + (self.budget - 1) * self.block
+
+    @property
+    def rows(self) -> int:
+        return 1
 
     @property
     def passes(self) -> int:

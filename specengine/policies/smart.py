@@ -34,10 +34,10 @@ class Smart(Priced):
     costs     `measured`: those of this engine on this machine; or such as stay: PassCosts, a name in
               specengine.costs.PUBLISHED, the file of a costs record
 
-    Source: SMART, Wang and Zhou 2026 (arXiv 2604.09731): rule, discount and order of layers, as its abstract and public
-    reviews give them. Ours: expected tokens are one and the sum of path probabilities, where the paper takes a mean over
-    paths, which is less than what a walk brings; costs are read from the measured tables, not from fitted curves, and a
-    node costs its place in the verification and in the next draft pass, of which the first node pays the whole start.
+    Source: SMART, Wang and Zhou 2026 (arXiv 2604.09731), as its abstract and public reviews give it: the rule, the
+    discount and the order. Ours: expected tokens are one and the sum of path probabilities, which is what a walk
+    brings, where the paper takes a mean over paths; costs are the measured tables, not curves fitted to them; a node
+    costs its row of the verification and of the next draft pass, of which a layer's first node pays the start.
     """
 
     budget: int = 64
@@ -76,7 +76,7 @@ class Smart(Priced):
         return nodes.where((passes < self.passes) & (ops.number(tree.size) < self.budget))
 
     def _taken(self, tree: TokenTree, found: Candidates, spent: Tensor, drafts: Flag) -> Tensor:
-        """Return how many of the candidates to take, int32 [1]: the first ones, as later ones bring less at the same cost.
+        """Return how many of the candidates to take, int32 [1]: the first, as later ones bring less at the same cost.
 
         spent: float64 [1], of the tree's passes; drafts: whether there may be a further one.
         """

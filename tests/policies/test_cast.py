@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ def test_linear_costs_and_a_threshold_of_the_last_node_give_the_top_k(
     values = sorted(confidences, reverse=True)
     threshold = values[k - 1] * (1 - 1e-9) / slope
     worth = [sum(values[:n]) - threshold * (slope * n + 0.3) for n in range(1, 7)]
-    if min(a - b for a, b in zip(values, values[1:], strict=False)) > 1e-6:
+    if min(more - less for more, less in pairwise(values)) > 1e-6:
         assert int(last_best(torch.tensor(worth, dtype=torch.float64), torch.tensor([6]))) == k
 
 
