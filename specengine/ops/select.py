@@ -256,7 +256,7 @@ class Step:
     marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
                 alone in rows where a grammar forces one; None where there is nothing of the kind
     further     [positions, draft vocabulary], as `logits`: of the positions behind those of the frontier's only node,
-                where the draft gives several at once; None elsewhere
+                where the draft gives several at once; None elsewhere, as where copies are mixed in or a grammar forces
     """
 
     logits: Tensor

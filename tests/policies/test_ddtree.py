@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
+from specengine.drafters._coupled import Coupled
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes
@@ -19,7 +20,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.ddtree import DDTree
 from tests.policies import slow
-from tests.toy import Tables, ToyDrafter, ToyTarget, policy_for
+from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 
 
 class BlockDrafter(ToyDrafter):
@@ -115,6 +116,21 @@ def test_answers_of_drafts_that_give_blocks_are_those_of_plain_decoding(name: st
     found = engine.generate([1, 2], max_new_tokens=32, **options)
     assert found.token_ids == engine.generate([1, 2], max_new_tokens=32, policy="plain", **options).token_ids
     assert found.stats.num_spec_steps < 32
+
+
+def test_the_noise_of_a_sampled_answer_is_that_of_each_position() -> None:
+    """Also where a later pass would have drafted it."""
+    seed, scale = torch.tensor([7]), torch.tensor([0.5])
+    tree = TokenTree.root(0, 4)
+    tree.add(torch.tensor([0]), torch.tensor([1]), torch.zeros(1))
+    for normalized in (False, True):
+        source = block_drafter(5, 2, 2)
+        source.normalized = normalized
+        coupled = Coupled(source, seed, scale, lambda: 9)
+        whole, later = (coupled.step(tree, nodes_of([node])) for node in (0, 1))
+        assert whole.further is not None
+        assert torch.equal(whole.further, later.logits)
+        assert not torch.allclose(whole.further[0], source.marginal(1))
 
 
 @pytest.mark.parametrize(
