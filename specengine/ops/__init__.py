@@ -18,7 +18,7 @@ import importlib
 from functools import partial
 
 from specengine.ops._meanings import WORD_BITS, own_bits
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, load_by, meaning
+from specengine.ops._registry import OPS, VARIABLE, Backend, attached, backends, bind, by_meaning, load_by, meaning
 from specengine.ops.attention import (
     Paths,
     cached_attention,
@@ -112,6 +112,7 @@ __all__ = [
     "append_children",
     "append_nodes",
     "at_most",
+    "attached",
     "backends",
     "beam_observation",
     "best_action",

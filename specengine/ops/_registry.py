@@ -137,6 +137,11 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
     return {name: _choose(name, kind, asked) for name in OPS}
 
 
+def attached(kind: str) -> list[str]:
+    """Return the backends that are built and serve a kind of device, best first. Tries none of them."""
+    return [key for key, provider in _PROVIDERS.items() if kind in provider.devices and _loaded(key)]
+
+
 @contextmanager
 def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
     """Run the ops of this thread in torch within the context: for tests, and for inputs that a kernel refuses.
