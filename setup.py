@@ -43,8 +43,8 @@ tools for Windows") and install specengine again.
     CUDA: """
 specengine: the CUDA library specengine/_cuda.so was not built:
     {error}
-specengine works without it and gives the same results; on a GPU the host launches every pass of a draft, and
-NVRTC, which torch's CUDA wheels bring, compiles SALF's queue when it is used.
+specengine works without it and gives the same results: NVRTC, which torch's CUDA wheels bring, compiles SALF's
+queue when it is used.
 To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
 SPECENGINE_CUDA=0 leaves it out.
 """,

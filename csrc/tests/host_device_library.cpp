@@ -24,10 +24,6 @@ int spec_queues_step(float* accepted, float* scores, float* log_probs, int64_t* 
   return 0;
 }
 
-int spec_loop_create(void*, void*, void*, const int32_t*, int32_t*, int, void**) { return 1; }
-int spec_loop_launch(void*, void*) { return 1; }
-int spec_loop_destroy(void*) { return 1; }
-
 // ---- of the driver, what specengine/ops/_nvrtc.py calls to launch
 
 SPEC_EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned lanes, unsigned, unsigned, unsigned, void*,

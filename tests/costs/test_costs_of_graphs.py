@@ -35,15 +35,15 @@ DRAFTS = ("small_model", "eagle3")
 
 
 @pytest.fixture
-def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Everything runs on a pretended device whose work takes the time of this clock."""
+def clock(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Everything runs on a pretended device whose work takes the time of this clock; param: its graphs have branches."""
     choose(monkeypatch, "reference")
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
     monkeypatch.setattr(stored, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "pretended")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path))
     clock = Clock()
-    with cuda(clock):
+    with cuda(clock, branches=getattr(request, "param", False)):
         yield clock
 
 
@@ -74,13 +74,17 @@ def answer(engine: Engine, tokens: int = 12) -> list[Cycle]:
     return [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=tokens)]
 
 
+WAYS = pytest.mark.parametrize("clock", [False, True], indirect=True, ids=["passes as graphs", "trees as graphs"])
+
+
+@WAYS
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_what_is_measured_is_what_graphs_take(draft: str, clock: Clock) -> None:
     """Not what was compiled meanwhile, nor what the host takes to launch; a pass has the policy's rule."""
     engine = engine_of(draft)
     answer(engine, 2)
     costs, real = auto_of(engine)._costs, seconds_of(engine, clock)
-    level = real["level"] + clock.wake + clock.graph  # the host reads whether there is one
+    level = real["level"] + clock.wake + clock.graph  # the host may read whether there is one
     assert costs.padded
     assert costs.table(8, 3, 0).verify[1] == pytest.approx(real["finish greedy"], rel=0.02)
     assert costs.table(8, 3, 0).draft[1] == pytest.approx(level, rel=0.02)
@@ -134,21 +138,22 @@ def test_measuring_leaves_the_engine_as_it_was(clock: Clock) -> None:
     assert found[0] == found[1]
 
 
+@WAYS
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
     engine = engine_of(draft)
     answer(engine)
-    (first, *later), real = answer(engine, 16), seconds_of(engine, clock)
-    assert not first.seconds.captured
-    for cycle in later:
+    cycles, real = answer(engine, 16), seconds_of(engine, clock)
+    for cycle in cycles:
         seconds, passes = cycle.seconds, int(cycle.tree.passes)
         assert seconds.captured
         assert seconds.split
         assert seconds.verify == pytest.approx(real["finish greedy"], rel=0.02)
         grown = real["root"] + (passes - 1) * real["level"] if passes else 0.0
-        assert seconds.draft == pytest.approx(real["first"] + grown, rel=0.05)
+        tried = real["root"] if not passes and seconds.draft > 1.5 * real["first"] else 0.0  # a pass for nothing
+        assert seconds.draft == pytest.approx(real["first"] + grown + tried, rel=0.05)
         assert seconds.draft + seconds.verify == seconds.model <= seconds.total
-    assert statistics.median(cycle.seconds.host for cycle in later) < 0.1 * real["finish greedy"]
+    assert statistics.median(cycle.seconds.host for cycle in cycles) < 0.1 * real["finish greedy"]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -180,8 +185,8 @@ def test_pace_learns_from_cycles_on_the_device(clock: Clock, monkeypatch: pytest
 
     monkeypatch.setattr(Pace, "observe", observed)
     before = policy._pace._spread
-    _, *later = answer(engine, 24)
-    assert [tokens for tokens, _ in seen] == [len(cycle.tokens) for cycle in later]
+    cycles = answer(engine, 24)
+    assert [tokens for tokens, _ in seen] == [len(cycle.tokens) for cycle in cycles]
     assert all(1.0 <= ratio < 6.0 for _, ratio in seen)
     assert policy._pace._spread != before
     assert policy._context == len(PROMPT) + 24  # so prices are those of the present context
