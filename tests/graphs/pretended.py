@@ -414,7 +414,7 @@ def cuda(clock: Clock | None = None) -> Iterator[Device]:
 
     @contextmanager
     def graph(into: Graph, **_: Any) -> Iterator[None]:
-        device.capturing = into
+        device.capturing, into.clock = into, clock
         try:
             yield
         finally:
@@ -436,7 +436,7 @@ def cuda(clock: Clock | None = None) -> Iterator[Device]:
         "synchronize": lambda *_: device.wait("the device"),
         "Stream": Stream,
         "Event": lambda **_: Event(device),
-        "CUDAGraph": lambda **options: Graph(clock=clock, **options),
+        "CUDAGraph": Graph,
         "graph": graph,
     }
     with pytest.MonkeyPatch.context() as patch:
