@@ -36,7 +36,7 @@ DRAFTS = ("small_model", "eagle3")
 
 @pytest.fixture
 def clock(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Everything runs on a pretended device whose work takes the time of this clock; param: its graphs have branches."""
+    """Run on a pretended device whose work takes the time of this clock. param: whether graphs have branches."""
     choose(monkeypatch, "reference")
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
     monkeypatch.setattr(stored, "_loaded", {})
