@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench papers bench-server docs test-gpu test-gpu-offline bench-gpu wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers papers bench-server docs test-gpu test-gpu-offline bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,14 @@ CLIENTS := .venv-clients
 LOAD := .venv-load
 test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the server that others wrote, against a server
 	SPECENGINE_SERVER_PYTHON=$(CURDIR)/$(RUN) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+
+# other engines, each in an environment of its own: `specengine bench --way peer:NAME`; what cannot be had is left out
+PEERS ?= $(basename $(notdir $(wildcard bench/peers/*.txt)))
+peers: $(PEERS:%=peer-%)  ## environments of other engines in .peers, for specengine bench; PEERS="openvino vllm" some
+peer-%: bench/peers/%.txt
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --disable-pip-version-check -r $< || { rm -rf .peers/$*; \
+	  echo "peers: $* cannot be installed here, bench lists it as not run" >&2; }
 
 # the same programs as tests/csrc runs; order_test.cpp holds the bits that an x86-64 has
 ARM_CXX ?= aarch64-linux-gnu-g++
@@ -102,21 +110,53 @@ docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its
 test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 	$(RUN) -m pytest $(GPU_TESTS) -n $(GPU_WORKERS) --dist worksteal
 
-# for a machine without a network, whose Python has torch, triton, transformers and pytest: nothing is installed
+# for a machine without a network, whose Python has torch, triton, transformers and pytest: nothing is installed. Each
+# part ends within nine minutes, and leaves what it has found so far
 OFFLINE := build/offline
-ON_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/$(OFFLINE)
-test-gpu-offline:  ## the same for kernels and graphs, with the packages that PYTHON has
+ON_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/$(OFFLINE)$(if $(PYTHONPATH),:$(PYTHONPATH))
+NINE_MINUTES := timeout --signal=INT --kill-after=20 540
+PARTS ?= kernels graphs
+test-gpu-offline: $(OFFLINE)/.built  ## the same for kernels, then graphs, with the packages that PYTHON has
+	$(MAKE) -k $(addprefix test-gpu-offline-,$(PARTS))
+
+# without the forward on CPUs, which takes longest to compile
+$(OFFLINE)/.built: $(INSTALL_FILES)
 	mkdir -p $(OFFLINE)
 	ln -sfn $(CURDIR)/kernels $(OFFLINE)/specengine_kernels
 	ln -sfn $(CURDIR)/csrc $(OFFLINE)/specengine_csrc
-	-SPECENGINE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
-	$(ON_PATH) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors tests/kernels tests/cuda tests/graphs \
-	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(GPU_WORKERS) --dist worksteal')
+	-SPECENGINE_CUDA=1 SPECENGINE_CPU=0 SPECENGINE_JOBS=$$(nproc) $(PYTHON) setup.py -q build_ext --inplace
+	@touch $@
+
+PYTEST_OFFLINE = $(ON_PATH) $(NINE_MINUTES) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors \
+  --junitxml=$(RESULTS)/$@.xml $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(GPU_WORKERS) --dist worksteal')
+test-gpu-offline-kernels: $(OFFLINE)/.built
+	$(PYTEST_OFFLINE) tests/kernels tests/cuda
+test-gpu-offline-graphs: $(OFFLINE)/.built
+	$(PYTEST_OFFLINE) tests/graphs
+
+# RESULTS=$$OUT is another folder. MODEL: a model's folder, by default what `python -m bench.offline split build/parts`
+# has been carried there in; the large model is made of it. In this order: kernels show first whether anything runs
+RESULTS ?= bench/results
+MODEL ?= build/smollm2-135m-instruct
+BENCHES ?= kernels small 8b
+MEASURE = $(ON_PATH) $(NINE_MINUTES) $(PYTHON) -m
+bench-gpu-offline: $(OFFLINE)/.built  ## kernels, graphs and an 8B model on a CUDA device without a network
+	$(MAKE) -k $(addprefix bench-gpu-offline-,$(BENCHES))
+bench-gpu-offline-kernels: $(OFFLINE)/.built
+	$(MEASURE) bench.kernels --quick --out $(RESULTS)/kernels-quick-gpu.jsonl
+bench-gpu-offline-small: $(OFFLINE)/.built $(MODEL)/config.json
+	$(ON_KERNELS) $(MEASURE) bench.graphs --model $(MODEL) $(FEW) --out $(RESULTS)/graphs-few-gpu.jsonl
+bench-gpu-offline-8b: $(OFFLINE)/.built $(MODEL)/config.json
+	test -f build/8b/config.json || $(MEASURE) research.inflate --model $(MODEL) --shape 8b --out build/8b
+	$(ON_KERNELS) $(MEASURE) bench.graphs --model build/8b --draft build/8b/head $(FEW) --out $(RESULTS)/graphs-8b-gpu.jsonl
+build/smollm2-135m-instruct/config.json: $(OFFLINE)/.built
+	$(ON_PATH) $(PYTHON) -m bench.offline join build/parts $(@D)
 
 # each writes a record as soon as it has it, and what fails does not end the rest; kernels first
-bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and graphs, into bench/results
+bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and graphs first, into bench/results
 	-$(PIP_INSTALL) -e '.[peers]'
 	-$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
+	-$(RUN) -m bench.layers --out bench/results/layers-gpu.jsonl
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
 	-$(RUN) -m research.inflate --shape 8b --out build/8b
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head $(FEW) --out bench/results/graphs-8b-gpu.jsonl
@@ -127,8 +167,8 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and
 	-$(RUN) -m bench.exactness --device cuda --out bench/results/exactness-gpu.jsonl
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 
-# of an 8B model, which takes minutes a policy
-FEW := --policy eagle --policy talon --per-set 2 --rounds 2
+# of a model for which each way takes minutes
+FEW := --ours --policy auto --policy eagle --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

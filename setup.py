@@ -3,7 +3,8 @@ as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
 wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
-not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_SANITIZE=1 builds the
+not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_CPU=0 leaves the forward on
+CPUs out, which takes longest. SPECENGINE_JOBS=8 compiles so many files at once; SPECENGINE_SANITIZE=1 builds the
 extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
 
 An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
@@ -16,6 +17,8 @@ import shutil
 import subprocess
 import sys
 from glob import glob
+from importlib.util import find_spec
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +46,8 @@ tools for Windows") and install specengine again.
     CUDA: """
 specengine: the CUDA library specengine/_cuda.so was not built:
     {error}
-specengine works without it and gives the same results: NVRTC, which torch's CUDA wheels bring, compiles SALF's
-queue when it is used.
+specengine works without it and gives the same results; NVRTC, which torch's CUDA wheels bring, compiles its programs
+when they are used.
 To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
 SPECENGINE_CUDA=0 leaves it out.
 """,
@@ -78,6 +81,34 @@ def cuda_is_wanted() -> bool:
     return nvcc() is not None and (has_device or bool(os.environ.get("CUDA_HOME")))
 
 
+def cpu_is_wanted() -> bool:
+    asked = os.environ.get("SPECENGINE_CPU", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"SPECENGINE_CPU: got {asked!r}, accepted 0, 1 or unset")
+    return asked != "0"
+
+
+def jobs() -> int:
+    """Return how many files of an extension are compiled at once."""
+    asked = os.environ.get("SPECENGINE_JOBS", "1")
+    if not asked.isdecimal() or int(asked) < 1:
+        raise SystemExit(f"SPECENGINE_JOBS: got {asked!r}, accepted a whole number, 1 or more")
+    return int(asked)
+
+
+def compile_at_once(compiler: Any, most: int) -> None:
+    """Let setuptools' compiler, which takes one file after the other, run up to `most` processes."""
+    one_by_one = compiler.compile
+
+    def compile_all(sources: list[str], **options: Any) -> list[str]:
+        with ThreadPool(most) as pool:
+            return [
+                file for files in pool.map(lambda source: one_by_one([source], **options), sources, 1) for file in files
+            ]
+
+    compiler.compile = compile_all
+
+
 def nvcc_command(compiler: str, sources: list[str], library: str, include: str = "csrc") -> list[str]:
     """Builds the library; one thread per core and target. The CUDA runtime is linked in, and no symbol of it shows."""
     targets = [flag for target in CUDA_TARGETS for flag in ("-gencode", target)]
@@ -86,6 +117,7 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
         compiler,
         "-O3",
         "-std=c++17",
+        "-fmad=false",  # sums and products as the host makes them
         *targets,
         "-t",
         "0",
@@ -122,6 +154,11 @@ class OptionalBuildExt(build_ext):
         if name == CUDA.rpartition(".")[2]:
             return os.path.join(*folders, f"{name}.so")  # no module of Python, so not named like one
         return super().get_ext_filename(fullname)
+
+    def build_extensions(self):
+        if (most := jobs()) > 1 and not WINDOWS:
+            compile_at_once(self.compiler, most)
+        super().build_extensions()
 
     def build_extension(self, ext):
         try:
@@ -180,16 +217,38 @@ def for_an_index(readme: str) -> str:
     return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
+def pybind11_of_torch() -> str | None:
+    """Return the folder of the pybind11 headers that torch's wheels bring; None where there are none."""
+    found = find_spec("torch")
+    folder = Path(found.origin).parent / "include" if found is not None and found.origin else None
+    return str(folder) if folder is not None and (folder / "pybind11" / "pybind11.h").is_file() else None
+
+
+def with_headers(folder: str) -> Any:
+    """Return the maker of an extension as pybind11's, with the headers in this folder."""
+
+    def make(name: str, sources: list[str], *, include_dirs: list[str], cxx_std: int, **options: Any) -> Extension:
+        flags = [f"-std=c++{cxx_std}", "-fvisibility=hidden", *options.pop("extra_compile_args")]
+        include = [*include_dirs, folder]
+        return Extension(name, sources, include_dirs=include, extra_compile_args=flags, language="c++", **options)
+
+    return make
+
+
 def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.hpp", recursive=True))
     cuda = [Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=OPTIONAL)] if cuda_is_wanted() else []
     try:
-        from pybind11.setup_helpers import Pybind11Extension  # here, so that tests can read this file without it
+        from pybind11 import setup_helpers  # here, so that tests can read this file without it
+
+        extension = setup_helpers.Pybind11Extension
     except ImportError as error:  # never under pip, which brings it
-        for name in (OPS, CPU):
-            print(NOT_BUILT[name].format(error=error), file=sys.stderr)
-        return cuda
-    ops = Pybind11Extension(
+        if (headers_of_torch := pybind11_of_torch()) is None:
+            for name in (OPS, CPU):
+                print(NOT_BUILT[name].format(error=error), file=sys.stderr)
+            return cuda
+        extension = with_headers(headers_of_torch)
+    ops = extension(
         OPS,
         ["csrc/ops_binding.cpp", *sorted(glob("csrc/ops/*.cpp"))],
         include_dirs=["csrc"],
@@ -199,7 +258,7 @@ def extensions() -> list[Extension]:
         extra_link_args=WATCHED,
         optional=OPTIONAL,
     )
-    forward = Pybind11Extension(
+    forward = extension(
         CPU,
         ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"))],
         include_dirs=["csrc"],
@@ -209,7 +268,7 @@ def extensions() -> list[Extension]:
         extra_link_args=[] if WINDOWS else ["-pthread", *WATCHED],
         optional=OPTIONAL,
     )
-    return [ops, forward, *cuda]
+    return [ops, *([forward] if cpu_is_wanted() else []), *cuda]
 
 
 if __name__ == "__main__":
@@ -230,7 +289,7 @@ if __name__ == "__main__":
                 "benchmark/**/*.jsonl",
             ],
             "specengine_kernels": ["README.md"],
-            "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
+            "specengine_csrc": ["best_first.cu", "worth.cu", "spec/*.hpp"],
         },
         exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),

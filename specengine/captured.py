@@ -28,7 +28,7 @@ from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
-from specengine.request.sampling import Sampler, refuse_no_choice, signed
+from specengine.request.sampling import Sampler, TopP, refuse_no_choice, signed
 
 NOTE = "graphs: cycles stayed on the device; drafting has the policy's time, verification the rest"
 PARTS_NOTE = "graphs: a tree could not be one graph here, or would have been another tree, so its passes are graphs"
@@ -95,10 +95,12 @@ class CapturedDriver(EagerDriver):
         self.notes: list[str] = []  # for the user, in the statistics of each answer
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
-        self._sampled = self._coupled = False
+        self._sampled = self._truncated = self._coupled = False
         self._scale = torch.ones(1, device=device, dtype=torch.float32)
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._temperature = torch.ones(1, device=device, dtype=torch.float32)
+        self._temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
+        shares = torch.ones(2, device=device, dtype=torch.float32).split(1)
+        self._truncation = ops.Truncation(torch.ones(1, dtype=torch.int64, device=device), *shares)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
@@ -162,8 +164,10 @@ class CapturedDriver(EagerDriver):
         verified = tree.subtree(kept)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
-        seed = self._seed if self._sampled else None
-        chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, self._temperature)
+        seed, divisor = self._seed if self._sampled else None, self._temperature
+        if self._truncated:
+            logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
+        chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, divisor)
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
@@ -222,7 +226,7 @@ class CapturedDriver(EagerDriver):
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         if name == "finish":
-            return name + (" sampled" if self._sampled else " greedy")
+            return name + (" truncated" if self._truncated else " sampled" if self._sampled else " greedy")
         return name + " coupled" if self._coupled and name in ("tree", "root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
@@ -303,9 +307,14 @@ class CapturedDriver(EagerDriver):
     def prepare(self, sampler: Sampler) -> None:
         self._sampled = sampler.seed is not None and self.serves(sampler)
         self._coupled = sampler.couples and self.drafter is not None and self.grows_there
+        row_filter = sampler.row_filter if self._sampled else None
+        self._truncated = row_filter is not None and row_filter.truncates
         if sampler.seed is not None:
             self._seed.fill_(signed(sampler.seed))
             self._temperature.fill_(sampler.temperature)
+        if row_filter is not None:
+            for tensor, value in zip(self._truncation, row_filter[1:], strict=True):
+                tensor.fill_(value)
         if self._coupled and self.drafter is not None:
             self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates))
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
@@ -319,7 +328,7 @@ class CapturedDriver(EagerDriver):
     def warm_up(self, tokens: int) -> None:
         """Capture everything, for texts of up to so many tokens."""
         self.reserve(tokens)
-        for sampler in (Sampler(), Sampler(seed=0)):
+        for sampler in (Sampler(), Sampler(seed=0), Sampler([TopP(0.9)], seed=0)):
             self.prepare(sampler)
         self._capture(*self._missing(["verify"]))
 

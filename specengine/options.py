@@ -14,6 +14,7 @@ from specengine.errors import InputError, did_you_mean, shown
 from specengine.registry import is_array, plain
 
 BACKENDS = ("native", "huggingface")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 QUANTIZATIONS = ("int8",)  # of a native model's weights
 NUMERICS = ("auto", "bfloat16", "float32", "integer")  # of a native model's products
 _DTYPES = {
@@ -29,7 +30,7 @@ class LoadOptions:
     """Options of loading models.
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
-    device             a torch device; by default cuda where there is one, and the target's for a draft
+    device             cpu, cuda, cuda:N, mps or xpu; by default cuda where there is one, and the target's for a draft
     tokenizer          a tokenizer of transformers, or the path or Hub id of one; by default that of the target's name
     draft_options      options of a draft given by name or path
     policy_options     options of a policy given by name
@@ -134,10 +135,16 @@ class LoadOptions:
 
 
 def _device(device: Any) -> torch.device:
+    wanted = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device: got {shown(device)}, accepted cpu, cuda or cuda:N") from error
+        raise InputError(wanted) from error
+    if chosen.type not in DEVICES:
+        raise InputError(wanted)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for, but torch sees no CUDA device")
+    missing = {"mps": not torch.backends.mps.is_available(), "xpu": not torch.xpu.is_available()}
+    if missing.get(chosen.type, False):
+        raise InputError(f"device: {chosen.type} was asked for, but torch sees no such device")
     return chosen

@@ -69,11 +69,12 @@ _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
 class LoadedModel(NamedTuple):
-    """A model, its tokenizer, and why the native forward does not run it."""
+    """A model, its tokenizer, why the native forward does not run it, and whether nobody else has it."""
 
     model: PreTrainedModel | NativeLM
     tokenizer: Any
     reason: str = ""
+    own: bool = False
 
 
 def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> LoadedModel:
@@ -95,7 +96,8 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
             reason = str(error)
     elif asked:
         raise InputError(f"{', '.join(asked)}: the native forward was asked for, but {reason}")
-    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason)
+    own = not isinstance(model, PreTrainedModel)
+    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, own)
 
 
 def _asking(options: LoadOptions) -> list[str]:
@@ -148,12 +150,14 @@ def _huggingface(
     if isinstance(model, PreTrainedModel):
         name = model.config.name_or_path
         return model, tokenizer or (_tokenizer(name, options) if name else None)
+    require_bfloat16(options, torch.bfloat16 if model is not None and is_gguf(model) else None)
     if model is not None and is_gguf(model):
         return _from_gguf(model, options, tokenizer)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
     common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     base = path if adapter is None else adapter.base
     config = config_of(base, **common)
+    require_bfloat16(options, getattr(config.get_text_config(decoder=True), "dtype", None))
     refuse_other_shapes(base, config)
     if Path(base).is_dir():
         generation_config_of(Path(base))  # which transformers reads last, and names no file over
@@ -313,6 +317,18 @@ def load_tokenizer(options: LoadOptions) -> Any:
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def require_bfloat16(options: LoadOptions, stored: torch.dtype | None) -> None:
+    """Raise UnsupportedModelError where bfloat16, asked for or stored, would run on a CUDA device without it."""
+    device = options.device or default_device()
+    wanted = stored if options.dtype == "auto" else options.dtype
+    if device.type == "cuda" and wanted is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UnsupportedModelError(
+            f"dtype: bfloat16 needs a CUDA device of compute capability 8.0 or newer, "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; give dtype='float16' or 'float32'"
+        )
 
 
 # ---- opening files

@@ -192,7 +192,7 @@ def add_weights(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: auto, as stored)"
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:N, mps or xpu (default: cuda where there is one)")
 
 
 def add_access(parser: argparse._ActionsContainer) -> None:

@@ -51,8 +51,11 @@ def learn(table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, com
     copies: are told that `committed` follows their text.
     """
     if (best := cycle.successors) is not None:
-        shares = best.logits.softmax(1)  # NaN in a row without any
-        table.learn(cycle.tree.tokens.cpu(), cycle.path, best.tokens.cpu(), shares.cpu(), copies, committed)
+        tokens, shares = best.tokens, best.logits.softmax(1)  # NaN in a row without any
+        if not ops.is_free(tokens):  # one transfer for both
+            tokens, bits = torch.cat([tokens, shares.view(torch.int32).long()]).cpu().chunk(2)
+            shares = bits.int().view(torch.float32)
+        table.learn(cycle.tree.tokens.cpu(), cycle.path, tokens, shares, copies, committed)
 
 
 class Lookup(Wrapped):

@@ -129,7 +129,7 @@ class KVCache:
     def commit(self, path: Sequence[int]) -> None:
         """Keep the slots of a path that the host knows, as `keep` does."""
         if path[-1] >= len(path):
-            self.keep(Nodes.of(torch.tensor(path, device=self.slab.device, dtype=torch.int64)))
+            self.keep(Nodes.of(ops.sent(path, torch.int64, self.slab.device)))
         else:  # all of them are in place
             self.filled += len(path)
 

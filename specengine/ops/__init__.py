@@ -17,10 +17,22 @@ from __future__ import annotations
 import importlib
 from functools import partial
 
-from specengine.ops._meanings import WORD_BITS, own_bits
-from specengine.ops._registry import OPS, VARIABLE, Backend, attached, backends, bind, by_meaning, load_by, meaning
+from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
+from specengine.ops._registry import (
+    OPS,
+    VARIABLE,
+    Backend,
+    attached,
+    backends,
+    bind,
+    by_meaning,
+    is_served,
+    load_by,
+    meaning,
+)
 from specengine.ops.attention import (
     Paths,
+    Rotation,
     cached_attention,
     order_paths,
     pack_mask,
@@ -30,13 +42,16 @@ from specengine.ops.attention import (
 )
 from specengine.ops.choose import (
     MASK64,
+    Truncation,
     choose_tokens,
     couple,
     gather_rows,
     keyed_gumbel_argmax,
     philox4x32,
     philox_uniform,
+    truncate,
 )
+from specengine.ops.layers import add_rms_norm, silu_mul
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
@@ -59,6 +74,7 @@ from specengine.ops.tree import (
     root_rows,
     row_of,
     select_best,
+    sent,
     subtree,
     tree_mask,
     walk,
@@ -104,10 +120,13 @@ __all__ = [
     "Paths",
     "Prices",
     "Queues",
+    "Rotation",
     "Search",
     "Throughput",
+    "Truncation",
     "Walked",
     "Window",
+    "add_rms_norm",
     "ancestor_words",
     "append_children",
     "append_nodes",
@@ -129,11 +148,13 @@ __all__ = [
     "compact_kv",
     "count_outcomes",
     "couple",
+    "doubled",
     "extract",
     "gather_rows",
     "grow_likely",
     "held",
     "is_free",
+    "is_served",
     "keep_likely",
     "keyed_gumbel_argmax",
     "level_rows",
@@ -147,11 +168,14 @@ __all__ = [
     "pack_mask",
     "philox4x32",
     "philox_uniform",
+    "precision",
     "root_rows",
     "rope_store",
     "row_of",
     "select_best",
     "select_worth",
+    "sent",
+    "silu_mul",
     "start_search",
     "step_queues",
     "strict_cached_attention",
@@ -160,6 +184,7 @@ __all__ = [
     "top_entropy",
     "tree_attention",
     "tree_mask",
+    "truncate",
     "update_throughput",
     "walk",
     "where",

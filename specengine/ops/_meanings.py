@@ -56,6 +56,23 @@ def describe(*tensors: Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
 
 
+NO_FLOAT64 = ("mps",)  # kinds of device
+
+
+def doubled(values: Tensor) -> Tensor:
+    """Return the values in float64, or in float32 on a device that has no float64."""
+    return values.to(precision(values.device))
+
+
+@cache
+def precision(device: torch.device) -> torch.dtype:
+    """Return the dtype of the most digits on a device."""
+    lacks = device.type in NO_FLOAT64
+    if device.type == "xpu":
+        lacks = not torch.xpu.get_device_properties(device).has_fp64
+    return torch.float32 if lacks else torch.float64
+
+
 @cache  # for good: captured graphs read them
 def own_bits(capacity: int, device: torch.device) -> Tensor:
     """Return word rows in which node i has bit i alone: int64 [capacity, ceil(capacity / 64)]."""

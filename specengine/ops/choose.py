@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import describe, require
+from specengine.ops._meanings import describe, doubled, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
 
-MASK64 = (1 << 64) - 1
+MASK64, MASK32 = (1 << 64) - 1, (1 << 32) - 1
+WHOLE = 1 << 40  # the weight of a row's largest score, as an integer: sums are exact in any order
+PART = 31  # bits behind the point of a share
+
+
+class Truncation(NamedTuple):
+    """Leaves unlikely tokens out, on the device of the logits: top_k, int64 [1], 1 or more; top_p and min_p, float32
+    [1]. They are applied in this order; what keeps all is a `top_k` of the vocabulary or more, a `top_p` of 1, a
+    `min_p` of 0."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
 
 @op
@@ -37,11 +49,11 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 
 def _drawn(scores: Tensor, seed: int, position: int) -> int:
     """Return the choice of keyed_gumbel_argmax, or -1 if no score is finite."""
-    values = defined(scores).double()
+    values = doubled(defined(scores))
     if not bool((values > -math.inf).any()):
         return -1
-    noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0]).to(scores.device)))
-    return int((values + noise).argmax())
+    noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0])))
+    return int((values + noise.to(values.dtype).to(scores.device)).argmax())
 
 
 @op
@@ -68,9 +80,40 @@ def choose_tokens(
     if seed is None or positions is None or temperature is None or not logits.shape[0]:
         best = scores.max(dim=-1).indices
     else:
-        scores = defined(scores.float() / temperature).double()
-        best = (scores - torch.log(-torch.log(_uniform(seed, positions, logits.shape[1])))).argmax(1)
+        best = (doubled(defined(scores.float() / temperature)) + _noise(seed, positions, logits.shape[1])).argmax(1)
     return best.masked_fill(~finite.any(1), -1)
+
+
+@op
+def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
+    """Divide each row by the temperature, and set what the truncation leaves out to -inf.
+
+    logits: float32, bfloat16 or float16 [n, V]; temperature: float32 [1], above 0. Top-k keeps what is not below the
+    k-th largest score, top-p of that the fewest likeliest tokens that have a share of `top_p` (of equal ones the first
+    columns), min-p of that what is at least `min_p` times as likely as the likeliest; the largest score always stays.
+    NaN and infinite logits are left out. A row's result depends on no other row: shares are sums of integers.
+    Returns float32 [n, V].
+    """
+    wanted = (
+        "logits: floating [n, V]; temperature: float32 [1]; top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
+    )
+    require(wanted, logits, temperature, *truncation)
+    if not logits.shape[1]:
+        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    if run := kernels.truncate[logits.device]:
+        return run(logits, temperature, truncation)
+    top_k, top_p, min_p = truncation
+    scores = logits.float().masked_fill(~torch.isfinite(logits), -math.inf)
+    ordered, columns = defined(scores / temperature).sort(dim=1, descending=True, stable=True)
+    kept = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
+    chances = (ordered - ordered[:, :1]).exp()  # of the likeliest one's; NaN where no score is finite
+    weights = (chances.masked_fill(~kept, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
+    sums, share = weights.cumsum(1), (top_p * (1 << PART)).long()
+    total = sums[:, -1:]
+    limit = (total >> PART) * share + ((total & ((1 << PART) - 1)) * share >> PART)
+    kept &= (sums - weights < limit.clamp(min=1)) | (top_p >= 1)
+    kept &= chances >= min_p
+    return torch.full_like(ordered, -math.inf).scatter(1, columns, ordered.masked_fill(~kept, -math.inf))
 
 
 @op
@@ -90,8 +133,7 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
     if run := kernels.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
     tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int64) if token_ids is None else token_ids
-    noise = -torch.log(-torch.log(_uniform_of(seed, positions, tokens)))
-    return logits.float() + scale * noise.float()
+    return logits.float() + scale * _noise_of(seed, positions, tokens).float()
 
 
 @op
@@ -106,16 +148,29 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
     return states.index_select(0, sources), table.index_select(0, tokens)
 
 
-def _uniform(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Return philox_uniform for many positions, all on the device: float64 [n, columns]."""
+def _noise(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Return -log(-log(philox_uniform)) for many positions, all on the device: float64 [n, columns]."""
     x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64))
-    return (x.flatten(1)[:, :columns].double() + 0.5) / 2.0**32
+    return _gumbel(x.flatten(1)[:, :columns])
 
 
-def _uniform_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Return philox_uniform for these tokens only: float64 [n, tokens]."""
+def _noise_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return `_noise` for these tokens only: float64 [n, tokens]."""
     x = _words(seed, positions, tokens // 4)
-    return (x.gather(2, (tokens % 4).expand(len(positions), -1)[..., None])[..., 0].double() + 0.5) / 2.0**32
+    return _gumbel(x.gather(2, (tokens % 4).expand(len(positions), -1)[..., None])[..., 0])
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    """Return -log(-log(u)), u = (words + 0.5) / 2**32, in float64; in float32 on a device that has no float64.
+
+    There, where u is so close to 1 that float32 has no digits left, -log(u) is computed from the distance to 1.
+    """
+    uniform = (doubled(words) + 0.5) / 2.0**32
+    if uniform.dtype is torch.float64:
+        return -torch.log(-torch.log(uniform))
+    rest = (doubled(MASK32 - words) + 0.5) / 2.0**32
+    series = rest * (1 + rest * (0.5 + rest / 3))
+    return -torch.log(torch.where(rest < 1 / 256, series, -torch.log(uniform)))
 
 
 def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from specengine.errors import InputError
-from specengine.ops._meanings import describe, require
+from specengine.ops._meanings import describe, doubled, require
 from specengine.ops._registry import native, op
 from specengine.ops.select import top_children, top_entropy
 
@@ -116,7 +116,7 @@ def beam_observation(
     values = scores.clamp(min=window.pad if window.pad < 0 else LOWEST)
     laid = torch.full((window.room + 1,), window.pad, device=device, dtype=torch.float32)
     laid = laid.index_copy(0, at.masked_fill(~shown, window.room), values)[: window.room]
-    facts = (fact.double() / unit for fact, unit in zip((context, expansions), window.units, strict=True))
+    facts = (doubled(fact) / unit for fact, unit in zip((context, expansions), window.units, strict=True))
     return torch.cat([laid, *(fact.float().expand(window.repeats) for fact in facts)])
 
 

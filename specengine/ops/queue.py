@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import HAS_NAN, order_keys, require
+from specengine.ops._meanings import HAS_NAN, doubled, order_keys, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Candidates
 from specengine.ops.tree import Nodes, insist
@@ -130,7 +130,7 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     after, nodes = _accept(queues, taken, count)
     worst = after.accepted[-1:]  # -inf where G is not full
     drafted = (place < nodes) & (queues.scores > worst) & inner
-    mass = (queues.scores.double().exp() * drafted).sum(0, keepdim=True)
+    mass = (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True)
     drafted &= mass >= search.threshold
     expanded = drafted.sum(0, keepdim=True).int()
     expand = place.masked_fill(~drafted, budget).sort().values.masked_fill(place >= expanded, 0)[: search.batch]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import order_keys, padded, require
+from specengine.ops._meanings import doubled, order_keys, padded, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
 
@@ -126,7 +126,7 @@ def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     top = min(top, logits.shape[1])
     if run := kernels.top_entropy[logits.device]:
         return run(logits, top, normalized)
-    log_probs = top_children(logits, top, normalized)[0].double()
+    log_probs = doubled(top_children(logits, top, normalized)[0])
     return -torch.where(log_probs > -math.inf, log_probs.exp() * log_probs, 0.0).sum(1).float()
 
 
@@ -255,6 +255,8 @@ class Step:
     hidden      [rows, hidden size], where a rule wants them
     marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
                 alone in rows where a grammar forces one; None where there is nothing of the kind
+    further     [positions, draft vocabulary], as `logits`: of the positions behind those of the frontier's only node,
+                where the draft gives several at once; None elsewhere, as where copies are mixed in or a grammar forces
     """
 
     logits: Tensor
@@ -262,6 +264,7 @@ class Step:
     normalized: bool = False
     hidden: Tensor | None = None
     marks: Tensor | None = None
+    further: Tensor | None = None
     unmixed: ClassVar[Drafted | None] = None  # what an op may read instead, where copies are not mixed in yet
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ A number is what a rule computes with: Python's where reading it is free, else a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError, PolicyError
-from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, order_keys, own_bits, padded, require
+from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, doubled, order_keys, own_bits, padded, require
 from specengine.ops._registry import kernels, native, op
 
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -45,7 +45,7 @@ def number(tensor: Tensor) -> Number:
     """
     if tensor.device.type == FREE:
         return tensor.item()
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return doubled(tensor) if tensor.is_floating_point() else tensor
 
 
 def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -56,6 +56,12 @@ def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
 @lru_cache(maxsize=1024)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
     return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device, without waiting for a CUDA device."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def where(flag: Flag, one: Number, other: Number) -> Number:
@@ -523,6 +529,8 @@ class TokenTree:
     size, passes, overflow     int32 [1]; nodes; draft passes spent; whether nodes were refused, as they had no room
     free                       returns continuations that need no draft pass, see Drafter.free; None without a source
     arrays, counters           the first six and the last three tensors, as ops take them
+    memory                     int64, what all tensors of a tree made on a device are parts of, so that one copy moves
+                               it; None for others
     """
 
     __slots__ = (
@@ -534,11 +542,13 @@ class TokenTree:
         "device",
         "free",
         "log_probs",
+        "memory",
         "overflow",
         "parents",
         "passes",
         "path_log_probs",
         "size",
+        "staged",
         "tokens",
     )
     arrays: Arrays
@@ -555,10 +565,16 @@ class TokenTree:
     capacity: int
     device: torch.device
     free: Continuations | None
+    memory: Tensor | None
+    staged: TokenTree | None
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
+        if (kind := torch.device(device)).type != FREE:
+            _divide(self, _blank_memory(capacity, kind).clone(), capacity)
+            self.tokens[:1].fill_(token)
+            return
         nodes, ancestors, numbers = _blank(capacity, device)
         tokens, parents, depths = nodes.clone().unbind()
         log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
@@ -671,14 +687,29 @@ class TokenTree:
         return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
     def to(self, device: torch.device | str) -> TokenTree:
-        """Return a copy of the tree on a device."""
+        """Return a copy of the tree on a device. Synchronises once with a device that the tree was made on."""
+        if self.memory is not None:
+            return _divide(TokenTree.__new__(TokenTree), self.memory.to(device, copy=True), self.capacity)
         tokens, parents, depths, edges, paths, ancestors = (part.to(device, copy=True) for part in self.arrays)
         size, passes, overflow = (part.to(device, copy=True) for part in self.counters)
         arrays = tokens, parents, depths, edges, paths, ancestors
         return _fill(TokenTree.__new__(TokenTree), arrays, (size, passes, overflow))
 
     def copy_(self, tree: TokenTree) -> None:
-        """Become a copy of another tree, which has no more nodes than there is room for."""
+        """Become a copy of another tree, which has no more nodes than there is room for.
+
+        From the host to memory of a CUDA device that is one copy, which the host does not wait for: it must have read
+        a result of the last one before it comes again.
+        """
+        if self.memory is not None and not is_free(self.size) and is_free(tree.size):
+            pinned = self.memory.device.type == "cuda"
+            if self.staged is None:
+                memory = torch.zeros(self.memory.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+                self.staged = _divide(TokenTree.__new__(TokenTree), memory, self.capacity)
+            self.staged.copy_(tree)
+            assert self.staged.memory is not None
+            self.memory.copy_(self.staged.memory, non_blocking=pinned)
+            return
         size, words = tree.capacity, tree.ancestors.shape[1]
         for array, values in zip(self.arrays[:5], tree.arrays, strict=False):
             array[:size].copy_(values)
@@ -701,7 +732,31 @@ def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
     tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors = arrays
     tree.size, tree.passes, tree.overflow = counters
     tree.capacity, tree.device, tree.free = tree.tokens.shape[0], tree.tokens.device, None
+    tree.memory = tree.staged = None
     return tree
+
+
+def _divide(tree: TokenTree, memory: Tensor, capacity: int) -> TokenTree:
+    """Make the tree's tensors parts of int64 memory, each aligned to 16 bytes as kernels expect."""
+    room, words = -(-capacity // 4) * 4, -(-capacity // WORD_BITS)
+    sizes = [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
+    tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(sizes)
+    reals = (part.view(torch.float32)[:capacity] for part in (edges, paths))
+    arrays = tokens[:capacity], parents[:capacity], depths[:capacity], *reals, ancestors.view(room, words)[:capacity]
+    size, passes, overflow = (part.view(torch.int32)[:1] for part in counters)
+    _fill(tree, arrays, (size, passes, overflow))
+    tree.memory = memory
+    return tree
+
+
+@lru_cache(maxsize=16)
+def _blank_memory(capacity: int, device: torch.device) -> Tensor:
+    """Return the memory of a tree of the root alone."""
+    room, words = -(-capacity // 4) * 4, -(-capacity // WORD_BITS)
+    memory = torch.zeros(room * (4 + words) + 6, dtype=torch.int64, device="cpu")
+    tree = _divide(TokenTree.__new__(TokenTree), memory, capacity)
+    tree.parents[0], tree.ancestors[0, 0], tree.size[0] = -1, 1, 1
+    return memory.to(device)
 
 
 @lru_cache(maxsize=16)

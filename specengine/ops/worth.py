@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import describe, padded, require
-from specengine.ops._registry import native, op
+from specengine.ops._meanings import describe, doubled, padded, precision, require
+from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Drafted, top_children
 from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, select_best
 
@@ -183,6 +183,8 @@ def grow_likely(
     wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
     require(wanted, frontier.live, size, passes, overflow)
     drafted = drafted.mixed(tree, frontier)
+    if run := kernels.grow_likely[frontier.ids.device]:
+        return run(tree, counters, frontier, drafted, counts, notes, throughput, limits)
     throughput.drafting.add_(throughput.draft.index_select(0, frontier.live))
     stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
     sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
@@ -262,6 +264,8 @@ def count_outcomes(
     wanted = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
     require(wanted, path.ids, chosen, size, path.live)
     _require_books(tree, counts, notes, throughput)
+    if run := kernels.count_outcomes[size.device]:
+        return run(tree, size, path, chosen, counts, notes, throughput)
     _count(tree, size, path, chosen, counts, notes)
     update_throughput(throughput, path.live)
     return None
@@ -332,7 +336,7 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
         raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more")
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
-    best = torch.where(there, paths, -math.inf).topk(considered).values.double()
+    best = doubled(torch.where(there, paths, -math.inf).topk(considered).values)
     worth = best.exp().cumsum(0) - price[1 : considered + 1]
     worth = worth.masked_fill(best == -math.inf, -math.inf)
     count = (worth >= worth.max() - WORTH).int().argmax(0, keepdim=True).int() + 1
@@ -373,14 +377,14 @@ def next_pass(
         )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
-    known = torch.where(place < size, paths.double().exp(), 0.0)
+    known = torch.where(place < size, doubled(paths).exp(), 0.0)
     played = _Played(
         known.expand(len(widths), -1),
         torch.where(place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0).expand(
             len(widths), -1
         ),
         (waiting & (place < size)).expand(len(widths), -1),
-        torch.zeros_like(widths, dtype=torch.float64),
+        torch.zeros_like(widths, dtype=precision(paths.device)),
     )
     ends, drawings = [], []
     for _ in range(rounds):
@@ -388,7 +392,7 @@ def next_pass(
         place = torch.arange(order.shape[1], device=paths.device, dtype=torch.int64)
         drawn = played.waiting.gather(1, order) & (place < widths)
         drawings.append((order, drawn))
-        played = played.after(order, drawn, profile.double(), prices.draft.double())
+        played = played.after(order, drawn, doubled(profile), doubled(prices.draft))
         ends.append(_value(played.chances, prices.verify) - played.spent[:, 0])
     best = torch.stack(ends).max(0).values
     taken = (best >= best.max() - WORTH).int().argmax(0, keepdim=True)
@@ -423,6 +427,8 @@ def start_search(
     if run := native.start_search[size.device]:
         return run(tree, size, counts, notes, throughput, rounds, free, asked)
     _require_books(tree, counts, notes, throughput)
+    if free is None and (run := kernels.start_search[size.device]):
+        return run(tree, size, counts, notes, throughput, rounds, free, asked)
     for part in (throughput.drafting, notes.drafted, notes.waiting):
         part.zero_()
     notes.waiting[:1].fill_(True)
@@ -494,6 +500,9 @@ def keep_likely(
     if run := native.keep_likely[size.device]:
         return Nodes(*run(tree, size, counts, notes, throughput, free, asked, most))
     _require_books(tree, counts, notes, throughput)
+    alone = free is None and not throughput.experts.numel()
+    if alone and (run := kernels.keep_likely[size.device]):
+        return run(tree, size, counts, notes, throughput, free, asked, most)
     if free is not None:
         leaves, more, least = asked
         waiting = notes.waiting[: int(size)].nonzero()[:, 0]

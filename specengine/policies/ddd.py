@@ -43,4 +43,4 @@ class Ddd(Beam):
             asked = asked | (passes == check + 1)
         if is_down(asked):
             return asked
-        return asked & (tree.scores(beam).double().logsumexp(0) < self.threshold)
+        return asked & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)

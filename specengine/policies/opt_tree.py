@@ -50,7 +50,7 @@ class OptTree(TreePolicy):
         require("opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
         least = 2 if self.lag else 1
         require("opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least)
-        self._value = PerDevice(lambda device: torch.zeros(1, dtype=torch.float64, device=device))
+        self._value = PerDevice(lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device))
 
     @property
     def capacity(self) -> int:
@@ -84,4 +84,4 @@ class OptTree(TreePolicy):
 
     def _expected(self, tree: TokenTree) -> Tensor:
         """Return the summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]."""
-        return tree.scores(self.keep(tree))[1:].to(torch.float64).exp().sum(0, keepdim=True)
+        return ops.doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)

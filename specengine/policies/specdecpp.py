@@ -67,7 +67,7 @@ class Specdecpp(Beam):
         if isinstance(below, Tensor):
             reached = reached.masked_fill(~below, 1.0)
         known.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
-        doubt = (1 - frontier.masked(reached, 0.0).amax(0, keepdim=True)).double()
+        doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)
 
     def _require(self, states: Tensor | None) -> Tensor:

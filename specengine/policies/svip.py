@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -37,4 +38,4 @@ class Svip(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
-        return (self.factor * step.row(best).entropy().double().clamp(min=0.0)).sqrt() > self.threshold
+        return (self.factor * ops.doubled(step.row(best).entropy()).clamp(min=0.0)).sqrt() > self.threshold

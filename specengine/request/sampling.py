@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,23 @@ class History:
         self.length += 1
 
 
+class RowFilter(NamedTuple):
+    """Temperature and truncation of a sampler whose choices read no history, in the order in which they are applied.
+
+    temperature: above 0; top_k: 1 or more; top_p: above 0 up to 1; min_p: 0 to 1. The values below keep all tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 1 << 62
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether tokens are left out."""
+        return self[1:] != RowFilter()[1:]
+
+
 class Sampler:
     """Choose the target's token at a position from its logits, the tokens before it and the seed.
 
@@ -81,7 +98,19 @@ class Sampler:
     @property
     def reads_history(self) -> bool:
         """Return whether a choice depends on more than the logits, the seed and the position."""
-        return len(self.processors) > 1 or any(type(item) is not TemperatureLogitsWarper for item in self.processors)
+        return self.row_filter is None
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """Return what the processors do to a row of logits; None where they read more than the row, or are unknown."""
+        found, rank = RowFilter(), -1
+        for item in self.processors:
+            before, rank = rank, RANKS.get(type(item), -1)
+            if rank <= before or any(getattr(item, name, value) != value for name, value in USUAL.items()):
+                return None
+            name = RowFilter._fields[rank]
+            found = found._replace(**{name: getattr(item, name)})
+        return found
 
     @property
     def temperature(self) -> float:
@@ -114,12 +143,17 @@ class Sampler:
 
         One transfer from a device. Only for choices that do not read the history.
         """
-        assert not self.reads_history
         if self.seed is None:
+            assert not self.processors
             return ops.choose_tokens(logits).tolist()
-        sent = torch.tensor([signed(self.seed), *positions], device=logits.device, dtype=torch.int64)
-        divisor = torch.tensor([self.temperature], dtype=torch.float32, device=logits.device)
-        return ops.choose_tokens(logits, sent[1:], sent[:1], divisor).tolist()
+        filters = self.row_filter
+        assert filters is not None
+        whole = ops.sent([signed(self.seed), filters.top_k, *positions], torch.int64, logits.device)
+        shares = [filters.temperature, filters.top_p, filters.min_p, 1.0]
+        divisor, top_p, min_p, one = ops.sent(shares, torch.float32, logits.device).split(1)
+        if filters.truncates:
+            logits, divisor = ops.truncate(logits, divisor, ops.Truncation(whole[1:2], top_p, min_p)), one
+        return ops.choose_tokens(logits, whole[2:], whole[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
         """Return a function from node to chosen token, for logits [nodes, vocabulary] of a tree.
@@ -225,6 +259,9 @@ class TopP(LogitsProcessor):
         return result
 
 
+# processors of a row alone, in the order in which they are applied
+RANKS = {kind: rank for rank, kind in enumerate((TemperatureLogitsWarper, TopKLogitsWarper, TopP, MinPLogitsWarper))}
+USUAL = {"filter_value": MINUS_INF, "min_tokens_to_keep": 1}  # of these processors
 TRUNCATIONS = (TopP, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper)
 
 

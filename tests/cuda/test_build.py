@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -41,11 +42,57 @@ def test_unknown_wish_is_refused(setup_script: ModuleType, monkeypatch: pytest.M
         setup_script.cuda_is_wanted()
 
 
+def names(setup_script: ModuleType) -> list[str]:
+    return [extension.name for extension in setup_script.extensions()]
+
+
+def test_the_forward_on_cpus_can_be_left_out(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pybind11")
+    monkeypatch.setenv("SPECENGINE_CUDA", "0")
+    for asked, wanted in (("", True), ("1", True), ("0", False)):
+        monkeypatch.setenv("SPECENGINE_CPU", asked)
+        assert (setup_script.CPU in names(setup_script)) is wanted
+    monkeypatch.setenv("SPECENGINE_CPU", "no")
+    with pytest.raises(SystemExit, match="SPECENGINE_CPU: got 'no'"):
+        setup_script.cpu_is_wanted()
+
+
+def test_files_are_compiled_at_once(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four files meet, which one after the other never do; objects keep the order of the files."""
+    together = threading.Barrier(4, timeout=20)
+
+    class Compiler:
+        def compile(self, sources: list[str], *, output_dir: str) -> list[str]:
+            together.wait()
+            return [f"{output_dir}/{source}.o" for source in sources]
+
+    compiler = Compiler()
+    monkeypatch.setenv("SPECENGINE_JOBS", "4")
+    setup_script.compile_at_once(compiler, setup_script.jobs())
+    assert compiler.compile(["a", "b", "c", "d"], output_dir="x") == ["x/a.o", "x/b.o", "x/c.o", "x/d.o"]
+    for wrong in ("0", "many", "-1"):
+        monkeypatch.setenv("SPECENGINE_JOBS", wrong)
+        with pytest.raises(SystemExit, match=f"SPECENGINE_JOBS: got '{wrong}'"):
+            setup_script.jobs()
+
+
+def test_headers_of_torch_stand_in_for_pybind11(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a network that has torch."""
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    monkeypatch.setenv("SPECENGINE_CUDA", "0")
+    monkeypatch.setenv("SPECENGINE_CPU", "0")
+    (extension,) = setup_script.extensions()
+    assert extension.name == setup_script.OPS
+    assert "-std=c++17" in extension.extra_compile_args
+    assert any(Path(folder, "pybind11", "pybind11.h").is_file() for folder in extension.include_dirs)
+
+
 def test_without_pybind11_the_library_alone_is_built(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a machine without a network `setup.py build_ext` runs with what is there."""
-    monkeypatch.setitem(sys.modules, "pybind11.setup_helpers", None)
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    monkeypatch.setattr(setup_script, "find_spec", lambda name: None)
     for asked, names in (("1", [setup_script.CUDA]), ("0", [])):
         monkeypatch.setenv("SPECENGINE_CUDA", asked)
         assert [extension.name for extension in setup_script.extensions()] == names

@@ -14,7 +14,8 @@ import torch
 
 from specengine import Engine, ops, policies
 from specengine import cuda_graphs as graphs
-from specengine.captured import CapturedDriver
+from specengine.captured import NOTE, CapturedDriver
+from specengine.cuda_graphs import Graphs, _Captured
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.models import kv_cache as cache
@@ -27,7 +28,11 @@ from tests.ops.backends import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]
-WALKS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}]  # by the host
+WALKS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 5, "typical_p": 0.9},
+]  # by the host
+FINISHES = {"finish greedy", "finish sampled", "finish truncated"}
 POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
 
 
@@ -161,6 +166,26 @@ def test_families(family: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("draft", ["small_model", "eagle3", "none"])
+def test_truncated_answers_stay_on_the_device(draft: str) -> None:
+    """One capture serves all values, and the tokens are those of plain sampling."""
+    engine, plain = captured(draft, "talon"), engine_of("none", "", captured=False)
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.6, "top_p": 0.9},  # of Llama 3's own config
+        {"temperature": 0.6, "top_p": 0.95},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.01},
+    ]
+    with frozen():
+        for way in ways:
+            found = engine.generate(PROMPT, max_new_tokens=12, seed=5, **way)
+            assert found.token_ids == plain.generate(PROMPT, max_new_tokens=12, seed=5, **way).token_ids
+            assert NOTE in found.stats.notes
+    names = engine.drivers.own.captured.graphs.captures
+    assert names["finish truncated"] == 1
+    assert not {"verify", "finish sampled"} & set(names)
+
+
 def test_an_older_head() -> None:
     check("eagle1", "eagle")
 
@@ -250,11 +275,11 @@ GROWS = {"root", "level", "root coupled", "level coupled"}
 @pytest.mark.parametrize(
     ("draft", "names"),
     [
-        ("eagle3", {*GROWS, "finish greedy", "finish sampled", "verify"}),
-        ("small_model", {*GROWS, "finish greedy", "finish sampled", "verify"}),
+        ("eagle3", {*GROWS, *FINISHES, "verify"}),
+        ("small_model", {*GROWS, *FINISHES, "verify"}),
         ("ngram", {"verify"}),
         ("recycling", {"verify"}),
-        ("none", {"finish greedy", "finish sampled", "verify"}),
+        ("none", {*FINISHES, "verify"}),
     ],
 )
 def test_warmup_captures_all_that_a_generation_needs(
@@ -388,12 +413,22 @@ def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
 @pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram", "recycling"])
 @pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
 def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device: what is captured answers as the eager engine does."""
+    """On a device: what is captured answers as the eager engine does.
+
+    `auto` learns chances, by exponentials whose last bits differ between the host and the device: there the trees are
+    those of the same functions on the device, called without a capture.
+    """
     choose(monkeypatch, backend)
     engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     assert DEVICE.type == "cuda"
-    for way in WAYS + WALKS:
-        assert answer(engine, way)[:2] == answer(eager, way)[:2]
+    found, expected = ([answer(made, way) for way in WAYS + WALKS] for made in (engine, eager))
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
+    if policy == "auto":
+        with monkeypatch.context() as patch:
+            patch.setattr(Graphs, "_capture", lambda self, name, signature, function: _Captured(signature, None))
+            called = captured(draft, policy)
+            expected = [answer(called, way) for way in WAYS + WALKS]
+    assert [trees for _, trees, *_ in found] == [trees for _, trees, *_ in expected]
     torch.cuda.synchronize()
     assert engine.drivers.own.captured.graphs.bytes >= 0
     assert engine.drivers.own.captured.graphs.seconds > 0

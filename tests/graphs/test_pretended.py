@@ -47,7 +47,19 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_the_host_walks(draft: str, policy: str) -> None:
-    check(draft, policy, [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "top_k": 9}])
+    check(draft, policy, [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "typical_p": 0.9}])
+
+
+@pytest.mark.sliced(1)
+@pytest.mark.parametrize("policy", ["talon", "auto"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_truncations_are_replayed(draft: str, policy: str) -> None:
+    shape = {"temperature": 0.6, "seed": 5}
+    ways = [shape | {"top_p": 0.9}, shape | {"top_p": 0.95, "min_p": 0.02}, shape | {"top_k": 9}]
+    for together in toy.histories(policy, ways):
+        captures = check(draft, policy, together).captures
+        assert captures["finish truncated"] == 1
+        assert "verify" not in captures
 
 
 @pytest.mark.sliced(2)

@@ -207,8 +207,11 @@ def test_unknown_options_list_the_known_ones() -> None:
     [
         ({"dtype": "int8"}, "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype"),
         ({"dtype": {"a": 1}}, "dtype: got {'a': 1}, accepted auto, bfloat16"),
-        ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda or cuda:N"),
-        ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda or cuda:N"),
+        ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda, cuda:N, mps or xpu"),
+        ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda, cuda:N, mps or xpu"),
+        ({"device": "meta"}, "device: got 'meta', accepted cpu, cuda, cuda:N, mps or xpu"),
+        ({"device": "hpu"}, "device: got 'hpu', accepted cpu, cuda, cuda:N, mps or xpu"),
+        ({"device": "xpu:1"}, "device: xpu was asked for, but torch sees no such device"),
         ({"model": 7}, "model: got int, accepted a name, a path or a loaded transformers model"),
         ({"policy": "talons"}, "policy: unknown name 'talons', known are .*chain, .*eagle.*fixed"),
         ({"policy": 3}, "policy: got 3, accepted .*eagle.* or a TreePolicy"),

@@ -355,6 +355,17 @@ def choose_tokens(draw: Draw) -> tuple:
     return (logits, torch.arange(rows) * 2**20 + draw.between(0, 2**40), seed, torch.tensor([0.7])), {}
 
 
+def truncate(draw: Draw) -> tuple:
+    """Chances are far from where a row ends: eighths, whose sums no share falls on."""
+    rows, columns, kind = draw.between(1, 5), draw.between(1, 300), draw.one_of(FLOATS)
+    logits = (draw.normal(rows, columns) * 3).round().to(kind)  # with ties
+    logits[0, draw.between(0, columns - 1)] = draw.one_of([-math.inf, NAN, math.inf])
+    numbers = draw.one_of([0.0, 0.05, 0.5]), draw.one_of([0.0, 0.13, 0.83, 1.0])
+    min_p, top_p = (torch.tensor([number]) for number in numbers)
+    top_k = torch.tensor([draw.one_of([1, draw.between(1, 300), 2**62])])
+    return (draw.strided(logits), torch.tensor([draw.one_of([0.7, 1.0])]), ops.Truncation(top_k, top_p, min_p)), {}
+
+
 def couple(draw: Draw) -> tuple:
     rows, columns, kind = draw.between(1, 5), draw.between(3, 700), draw.one_of(FLOATS)
     logits = (draw.normal(rows, columns) * 3).to(kind)
@@ -406,6 +417,7 @@ CASES: dict[str, Callable[[Draw], tuple]] = {
         best_candidates,
         chances,
         choose_tokens,
+        truncate,
         couple,
         classify_paths,
         classify_row,

@@ -477,6 +477,8 @@ class SyntheticCycles:
     def _wait(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
+        elif self.target.device.type != "cpu":
+            torch.accelerator.synchronize(self.target.device)
 
 
 def _is_captured(drafter: Any) -> bool:
