@@ -77,7 +77,7 @@ def _records(args: argparse.Namespace, first: Engine, items: Sequence[Workload],
     """Yield rows without what `way` records hold, and where counters are all that is wanted, without times."""
     yield _settings(args, first, items)
     if args.costs:
-        yield measuring.measure(first.target, first.drafter).record()
+        yield measuring.measure(first.target, first.drafter, first.drivers.own.captured).record()
     done = []
     for record in run.records(items):
         if record["record"] == "row" and args.counters_only:

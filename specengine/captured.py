@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
-from specengine.cuda_graphs import WARM_UPS, CaptureError, Graphs, branches, only_if, room, sharing
+from specengine.cuda_graphs import WARM_UPS, CaptureError, Graphs, Mark, branches, only_if, room, sharing
 from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._coupled import Coupled
@@ -30,7 +30,7 @@ from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, TopP, refuse_no_choice, signed
 
-NOTE = "graphs: cycles stayed on the device; their times are not split into parts"
+NOTE = "graphs: cycles stayed on the device; drafting has the policy's time, verification the rest"
 PARTS_NOTE = "graphs: a tree could not be one graph here, or would have been another tree, so its passes are graphs"
 GUIDED_NOTE = "graphs: a grammar guides the trees, so the host grew them outside of graphs"
 DEEPEST = 16  # passes of a tree that is one graph: they are nested, and each is captured
@@ -51,12 +51,32 @@ class Record(NamedTuple):
     tree: TokenTree
 
 
+class Sent(NamedTuple):
+    """A cycle that was launched: where its record will stand, and marks before its tree, behind it and at the end."""
+
+    record: Tensor
+    marks: tuple[Mark, Mark, Mark]
+
+    def received(self) -> Tensor:
+        """Return the record once it has arrived."""
+        self.marks[-1].wait()
+        return self.record
+
+    def seconds(self, before: Mark | None) -> Seconds:
+        """Return the times of the cycle once its record has arrived; before: the end of the one before it."""
+        began, drafted, ended = self.marks
+        draft, verify = drafted.since(began), ended.since(drafted)
+        total = ended.since(before or began)
+        return Seconds(draft=draft, verify=verify, total=total, model=draft + verify, captured=True)
+
+
 class CapturedDriver(EagerDriver):
     """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
     grows_there: whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes.
     """
 
+    captured = True
     target: HuggingFaceTarget
 
     def __init__(self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None) -> None:
@@ -312,6 +332,63 @@ class CapturedDriver(EagerDriver):
             self.prepare(sampler)
         self._capture(*self._missing(["verify"]))
 
+    @torch.inference_mode()
+    def rehearse(self, root: int, count: int) -> dict[str, list[float]]:
+        """Run greedy cycles below this token, behind what the caches hold, and undo each; return the seconds of parts.
+
+        Parts are `first`, `root`, `level`, `end` (what a tree takes behind its last level) and `finish`, each with the
+        host's reads before it. A cycle has one level, as wide as may be, whatever the policy thinks of it. Captures
+        what is not captured yet. Trees grow in graphs, if there are any, and no answer is under way.
+        """
+        self.prepare(Sampler())
+        branched, self.branched = self.branched, False  # passes of one graph have no times of their own
+        self._capture(*self._missing(self._growth()))
+        self.branched = branched
+        state = self.target.cache.filled, *self._lasting()
+        kept = [tensor.clone() for tensor in state]
+        spans = list[tuple[str, Mark, Mark]]()
+        for _ in range(count):
+            self.tree.restart()
+            self.tree.tokens[:1].fill_(root)
+            spans += self._rehearsal()
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+        self.tree.restart()
+        spans[-1][2].wait()
+        seconds: dict[str, list[float]] = {name: [] for name, _, _ in spans}
+        for name, began, ended in spans:
+            seconds[name].append(ended.since(began))
+        return seconds
+
+    def _rehearsal(self) -> Iterator[tuple[str, Mark, Mark]]:
+        """Yield the parts of one cycle, as `_grow` and `_start` launch them, with marks before and behind them."""
+        (ids, live), device, policy = self.frontier, self._record.device, self.policy
+        reads = policy is not None and policy.ends_early and not self.branched
+        began = ended = Mark(device)
+        if policy is not None:
+            if policy.plan().patience:
+                self._run("first")
+                yield "first", began, (ended := Mark(device))
+                ids[:1].zero_()
+                live.fill_(1)
+                began = Mark(device)
+            self._run("root")
+            yield "root", began, (ended := Mark(device))
+        if policy is not None and self.passes > 1:
+            ids.copy_(torch.arange(1, len(ids) + 1, device=device, dtype=torch.int64).clamp(max=self.tree.capacity - 1))
+            live.copy_((self.tree.size - 1).clamp(max=len(ids)))
+            began = Mark(device)
+            if reads:
+                int(live)
+            self._run("level")
+            yield "level", began, (ended := Mark(device))
+        if reads:
+            int(live)
+            yield "end", ended, (ended := Mark(device))
+        self._run("finish")
+        self._records[0].copy_(self._record, non_blocking=True)
+        yield "finish", ended, Mark(device)
+
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
         if self.policy is None or plan.rests or not self.grows_there or is_guided(source):
             return super().draft(token, seconds, source, plan)
@@ -337,11 +414,12 @@ class CapturedDriver(EagerDriver):
         lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
         self._begin(lane)
-        clock = time.perf_counter()
+        ended: Mark | None = None
         try:
             # the next tree waits for what became of this
             learns = self.policy is not None and cycle.learns(self.policy)
             follows = learns and not self._learns_there()
+            times = learns and not follows and self.policy is not None and self.policy.plan().times
             ahead = self._start(0)
             number = 0
             while lane.reason is None:
@@ -349,7 +427,7 @@ class CapturedDriver(EagerDriver):
                 sent = ahead
                 if lane.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
                     ahead = self._start(number)
-                record = self._read(received(sent))
+                record = self._read(sent.received())
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, lane.history.length)
@@ -358,11 +436,10 @@ class CapturedDriver(EagerDriver):
                     kept += 1
                     if lane.commit(record.tokens[kept - 1]):
                         break
-                now = time.perf_counter()
-                seconds = Seconds(total=now - clock, model=now - clock, split=False)
-                clock = now
-                finished = Cycle(record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1)
-                if self.policy is not None and follows:
+                seconds, ended = sent.seconds(ended), sent.marks[-1]
+                made = record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1
+                finished = Cycle(*made, learnt=learns and not follows)
+                if self.policy is not None and (follows or times):
                     self.policy.learn(Outcome.of(finished))
                 lane.count(finished)
                 yield finished
@@ -379,18 +456,18 @@ class CapturedDriver(EagerDriver):
         self.tree.restart()
         self.tree.tokens[:1].fill_(lane.root)
 
-    def _start(self, number: int) -> Any:
-        """Launch a cycle; what will have arrived of its record."""
+    def _start(self, number: int) -> Sent:
+        """Launch a cycle."""
+        device = self._record.device
         with self.running():  # on its device, if there are several
+            began = Mark(device)
             self._grow()
+            drafted = Mark(device)
             self._run("finish")
             into = self._records[number % 2]
             into.copy_(self._record, non_blocking=True)
-            if self._record.device.type != "cuda":
-                return into.clone(), None  # the device would have another memory
-            event = torch.cuda.Event()
-            event.record()
-            return into, event
+            # off CUDA a record of its own, as the device would have another memory
+            return Sent(into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device)))
 
     def _read(self, values: Tensor) -> Record:
         """Parse a record that has been copied to the host."""
@@ -403,14 +480,6 @@ class CapturedDriver(EagerDriver):
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)
         return Record(length, count, tokens[:count].tolist(), path[:count].tolist(), grown, tree)
-
-
-def received(sent: Any) -> Tensor:
-    """Return the record once it has arrived."""
-    values, event = sent
-    if event is not None:
-        event.synchronize()
-    return values
 
 
 def is_guided(source: Drafter | None) -> bool:

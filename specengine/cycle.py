@@ -193,6 +193,8 @@ class Inspected(Wrapped):
 class EagerDriver:
     """Runs the cycles of these parts without capture."""
 
+    captured = False  # whether its times are those of graphs
+
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
         if policy is not None:
             policies.require_sizes(policy)
@@ -321,7 +323,7 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
         if lane.history.length > lane.room:
             lane.room = min(lane.limit, 2 * lane.history.length)
             make_room(driver, lane.room)
-        seconds = Seconds()
+        seconds = Seconds(captured=driver.captured)
         plan = REST if driver.policy is None else driver.policy.plan()
         draft = driver.draft(lane.root, seconds, lane.source, plan)
         if driver.policy is not None and draft.tree.capacity > 1:

@@ -33,7 +33,9 @@ class TokenLogprob(NamedTuple):
 class Seconds:
     """Wall-clock seconds of one cycle by step. `model` is the share of `total` spent in forwards of draft and target.
 
-    split: whether the steps were measured. A cycle that stays on a device only has `total`, which counts as `model`.
+    split: whether the steps were measured
+    captured: whether the steps ran as graphs. Where a whole cycle stays on a device, its times are the device's:
+        `draft` has the policy's time, `verify` that of walk and commit, and both count as `model`
     """
 
     draft: float = 0.0
@@ -44,6 +46,7 @@ class Seconds:
     total: float = 0.0
     model: float = 0.0
     split: bool = True
+    captured: bool = False
 
     @property
     def host(self) -> float:
@@ -70,6 +73,7 @@ class Cycle:
     logprobs log-probabilities of `tokens`, if requested
     experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
              did; None where they are not counted
+    learnt   whether the policy has learnt from it inside a graph, so that its times are all that is new
     """
 
     tree: TokenTree
@@ -84,6 +88,7 @@ class Cycle:
     origins: list[str | None] | None = field(default=None, repr=False, compare=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
     experts: Tensor | None = field(default=None, repr=False, compare=False)
+    learnt: bool = field(default=False, repr=False, compare=False)
 
     @property
     def accepted(self) -> int:

@@ -20,9 +20,9 @@ def run(arguments: argparse.Namespace) -> int:
     engine = Engine.from_pretrained(
         arguments.model, arguments.draft, draft_options=dict(arguments.draft_option), **given.load_options(arguments)
     )
-    target, drafter = engine.target, engine.drafter
-    costs = stored.find(target, drafter, fresh=True)
-    key = stored.identity(target, drafter)
+    target, drafter, driver = engine.target, engine.drafter, engine.drivers.own.captured
+    costs = stored.find(target, drafter, driver, fresh=True)
+    key = stored.identity(target, drafter, driver)
     if arguments.json:
         print(as_json({"key": key, "costs": costs.to_dict()}))
     else:

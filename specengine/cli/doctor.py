@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         options = given.load_options(arguments) | {"draft_options": dict(arguments.draft_option)}
         engine = Engine.from_pretrained(arguments.model, arguments.draft, **options)
     with progress.step("Measuring what drafting and verifying cost"):
-        costs = stored.find(engine.target, engine.drafter, fresh=True)
+        costs = stored.find(engine.target, engine.drafter, engine.drivers.own.captured, fresh=True)
     with progress.step("Measuring the memory"):
         memory = _memory(engine, costs.plain)
     with progress.step("Answering, with and without the draft"):

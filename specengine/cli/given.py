@@ -48,9 +48,11 @@ class Recipe:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
         if engine.policy is not None and engine.policy.plan().reads_costs:
-            if not stored.path(stored.identity(engine.target, engine.drafter)).is_file():
+            parts = engine.target, engine.drafter, engine.drivers.own.captured
+            if not stored.path(stored.identity(*parts)).is_file():
                 tell("Measuring what drafting and verifying cost here, once")
-            stored.find(engine.target, engine.drafter)
+            with contextlib.suppress(UnsupportedModelError):  # graphs that cannot be captured: an answer says so
+                stored.find(*parts)
         return engine
 
     def _loaded(self) -> Engine:

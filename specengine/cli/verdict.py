@@ -58,10 +58,11 @@ def known_costs(engine: Engine) -> PassCosts | None:
     """Return the costs of an engine, if they have been measured or its policy reads them."""
     if engine.drafter is None or engine.policy is None:
         return None
-    file = stored.path(stored.identity(engine.target, engine.drafter))
+    parts = engine.target, engine.drafter, engine.drivers.own.captured
+    file = stored.path(stored.identity(*parts))
     if not (engine.policy.plan().reads_costs or file.is_file()):
         return None
-    return stored.find(engine.target, engine.drafter)
+    return stored.find(*parts)
 
 
 def verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:

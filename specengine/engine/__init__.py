@@ -518,7 +518,7 @@ class Engine:
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
         if policy is not None:
-            own = functools.cache(lambda: stored.find(self.target, drafter))
+            own = functools.cache(lambda: stored.find(self.target, drafter, drivers.captured))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
         if not reuse_cache and self.pool is None:  # a pool's caches are what its texts share
             self.reset()

@@ -18,7 +18,18 @@ import importlib
 from functools import partial
 
 from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, is_served, load_by, meaning
+from specengine.ops._registry import (
+    OPS,
+    VARIABLE,
+    Backend,
+    attached,
+    backends,
+    bind,
+    by_meaning,
+    is_served,
+    load_by,
+    meaning,
+)
 from specengine.ops.attention import (
     Paths,
     Rotation,
@@ -120,6 +131,7 @@ __all__ = [
     "append_children",
     "append_nodes",
     "at_most",
+    "attached",
     "backends",
     "beam_observation",
     "best_action",

@@ -142,6 +142,11 @@ def is_served(names: Iterable[str], device: torch.device) -> bool:
     return all((getattr(native, name)[device] or getattr(kernels, name)[device]) is not None for name in names)
 
 
+def attached(kind: str) -> list[str]:
+    """Return the backends that are built and serve a kind of device, best first. Tries none of them."""
+    return [key for key, provider in _PROVIDERS.items() if kind in provider.devices and _loaded(key)]
+
+
 @contextmanager
 def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
     """Run the ops of this thread in torch within the context: for tests, and for inputs that a kernel refuses.

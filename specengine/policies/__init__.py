@@ -30,6 +30,7 @@ class Plan(NamedTuple):
     plain_seconds  duration of a plain cycle now, if it was measured
     reads_costs    whether `begin` reads the measured costs of this engine
     learns         whether the policy wants this cycle's outcome
+    times          whether a policy that learns inside a graph wants the record of each cycle as well, for its times
     """
 
     patience: int = 0
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
     plain_seconds: float | None = None
     reads_costs: bool = False
     learns: bool = True
+    times: bool = False
 
 
 DRAFT = Plan()
@@ -104,7 +106,8 @@ class TreePolicy:
     def learn(self, outcome: Outcome) -> None:
         """Learn from the target's choices in a grown tree. Called once per cycle.
 
-        A captured driver calls it inside a graph if the policy has a state on the device, else on the host.
+        A captured driver calls it inside a graph if the policy has a state on the device, else on the host. With
+        `Plan.times` it then calls it once more on the host, with the record of a cycle that has been learnt from.
         """
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:

@@ -171,6 +171,7 @@ class Auto(TreePolicy):
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
         self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
+        self._priced = 0.0, 0.0  # a verification and a draft pass, as they are priced where all take as long
         self._state = PerDevice(self._start)
         self._lent: PerDevice[_State] | None = None  # of another one that it learns together with
 
@@ -199,7 +200,8 @@ class Auto(TreePolicy):
             self._count(1)
         elif self._stale:
             self._reprice()
-        return Plan(self.patience, self._rests, PLAIN_REASON, plain, self.costs == MEASURED, learns)
+        measured = self.costs == MEASURED
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, measured, learns, times=measured)
 
     def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
         self._find = costs if self.costs == MEASURED else None
@@ -246,6 +248,11 @@ class Auto(TreePolicy):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, cycle = outcome
+        if cycle is not None and cycle.learnt:  # inside a graph, all but its times
+            if self.costs == MEASURED and cycle.seconds.split:
+                self._time_graphs(cycle, cycle.seconds.model)
+                self._count(len(cycle.tokens))
+            return
         rested = self._rests and cycle is not None
         if not rested:
             ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
@@ -254,8 +261,12 @@ class Auto(TreePolicy):
         state, timed = self._state[tree.device], self.costs == MEASURED and cycle.seconds.split
         if self._reads is not None and cycle.experts is not None:
             self._read(cycle, state, self._reads, cycle.experts.tolist(), rested)
-        if timed:
+        if timed and self._costs.padded:
+            self._time_graphs(cycle, cycle.seconds.total)
+        elif timed:
             self._time(cycle, state, rested)
+        if timed and rested and not self._pace.resting:
+            state.skipped.fill_(self.patience)  # the draft is looked at as well
         if timed or self._reads is not None:
             self._count(len(cycle.tokens))
 
@@ -280,8 +291,22 @@ class Auto(TreePolicy):
             if predicted > 0 and (side or not shared):
                 ratio = min(max(measured / predicted, 0.5), 2.0)
                 self._scale[side] *= ratio**CORRECTION
-        if rested and not self._pace.resting:
-            state.skipped.fill_(self.patience)  # the draft is looked at as well
+
+    def _time_graphs(self, cycle: Cycle, took: float) -> None:
+        """Correct the costs of graphs by a cycle of graphs that took so many seconds; others say nothing of them.
+
+        Every tree takes as long to verify as any other, and every pass as long as any other.
+        """
+        seconds, passes = cycle.seconds, int(cycle.tree.passes)
+        if not (seconds.captured and self._costs.padded):
+            return
+        self._pace.observe(len(cycle.tokens), took, self._plain, passes > 0)
+        parts = seconds.verify + seconds.walk, seconds.draft + seconds.policy + seconds.commit
+        verify, draft = self._priced
+        expected = verify, passes * draft + self._costs.overhead if passes else 0.0
+        for side, (measured, predicted) in enumerate(zip(parts, expected, strict=True)):
+            if predicted > 0:
+                self._scale[side] *= min(max(measured / predicted, 0.5), 2.0) ** CORRECTION
 
     def _count(self, tokens: int) -> None:
         self._context += tokens
@@ -308,6 +333,7 @@ class Auto(TreePolicy):
     def _tables(self) -> CostTable:
         tables = self._costs.table(self.budget, self.width, self._context)
         self._plain = float(tables.verify[1])
+        self._priced = self._plain * self._scale[0], float(tables.draft[-1]) * self._scale[1]
         if self._reads is not None:
             tables = self._with_experts(tables, self._reads)
         return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
@@ -324,8 +350,8 @@ class Auto(TreePolicy):
         self._stale = False
         tables = self._tables()
         for state in self._state.values():
-            state.throughput.verify.copy_(tables.verify)
-            state.throughput.draft.copy_(tables.draft)
+            state.throughput.verify.copy_(tables.verify, non_blocking=True)  # whose host has other things to do
+            state.throughput.draft.copy_(tables.draft, non_blocking=True)
             state.throughput.overhead.fill_(self._costs.overhead)
             if self._reads is not None or state.throughput.experts.numel():
                 state.relate(self._related(state.throughput.experts.device))
@@ -407,10 +433,14 @@ class Pace:
         self.resting, self._length, self._worked, self._new = 0, FIRST_REST, FIRST_REST, True
         self._gain = max(self._gain, NEW_TEXT)
 
-    def observe(self, tokens: int, seconds: float, plain: float) -> None:
-        """Take in a cycle of so many tokens and seconds; plain: the predicted seconds of a plain cycle."""
+    def observe(self, tokens: int, seconds: float, plain: float, drafted: bool = False) -> None:
+        """Take in a cycle of so many tokens and seconds.
+
+        plain: the predicted seconds of a plain cycle; drafted: whether it drafted although it was to rest.
+        """
         if self.resting:
-            self._plain.append(seconds / plain)
+            if not drafted:
+                self._plain.append(seconds / plain)
             self.resting -= 1
             if not self.resting:
                 self._gain, self._worked = max(self._gain, AGAIN), -1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specengine.engine import Engine, TextGeneration
 
 DIGITS = 6  # significant digits of a probability
+FACTS = ("split", "captured")  # of Seconds, which are no times
 
 
 class TraceWriter:
@@ -116,7 +117,7 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         committed_texts=[text_of(token) for token in cycle.tokens],
         text=text,
         passes=int(grown.passes),
-        seconds={step: round(seconds, 7) for step, seconds in asdict(cycle.seconds).items() if step != "split"},
+        seconds={step: round(seconds, 7) for step, seconds in asdict(cycle.seconds).items() if step not in FACTS},
         origins=cycle.origins,
     )
 

@@ -9,11 +9,14 @@ a number of the host        it is what it was at the capture
 a read by the host, a copy  Refused while capturing; so are operations across devices
 memory that is not kept     Refused by the replay, where it was made outside, or by another graph, and freed since
 
+Under a `Clock` time passes by what the device is given to do, for the host and for events alike.
+
 What a backend attaches to an op is one operation, whatever is inside.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -182,9 +185,10 @@ class Pool:
 @dataclass(eq=False)
 class Graph:
     """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name; fresh: none of its pool's others
-    has been replayed since."""
+    has been replayed since; clock: that a replay lets pass."""
 
     keep_graph: bool = False
+    clock: Clock | None = None
     launches: Counter[str] = field(default_factory=Counter)
     pool: Pool = field(default_factory=Pool)
     fresh: bool = True
@@ -232,6 +236,8 @@ class Graph:
         self._before.clear()
 
     def replay(self) -> None:
+        if self.clock is not None:
+            self.clock.launch()
         with _aside():
             self.pool.replayed(self)
             self.fresh = True
@@ -244,6 +250,8 @@ class Graph:
             if isinstance(step, Part):
                 self._run(step.steps if bool(step.flag.tensor()) else [])
                 continue
+            if self.clock is not None:
+                self.clock.busy += self.clock.node
             function, given, made = step
             args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
             found = function(*args, **kwargs)
@@ -288,11 +296,53 @@ def fresh(found: Any, given: Any) -> list[Tensor]:
 # ---- the device
 
 
+@dataclass
+class Clock:
+    """Time that passes as the host launches and waits, and the device works off what it was given; in seconds.
+
+    node: of a kernel on the device; eager, graph: of the host, to launch an operation or a graph; wake: of the host, to
+    notice that the device has come to where it waited for; compiling: of the host, for attention over a new shape
+    """
+
+    node: float = 1e-4
+    eager: float = 4e-4
+    graph: float = 2e-5
+    wake: float = 5e-5
+    compiling: float = 1.5
+    now: float = 0.0
+    busy: float = 0.0  # until then the device is
+    _met: set[Any] = field(default_factory=set)
+
+    def perf_counter(self) -> float:
+        self.now += 1e-7
+        return self.now
+
+    def launch(self) -> None:
+        """A graph, whose kernels follow."""
+        self.now += self.graph
+        self.busy = max(self.busy, self.now)
+
+    def run(self, name: str, given: list[Tensor]) -> None:
+        """An operation that is no part of a graph."""
+        if name.startswith(READS):
+            return  # the wait for it has passed
+        shapes = name, tuple(tuple(part.shape) for part in given)
+        if name in FUSED and shapes not in self._met:
+            self._met.add(shapes)
+            self.now += self.compiling
+        self.now += self.eager
+        self.busy = max(self.busy, self.now) + self.node
+
+    def wait(self, until: float | None = None) -> None:
+        self.now = max(self.now, self.busy if until is None else until) + self.wake
+
+
 class Device(TorchDispatchMode):
     """Runs what is asked of `cuda` on what its tensors hold; capturing: the graph that records, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         super().__init__()
+        self.clock = clock
         self.capturing: Graph | None = None
         self.waits = 0  # of the host, for the device
         self.sync_debug_mode: Any = 0
@@ -304,6 +354,8 @@ class Device(TorchDispatchMode):
             raise Refused(f"operation not permitted when stream is capturing: {what}")
         if self.sync_debug_mode == "error":
             raise Refused(f"called a synchronizing CUDA operation: {what}")
+        if self.clock is not None:
+            self.clock.wait()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -354,6 +406,8 @@ class Device(TorchDispatchMode):
             for part in of_class(OnDevice, (args, kwargs) if opaque else written(function, args, kwargs)):
                 graph.writes(part.held)
         found = function(*given[0], **given[1])
+        if graph is None and self.clock is not None:
+            self.clock.run(name, of_class(Tensor, given))
         made = fresh(found, given) if on else []
         inside = {address(part) for part in of_class(Tensor, given)}
         views = bool(made) and all(address(part) in inside for part in made)
@@ -401,18 +455,27 @@ class Stream:
 
 class Event:
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device, self.at = device, 0.0
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        clock = self.device.clock
+        self.at = time.perf_counter() if clock is None else max(clock.now, clock.busy)
 
     def synchronize(self) -> None:
-        self.device.wait("an event")
+        if (clock := self.device.clock) is None:
+            self.device.wait("an event")
+        else:
+            self.device.waits += 1
+            clock.wait(self.at)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
 
 
 @contextmanager
-def cuda(*, branches: bool = False) -> Iterator[Device]:
+def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Device]:
     """Everything within runs with a pretended CUDA device; modules go there by `moved`. branches: of graphs."""
-    device, made, loaded = Device(), torch.tensor, _registry._loaded
+    device, made, loaded = Device(clock), torch.tensor, _registry._loaded
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         values = made(data, dtype=dtype)
@@ -443,7 +506,7 @@ def cuda(*, branches: bool = False) -> Iterator[Device]:
 
     @contextmanager
     def graph(into: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
-        into.pool = pool or into.pool
+        into.pool, into.clock = pool or into.pool, clock
         into.pool.add(into)
         before, device.stream = device.stream, stream
         device.capturing = Branching.capturing = into  # type: ignore[assignment]
@@ -486,6 +549,8 @@ def cuda(*, branches: bool = False) -> Iterator[Device]:
         "graph": graph,
     }
     with pytest.MonkeyPatch.context() as patch:
+        if clock is not None:
+            patch.setattr(time, "perf_counter", clock.perf_counter)
         for name, stand_in in stands_for.items():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch, "tensor", tensor)

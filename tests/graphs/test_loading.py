@@ -48,7 +48,7 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     noted = "graphs: without a CUDA device the padded forwards run uncaptured"
     about_graphs = [note for note in found.stats.notes if note.startswith("graphs")]
     assert about_graphs == [*([] if DEVICE.type == "cuda" else [noted]), NOTE]
-    assert not found.stats.host_shares  # the host made no cycle
+    assert len(found.stats.host_shares) == found.stats.num_spec_steps > 1
     assert not expected.stats.notes
 
 

@@ -221,6 +221,31 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     assert torch.equal(found.verify, before)
 
 
+def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycle_takes() -> None:
+    """Of 200 answers, whose other cycles stay on a device and take what was measured."""
+    verify, draft, overhead = 0.0090, 0.0008, 0.0004
+    measured = PassCosts("graphs", {64: verify}, {8: draft}, measured=True, overhead=overhead, padded=True)
+    policy = auto(MEASURED)
+    assert policy.plan().times
+    tree = drafted(policy, Lawful([[0.7, 0.2]] * LEVELS)).tree
+    for _ in range(200):
+        policy.begin(30, costs=lambda: measured)
+        eager = Seconds(verify=0.02, draft=0.03, policy=0.01, commit=0.002, total=0.062)
+        policy.learn(Outcome.of(Cycle(tree, [0], [ELSEWHERE], eager, 1)))
+        for number in range(36):
+            passes = number % 4
+            tree.passes.fill_(passes)
+            took = overhead + passes * draft
+            seconds = Seconds(draft=took, verify=verify, total=0.02, model=verify + took, captured=True)
+            counted = state_of(policy).counts.tries.clone() if number == 35 else None
+            policy.learn(Outcome.of(Cycle(tree, [0], [ELSEWHERE], seconds, 1, learnt=True)))
+            if counted is not None:  # inside the graph
+                assert torch.equal(state_of(policy).counts.tries, counted)
+    assert policy._scale == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert float(state_of(policy).throughput.verify[1]) == pytest.approx(verify, rel=1e-3)
+    assert policy._pace._gain < 0.1  # one token of each cycle, whose passes brought nothing
+
+
 def test_the_plan_of_a_resting_policy_can_be_read_outside_inference_mode() -> None:
     costs = PassCosts("two", {1: 1.0, 64: 1.5}, {1: 0.3}).beside(1, lambda: True)
     policy = policies.make("auto", costs=costs)

@@ -6,19 +6,17 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine.costs import PassCosts, Points, interpolated
-from specengine.cuda_graphs import Graphs, room
+from specengine.cuda_graphs import room
 from specengine.errors import require
 from specengine.models import Target
-from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
@@ -33,6 +31,8 @@ SHORT_SHARE = 0.6  # share of the time for the short context
 EXPERT_SHARE = 0.15  # share of the time for the price of an expert
 ALIKE = (8, 16, 32)  # rows of the trees that it is measured by
 ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
+WARM_SECONDS = 0.2  # of cycles on a device before any is measured: a clock that idled takes so long to rise
+REHEARSED = 4  # cycles that a driver rehearses at once
 
 
 class Plan(NamedTuple):
@@ -56,6 +56,26 @@ LONG_PLANS = (Plan((1, 64, 16, 8, 4, 17, 32, 33), (1, 16, 4)),)
 PADDED_PLANS = (Plan((1, 64, 16, 8, 4, 32, 96), (1, 16, 4, 8)),)
 
 
+class Driver(Protocol):
+    """A driver that runs an engine's cycles as graphs; it belongs to a storey above, which hands it in.
+
+    policy, budget  of its trees; grows_there: whether trees grow in graphs
+    """
+
+    policy: Any
+    budget: int
+    grows_there: bool
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens and the trees behind them."""
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features of every node, by a graph of `budget` rows."""
+
+    def rehearse(self, root: int, count: int) -> dict[str, list[float]]:
+        """Run cycles below a token and undo them; return the seconds of their parts by name."""
+
+
 @dataclass
 class _Samples:
     """Seconds by number of nodes at one context length, in the order of measurement."""
@@ -76,27 +96,105 @@ class _Samples:
 
 
 @torch.inference_mode()
-def measure(target: Target, drafter: Drafter | None, *, seconds: float = SECONDS) -> PassCosts:
+def measure(
+    target: Target, drafter: Drafter | None, driver: Driver | None = None, *, seconds: float = SECONDS
+) -> PassCosts:
     """Measure the seconds of verifying n nodes, of drafting from n nodes, and of the rest of a cycle.
 
-    seconds: maximum time, except for the cycles that give the first two points. It stops earlier if 200 cycles of one
-    node take less, unless graphs are captured on a device.
+    driver: of the engine that runs target and drafter, if it captures; seconds: maximum time, except for the cycles
+    that give the first two points. It stops earlier if 200 cycles of one node take less. On a CUDA device it begins
+    once kernels are compiled, graphs captured and clocks up, which takes its own time.
 
     The cycles have random tokens at two context lengths, if the model's context allows it, and greedy choices. Lookup
     finds nothing in random tokens, which is its cheaper case. Without a drafter, draft passes cost nothing. All caches
     are empty afterwards. No generation may be running.
 
-    With a captured target, every number of rows is captured as a graph of its own, and so are the draft passes. The
-    result is `padded`: all trees of an engine cost as much as its largest tree.
+    With a captured target the result is `padded`: all trees of an engine cost as much as its largest tree. Where trees
+    grow in the driver's graphs, these are timed as cycles run them: a draft pass with the policy's rule, a verification
+    with walk and commit, and as overhead what a cycle takes besides. Elsewhere the driver's graph verifies.
     """
     require("seconds", seconds, "above 0", seconds > 0)
+    if driver is not None and (driver.policy is None) != (drafter is None):
+        driver = None  # of an engine that does not draft
     began = time.perf_counter()
-    cycles = SyntheticCycles(target, drafter, max(contexts(target)))
+    cycles = SyntheticCycles(target, drafter, max(contexts(target)), driver)
     try:
         with target.running():
+            if driver is not None and driver.grows_there:
+                return _rehearsed(cycles, driver, seconds)
+            if target.device.type == "cuda":
+                began = _warm(cycles)
             return _measured(cycles, began, seconds)
     finally:
         cycles.end()
+
+
+def _warm(cycles: SyntheticCycles) -> float:
+    """Run the narrowest and the widest cycles until the device is warm; return the time then.
+
+    What is compiled, captured or allocated on first use is so before anything is measured.
+    """
+    cycles.begin(contexts(cycles.target)[0])
+    plan = cycles.plan(SMALLEST_PLAN)
+    for width in plan.widths:
+        for nodes in dict.fromkeys((min(plan.nodes), max(plan.nodes))):
+            cycles.cycle(nodes, width)
+    until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < until:
+        cycles.cycle(max(plan.nodes), max(plan.widths))
+    cycles.end()  # so that a prompt is read again
+    return time.perf_counter()
+
+
+def _rehearsed(cycles: SyntheticCycles, driver: Driver, seconds: float) -> PassCosts:
+    """Measure a driver's graphs, at each context the medians of cycles that it rehearses."""
+    short, long = contexts(cycles.target)
+    cycles.begin(short)
+    driver.rehearse(cycles.root, 1)  # compiles and captures
+    until = time.perf_counter() + (WARM_SECONDS if cycles.target.device.type == "cuda" else 0.0)
+    while time.perf_counter() < until:
+        driver.rehearse(cycles.root, REHEARSED)
+    began = time.perf_counter()
+    parts = _parts(cycles, driver, began + (SHORT_SHARE if long > short else 1) * seconds)
+    verify, draft = points = _points(driver, parts)
+    overhead = parts["first"] + max(0.0, parts["root"] - max(draft.values())) + parts["end"]
+    growths: list[Points] = [{}, {}]
+    if long >= 2 * short:
+        cycles.begin(long)
+        driver.rehearse(cycles.root, 1)
+        later = _points(driver, _parts(cycles, driver, began + seconds))
+        growths = [_growth(before, after, long - short) for before, after in zip(points, later, strict=True)]
+    return PassCosts(
+        "measured",
+        verify,
+        draft,
+        source="measured",
+        measured=True,
+        overhead=overhead,
+        context=short,
+        verify_growth=growths[0],
+        draft_growth=growths[1],
+        padded=True,
+    )
+
+
+def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
+    """Return the costs of the one size of verifications, and of the one size of draft passes."""
+    width = 1 if driver.policy is None else driver.policy.rows
+    return {driver.budget: parts["finish"]}, {width: parts["level"] or parts["root"]}
+
+
+def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, float]:
+    """Return the medians of the parts of rehearsed cycles, of MAX_CYCLES at most and of a few where time is short.
+
+    A part that cycles do not have takes 0 seconds.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ("first", "root", "level", "end", "finish")}
+    while True:
+        for name, times in driver.rehearse(cycles.root, REHEARSED).items():
+            found[name] += times
+        if time.perf_counter() >= until or len(found["finish"]) >= MAX_CYCLES:
+            return {name: statistics.median(times or [0.0]) for name, times in found.items()}
 
 
 def contexts(target: Target) -> tuple[int, int]:
@@ -113,13 +211,14 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     if sum(first) < seconds / 20:
         first = min((cycles.cycle(1, 1) for _ in range(3)), key=sum)  # the first cycle has warmed up
     padded = cycles.target.captured
-    captures = padded and cycles.target.device.type == "cuda"  # a capture takes longer than many cycles
-    allowed = seconds if captures else min(seconds, MAX_CYCLES * sum(first))
+    allowed = min(seconds, MAX_CYCLES * sum(first))
     share = SHORT_SHARE if long > short else 1
-    samples = _rounds(cycles, PADDED_PLANS if padded else SHORT_PLANS, began + share * allowed)
+    plans = PADDED_PLANS if padded else SHORT_PLANS
+    samples = _rounds(cycles, plans if cycles.driver is None else (), began + share * allowed)
     verify, draft = samples.medians()
     expert = 0.0 if cycles.target.experts is None else _expert(cycles, time.perf_counter() + EXPERT_SHARE * allowed)
-    remaining = began + allowed - time.perf_counter() - (len(SMALLEST_PLAN.nodes) + 1) * verify[max(verify)]
+    smallest = len(cycles.plan(SMALLEST_PLAN).nodes)
+    remaining = began + allowed - time.perf_counter() - (smallest + 1) * verify[max(verify)]
     long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
     growths: list[Points] = [{}, {}]
     if long >= 2 * short:
@@ -163,7 +262,7 @@ def _expert(cycles: SyntheticCycles, until: float) -> float:
 
 def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Samples:
     """Run a round of the smallest plan, then rounds of the largest plan that there is time for."""
-    samples, plan = _Samples(), SMALLEST_PLAN
+    samples, plan = _Samples(), cycles.plan(SMALLEST_PLAN)
     _round(cycles, plan, samples, until)
     for larger in plans:
         if time.perf_counter() + ROUNDS * _seconds(larger, samples) < until:
@@ -174,8 +273,8 @@ def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Sa
 
 
 def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float) -> None:
-    for nodes, width in zip(plan.nodes, itertools.cycle(plan.widths), strict=False):
-        if len(samples.verify) > 1 and time.perf_counter() > until:
+    for place, (nodes, width) in enumerate(zip(plan.nodes, itertools.cycle(plan.widths), strict=False)):
+        if (len(samples.verify) > 1 or place > 1) and time.perf_counter() > until:
             return
         times = cycles.cycle(nodes, width)
         samples.verify[nodes].append(times.verify)
@@ -231,18 +330,23 @@ class SyntheticCycles:
     Only the caches change; `end` clears them. Runs inside inference mode and `target.running()`.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, max_context: int) -> None:
-        self.target, self.drafter = target, drafter
-        self.graphs = Graphs(target.device) if target.captured else None
+    def __init__(self, target: Target, drafter: Drafter | None, max_context: int, driver: Driver | None = None) -> None:
+        self.target, self.drafter, self.driver = target, drafter, driver
         self._random = torch.Generator().manual_seed(0)
         self._prompt: list[int] = []
-        self._root = self._tokens(1)[0]
+        self.root = self._tokens(1)[0]
         self._branching = min(CHILDREN, target.vocab_size)
         self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
         self._reserve(max_context)
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return the plan, with verifications of a driver's one size where there is a driver."""
+        if self.driver is None:
+            return plan
+        return Plan((min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths)
 
     def begin(self, context: int) -> float:
         """Fill both caches with `context` tokens. Return the seconds that it took."""
@@ -269,7 +373,7 @@ class SyntheticCycles:
         """
         tree, _ = self._star_of(min(nodes, self.target.vocab_size) - 1)
         if alike:
-            tree.tokens.fill_(self._root)
+            tree.tokens.fill_(self.root)
         seconds, _ = self._timed(self._verification(tree))
         assert self.target.experts is not None
         return seconds, float(self.target.experts.sum())
@@ -289,50 +393,26 @@ class SyntheticCycles:
             self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
         tree, frontier = self._drafted[width]
 
-        def root() -> object:
-            return drafter.root(tree)
-
-        def step() -> object:
-            return drafter.step(tree, frontier)
-
-        if self.graphs is None or not _is_captured(drafter):
-            return self._timed(root)[0], self._timed(step)[0]
-        names = ("root", width), ("step", width)
-        self._capture(list(zip(names, (root, step), strict=True)), drafter.reads, drafter.state)
-        first = self._timed(partial(self._replay, names[0], drafter.reads, root))[0]
-        return first, self._timed(partial(self._replay, names[1], drafter.reads, step))[0]
+        return self._timed(lambda: drafter.root(tree))[0], self._timed(lambda: drafter.step(tree, frontier))[0]
 
     def _verification(self, tree: TokenTree) -> Callable[[], Verified]:
         """Return a function that verifies this tree and chooses greedily, as the engine does."""
-        target = self.target
+        driver, target = self.driver, self.target
 
-        def chosen() -> tuple[Tensor, Tensor | None]:
-            logits, features = target.verify(tree)
-            return logits.argmax(-1), features
-
-        def eager() -> Verified:
-            choice = target.choose(tree)
+        def verified() -> Verified:
+            choice = target.choose(tree) if driver is None else None
             if choice is None:
-                tokens, features = chosen()
-                return tokens.tolist(), features
+                logits, features = (target if driver is None else driver).verify(tree)
+                return logits.argmax(-1).tolist(), features
             return choice.tokens, choice.features
 
-        if self.graphs is None or not isinstance(target, HuggingFaceTarget):
-            return eager
-        name, reads = ("verify", tree.capacity), (target.cache.slab,)
-        self._capture([(name, chosen)], reads, (target.cache.filled,))
-
-        def replayed() -> Verified:
-            tokens, features = self._replay(name, reads, chosen)
-            return tokens.tolist(), features
-
-        return replayed
+        return verified
 
     def _commit(self, tree: TokenTree, features: Tensor | None) -> None:
         path = [0, 1, 1 + self._branching] if len(tree) > 1 + self._branching else [0]
         self.target.commit(tree, path)
         if self.drafter is not None:
-            tokens = [*tree.tokens[path[1:]].tolist(), self._root]
+            tokens = [*tree.tokens[path[1:]].tolist(), self.root]
             self.drafter.accept(Cycle(tree, path, tokens, Seconds(), len(tree) - 1, features))
 
     # ---- trees, caches, clocks
@@ -344,8 +424,8 @@ class SyntheticCycles:
         depths = [0]
         for parent in parents[1:].tolist():
             depths.append(depths[parent] + 1)
-        tokens = (self._root + 7 * parents + ids % branching) % self.target.vocab_size
-        tokens[0] = self._root
+        tokens = (self.root + 7 * parents + ids % branching) % self.target.vocab_size
+        tokens[0] = self.root
         edges = -(ids > 0).float()
         levels = torch.tensor(depths, dtype=torch.int64, device="cpu")
         arrays = tokens, parents, levels, edges, -levels.float()
@@ -355,8 +435,8 @@ class SyntheticCycles:
     def _star_of(self, width: int) -> tuple[TokenTree, Nodes]:
         """Return a tree of a root and `width` children, and the children as a frontier."""
         device = torch.device("cpu") if self.drafter is None else self.drafter.device
-        tree = TokenTree.root(self._root, width + 1, device)
-        tokens = (self._root + torch.arange(width, device=device, dtype=torch.int64)) % self.target.vocab_size
+        tree = TokenTree.root(self.root, width + 1, device)
+        tokens = (self.root + torch.arange(width, device=device, dtype=torch.int64)) % self.target.vocab_size
         return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device, dtype=torch.float32))
 
     def _tokens(self, count: int) -> list[int]:
@@ -367,7 +447,10 @@ class SyntheticCycles:
     def _reserve(self, context: int) -> None:
         """Reserve memory once, because captures read buffers that must not move."""
         tokens = context + DRIFT + 2 * MAX_PATH
-        if self.graphs is None:
+        if self.driver is not None:
+            self.driver.reserve(tokens)
+            return
+        if not self.target.captured:
             self.target.reserve(tokens, MAX_NODES)
         else:  # as in captured.py: attention without a kernel of its own runs over all slots
             self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
@@ -383,23 +466,6 @@ class SyntheticCycles:
         features = self.target.prefill(known, cached)
         if drafter is not None:
             drafter.begin(known, features)
-
-    def _capture(
-        self, steps: Sequence[tuple[Hashable, Callable[[], object]]], reads: Sequence[Tensor], state: Sequence[Tensor]
-    ) -> None:
-        """Capture the steps that are not captured yet. That runs them, so `state` is restored afterwards."""
-        assert self.graphs is not None
-        if all(self.graphs.has(name, reads) for name, _ in steps):
-            return
-        saved = [tensor.clone() for tensor in state]
-        for name, function in steps:
-            self.graphs.run(name, reads, function)
-        for tensor, before in zip(state, saved, strict=True):
-            tensor.copy_(before)
-
-    def _replay(self, name: Hashable, reads: Sequence[Tensor], function: Callable[[], T]) -> T:
-        assert self.graphs is not None
-        return self.graphs.run(name, reads, function)
 
     def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
         self._wait()

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,12 @@ import torch
 import transformers
 
 from specengine.costs import PassCosts
-from specengine.costs.measuring import count_experts, measure
+from specengine.costs.measuring import Driver, count_experts, measure
 from specengine.errors import InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
 from specengine.models.extension import thread_count
+from specengine.ops import VARIABLE, attached
 
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
@@ -27,19 +29,19 @@ if TYPE_CHECKING:
 _loaded: dict[Path, PassCosts] = {}  # by file, so that a process measures once even if it cannot write
 
 
-def find(target: Target, drafter: Drafter | None, *, fresh: bool = False) -> PassCosts:
+def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, *, fresh: bool = False) -> PassCosts:
     """Return the costs of target and drafter on this machine, measured on first use and then read from the cache.
 
-    fresh: measure again and store the result.
+    driver: as in `identity`; fresh: measure again and store the result.
 
     Measuring clears the caches of both. A file that is damaged, or of another pair, is replaced. If no file can be
     written, `source` has the reason.
     """
-    key = identity(target, drafter)
+    key = identity(target, drafter, driver)
     file = path(key)
     costs = None if fresh else _loaded.get(file) or _read(file, key)
     if costs is None:
-        costs = measure(target, drafter)
+        costs = measure(target, drafter, driver if target.device.type == "cuda" else None)
         if reason := _write(file, key, costs):
             costs = dataclasses.replace(costs, source=f"{costs.source}, not stored: {reason}")
     _loaded[file] = costs
@@ -71,10 +73,14 @@ def _write(file: Path, key: dict[str, Any], costs: PassCosts) -> str | None:
 
 
 CPU_FACTS = Path("/proc/cpuinfo")
+DRIVER_FACTS = Path("/proc/driver/nvidia/version")
 
 
-def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
-    """Return what costs depend on, JSON-ready: model, draft, device, versions and how they run."""
+def identity(target: Target, drafter: Drafter | None, driver: Driver | None = None) -> dict[str, Any]:
+    """Return what costs depend on, JSON-ready: model, draft, device, versions and how they run.
+
+    driver: of the engine that runs them on a CUDA device, if it captures graphs; elsewhere it makes no difference.
+    """
     lm: Any = getattr(target, "lm", None)
     return {
         "model": target.name or type(target).__name__,
@@ -94,7 +100,29 @@ def identity(target: Target, drafter: Drafter | None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "specengine": _version(),
         **({"experts": "counted"} if count_experts(target) else {}),
+        **(_on_cuda(None if drafter is None else driver) if target.device.type == "cuda" else {}),
     }
+
+
+def _on_cuda(driver: Driver | None) -> dict[str, Any]:
+    """Return what costs depend on where kernels run: who compiles them, which there are, and what captures hold."""
+    return {
+        "policy": None if driver is None else repr(driver.policy),
+        "triton": _version("triton"),
+        "ops": [os.environ.get(VARIABLE, ""), *attached("cuda")],
+        "cuda": [torch.version.cuda or torch.version.hip, _driver_version()],
+    }
+
+
+def _driver_version() -> str:
+    """Return the version of NVIDIA's driver, as far as the system tells it."""
+    try:
+        words = DRIVER_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
+    except (OSError, IndexError):
+        words = []
+    supports = getattr(torch._C, "_cuda_getDriverVersion", None)
+    numbers = (word for word in words if word.replace(".", "").isdigit())
+    return next(numbers, "") or str(supports() if supports is not None else "")
 
 
 def device_name(device: torch.device) -> str:
@@ -132,8 +160,8 @@ def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _version() -> str:
+def _version(package: str = "specengine") -> str:
     try:
-        return importlib.metadata.version("specengine")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
