@@ -19,7 +19,9 @@ from torch import Tensor
 
 WORD_BITS = 64
 MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024  # of an H100 or H200; used where there is no device to ask
-FEWER_BYTES = 200 * 1024  # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
+FEWER_BYTES = (
+    200 * 1024
+)  # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
 MOST_SPLITS = 64
 MERGED_ROWS = 16  # rows per program of the merging kernel
 LOG2_E = math.log2(math.e)

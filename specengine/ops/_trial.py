@@ -21,7 +21,7 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; in
 HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
-PACKED_ROWS, LONG = (16, 32, 64, 65), 200  # each has tiles of its own; positions of a prefix that is split
+PACKED_ROWS, LONG = (16, 32, 64), 200  # most of a kind of tiles, before the largest; a prefix that is split
 MOST_THREADS = 8
 
 Implementations = dict[str, Callable[..., Any]]
@@ -39,9 +39,7 @@ class Heads(NamedTuple):
         return f"heads of {self.size} channels, {self.groups} to a key-value head, {self.dtype}"
 
 
-def differs(
-    names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None
-) -> str:
+def differs(names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None) -> str:
     """Return the fault of `run`, implementations of these ops, of which the last is called; empty where there is none.
 
     A fault is an exception, or a result that differs from the meaning's. inputs: to try, instead of those of the op.
@@ -64,7 +62,7 @@ def differs(
 
 
 def run_all(run: Implementations, device: torch.device) -> None:
-    """Run each op once, several at a time, so that programs are compiled side by side; what fails is left to `differs`."""
+    """Run each op once, side by side, so that programs are compiled in threads; what fails is left to `differs`."""
     tried = {needed(name) for name in run}
     side_by_side(
         [(names, run, given) for names in tried if names[-1] in INPUTS for given in INPUTS[names[-1]](device)], device
@@ -254,9 +252,11 @@ def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, behind a split prefix."""
     found = []
-    for packed in PACKED_ROWS:
-        rows = -(-packed // heads.groups)
-        parents = torch.tensor([(node - 1) // 2 if node else -1 for node in range(rows)], dtype=torch.int64, device="cpu")
+    counts = [*(max(1, packed // heads.groups) for packed in PACKED_ROWS), PACKED_ROWS[-1] // heads.groups + 1]
+    for rows in dict.fromkeys(counts):
+        parents = torch.tensor(
+            [(node - 1) // 2 if node else -1 for node in range(rows)], dtype=torch.int64, device="cpu"
+        )
         words = ancestor_words(parents).view(rows, -1).to(device)
         lengths = _count(device, LONG), _count(device, rows), _count(device, rows)
         found.append((*_wide_rows(heads, rows, device), words, *lengths, heads.size**-0.5))

@@ -62,6 +62,14 @@ REST: list[list[Any]] = [
     ["gather", 10, 4096, "bfloat16"],
     ["rope", 64, 4, 128, "bfloat16"],
     ["rope", 16, 3, 64, "float32"],
+    ["rope", 64, 4, 128, "bfloat16", "stepwise"],
+    ["rope", 64, 4, 128, "bfloat16", "normed"],
+    ["norm", 64, 4096, "bfloat16"],
+    ["norm", 64, 4096, "bfloat16", False],
+    ["norm", 64, 576, "float32"],
+    ["norm", 64, 16384, "bfloat16"],
+    ["gate", 64, 14336, "bfloat16"],
+    ["gate", 64, 1536, "float32"],
 ]
 WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]  # the other tiles of heads of 256 channels
 SHIPPED = ATTENTION + REST + WIDE

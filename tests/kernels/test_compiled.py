@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kernels.cards import NODES, ROOM, SHIPPED, compiled
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -20,55 +19,11 @@ pytestmark = [
         reason="needs the CUDA tools of triton's wheel",
     ),
 ]
-SHARED_BYTES = 227 * 1024  # what a program can have on an H100 or H200
 # Triton 3.7 reserves a byte in some kernels; that no instruction touches it, the count of spills says
 SINCE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 UNTOUCHED_STACK = 8 if SINCE_3_7 else 0
 # Tiles were chosen with 3.6. In shapes that are not shipped 3.7 moves up to four registers to memory and back
 FEW_SPILLS = 8 if SINCE_3_7 else 0
-NODES = (4, 8, 16, 64)  # with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
-ATTENTION = [["attention", nodes, 4, 128, "bfloat16"] for nodes in NODES]
-REST = [
-    ["attention", 64, 3, 64, "float16"],
-    ["attention", 64, 4, 128, "float32", 1],
-    ["attention", 64, 4, 256, "bfloat16"],
-    ["strict", 4, 128, "bfloat16"],
-    ["strict", 3, 64, "float16"],
-    ["strict", 4, 128, "float32"],
-    ["selection", 10, 128256, 60, "bfloat16"],
-    ["selection", 64, 248320, 256, "bfloat16"],
-    ["selection", 1, 49152, 8, "float32"],
-    ["children", 10, 128256, 10, "bfloat16"],
-    ["children", 64, 262144, 256, "float32"],
-    ["children", 1, 49152, 1, "float16"],
-    ["entropy", 10, 128256, 1000, False, "bfloat16"],
-    ["entropy", 64, 262144, 1000, True, "float32"],
-    ["entropy", 1, 49152, 1000, False, "float16"],
-    ["entropy", 16, 128256, 128256, False, "bfloat16"],
-    ["compaction", 32, 8, 128, "bfloat16"],
-    ["compaction", 30, 3, 64, "float32"],
-    ["choice", 64, 128256, False, "bfloat16"],
-    ["choice", 64, 128256, True, "bfloat16"],
-    ["choice", 1, 49152, True, "float32"],
-    ["choice", 1, 49152, False, "float32"],
-    ["couple", 10, 128256, "bfloat16", False],
-    ["couple", 16, 12288, "float32", True],
-    ["walk", 64],
-    ["walk", 1024],
-    ["append", 60, 256],
-    ["append", 1000, 1024],
-    ["gather", 10, 4096, "bfloat16"],
-    ["rope", 64, 4, 128, "bfloat16"],
-    ["rope", 16, 3, 64, "float32"],
-    ["rope", 64, 4, 128, "bfloat16", "stepwise"],
-    ["rope", 64, 4, 128, "bfloat16", "normed"],
-    ["norm", 64, 4096, "bfloat16"],
-    ["norm", 64, 4096, "bfloat16", False],
-    ["norm", 64, 576, "float32"],
-    ["norm", 64, 16384, "bfloat16"],
-    ["gate", 64, 14336, "bfloat16"],
-    ["gate", 64, 1536, "float32"],
-]
 SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]  # 128 rows of 128 do not fit into 4 warps
 FULL = {
     **{t: [["attention", n, 4, d, t] for n in NODES for d in (64, 80, 96, 256)] for t in ("bfloat16", "float16")},
@@ -85,23 +40,12 @@ FULL = {
 }
 
 
-def compiled(cases: list[list[Any]], cache: Path) -> list[dict[str, Any]]:
-    """Run aot.py in another process and return its output: this one interprets kernels, or has another device."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.aot", *(json.dumps(case) for case in cases)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def check(kernels: list[dict[str, Any]], cases: list[list[Any]], spills: int = 0) -> None:
     assert {json.dumps(kernel["case"]) for kernel in kernels} == {json.dumps(case) for case in cases}
     for kernel in kernels:
         assert kernel["spills"] <= spills, kernel
         assert kernel["stack"] <= UNTOUCHED_STACK + 4 * spills, kernel
-        assert kernel["shared"] <= SHARED_BYTES, kernel
+        assert kernel["shared"] <= ROOM["sm_90"], kernel
         name, half = kernel["kernel"], "float32" not in kernel["case"]
         if name == "_attend":
             case, nodes, groups = kernel["case"][:3]
@@ -114,17 +58,17 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]], spills: int = 0
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return compiled([*ATTENTION, *REST, SPILLING], tmp_path_factory.mktemp("triton"))
+def shipped() -> list[dict[str, Any]]:
+    return compiled([*SHIPPED, SPILLING])
 
 
 def test_shipped_configurations(shipped: list[dict[str, Any]]) -> None:
-    check([kernel for kernel in shipped if kernel["case"] != SPILLING], ATTENTION + REST)
+    check([kernel for kernel in shipped if kernel["case"] != SPILLING], SHIPPED)
 
 
 def test_strict_sums_of_shared_and_own_tiles_are_one_program(shipped: list[dict[str, Any]]) -> None:
     """Two that mean the same may be compiled to other roundings."""
-    for case in (case for case in REST if case[0] == "strict"):
+    for case in (case for case in SHIPPED if case[0] == "strict"):
         launched = [kernel for kernel in shipped if kernel["case"] == case and kernel["kernel"] == "_attend"]
         assert [kernel["grid"][0] for kernel in launched][1] == 64
         assert len({kernel["code"] for kernel in launched}) == 1
@@ -135,5 +79,5 @@ def test_the_check_sees_spills(shipped: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("part", FULL)  # so that processes can share them
-def test_all_head_sizes_groups_and_types(part: str, tmp_path: Path) -> None:
-    check(compiled(FULL[part], tmp_path), FULL[part], FEW_SPILLS)
+def test_all_head_sizes_groups_and_types(part: str) -> None:
+    check(compiled(FULL[part]), FULL[part], FEW_SPILLS)
