@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench papers bench-server docs test-gpu test-gpu-offline bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers papers bench-server docs test-gpu test-gpu-offline bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,14 @@ CLIENTS := .venv-clients
 LOAD := .venv-load
 test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the server that others wrote, against a server
 	SPECENGINE_SERVER_PYTHON=$(CURDIR)/$(RUN) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+
+# other engines, each in an environment of its own: `specengine bench --way peer:NAME`; what cannot be had is left out
+PEERS ?= $(basename $(notdir $(wildcard bench/peers/*.txt)))
+peers: $(PEERS:%=peer-%)  ## environments of other engines in .peers, for specengine bench; PEERS="openvino vllm" some
+peer-%: bench/peers/%.txt
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --disable-pip-version-check -r $< || { rm -rf .peers/$*; \
+	  echo "peers: $* cannot be installed here, bench lists it as not run" >&2; }
 
 # the same programs as tests/csrc runs; order_test.cpp holds the bits that an x86-64 has
 ARM_CXX ?= aarch64-linux-gnu-g++
@@ -159,7 +167,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and gra
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 
 # of a model for which each way takes minutes
-FEW := --ours --policy auto --policy eagle --per-set 2 --rounds 2
+FEW := --skip transformers --skip 'transformers, static cache' --policy auto --policy eagle --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

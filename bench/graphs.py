@@ -21,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, Decoder, EngineDecoder, Way
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import Eagle
+from specengine.errors import InputError
 
 POLICIES = ("eagle", "talon", "salf", "chain")
 GREEDY = {"temperature": 0.0}
@@ -50,14 +51,14 @@ class Decoders:
 
     def __init__(self, args: argparse.Namespace) -> None:
         path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
-        copies = [AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device) for _ in range(2 - args.ours)]
-        self._untouched, self._model = copies[0], copies[-1]
+        load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=dtype)
+        self._model, self._untouched = load().to(args.device), cache(lambda: load().to(args.device))
         self._draft = args.draft
         self.made: dict[str, Decoder] = {}
         self.plain = self._engine(PLAIN)
 
     def transformers(self, name: str, **options: Any) -> Way:
-        return self._way(name, lambda: Generate(self._untouched, GREEDY, [], **options), ours=False)
+        return self._way(name, lambda: Generate(self._untouched(), GREEDY, [], **options), ours=False)
 
     def ours(self, policy: str, driven: str = "") -> Way:
         """Return the method of a policy. driven: GRAPHS, STRICT, or eager."""
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"repeatable; default: all on a CUDA device, elsewhere {', '.join(POLICIES)}",
     )
     parser.add_argument("--strict", action="store_true", help="also run graphs with strict verification")
-    parser.add_argument("--ours", action="store_true", help="leave out transformers' own decoding")
+    parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="repeatable: leave this way out")
     args = parser.parse_args(arguments)
     for policy in args.policy or ():
         policies.make(policy)  # what is asked for by a wrong name is refused at once
@@ -137,13 +138,18 @@ def _records(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def ways(args: argparse.Namespace, decoders: Decoders) -> list[Way]:
-    theirs = [
+    found = [
+        decoders.ours(PLAIN),
         decoders.transformers("transformers"),
         decoders.transformers("transformers, static cache", cache_implementation="static"),
+        decoders.ours(PLAIN, GRAPHS),
     ]
-    found = [decoders.ours(PLAIN), *([] if args.ours else theirs), decoders.ours(PLAIN, GRAPHS)]
     found += [decoders.ours(policy, driven) for policy in _policies(args) for driven in ("", GRAPHS)]
-    return found + [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
+    found += [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
+    names = [way.name for way in found]
+    if unknown := [name for name in args.skip if name not in names or name == PLAIN]:
+        raise InputError(f"skip: got {unknown[0]!r}, accepted {', '.join(name for name in names if name != PLAIN)}")
+    return [way for way in found if way.name not in args.skip]
 
 
 def _policies(args: argparse.Namespace) -> list[str]:

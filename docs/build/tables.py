@@ -446,6 +446,25 @@ def servers(file: str) -> str:
     return table(header, rows, file)
 
 
+def model_shapes(*files: str) -> str:
+    """Return what rows cost at the shapes of published models, and the experts that they read, from bench.cpu.shapes."""
+    rows = []
+    for r in (r for file in files for r in records(file) if r["record"] == "shape"):
+        read, there = r.get("experts_of_layers_run", {}), r.get("experts_there")
+        rows.append(
+            [
+                r["shape"],
+                r["kind"],
+                f"{r['layers_run']} of {r['layers']}",
+                f"{r['verify_ms_by_nodes']['1']:.0f}",
+                *(f"{r['over_1_row'][n]:.2f}" for n in ("2", "4", "8", "16")),
+                f"{read['1']}, {read['8']} of {there}" if there else "",
+            ]
+        )
+    costs = (f"{n} rows / 1" for n in (2, 4, 8, 16))
+    return table(("shape", "weights", "layers run", "1 row, ms", *costs, "experts read by 1, 8 rows"), rows, *files)
+
+
 def storm(file: str) -> str:
     """Return the outcomes of crowds of clients, from tests.serve.storm."""
     rows = [
@@ -527,6 +546,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
-        *(load, servers, storm, memory),
+        *(load, servers, model_shapes, storm, memory),
     )
 }

@@ -14,12 +14,16 @@ PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
 
 
 class Answer(NamedTuple):
-    """New tokens, the prompt's length, wall-clock seconds with the prompt's; `cycles` is what `counted` gives."""
+    """New tokens, the prompt's length, wall-clock seconds with the prompt's; `cycles` is what `counted` gives.
+
+    first: seconds until the first tokens were there, where the way tells.
+    """
 
     tokens: list[int]
     prompt_tokens: int
     seconds: float
     cycles: dict[str, Any] | None = None
+    first: float | None = None
 
 
 class Figures(NamedTuple):
@@ -73,6 +77,8 @@ def row(answers: Sequence[Answer]) -> dict[str, Any]:
     if cycles:
         measured |= {name: cycles[0][name] for name in COUNTS}
     measured["seconds"] = [round(answer.seconds, 4) for answer in answers]
+    if all(answer.first is not None for answer in answers):
+        measured["first"] = [round(answer.first, 6) for answer in answers if answer.first is not None]
     if cycles:
         parts = [part for part in PARTS if all(part in each["median_ms"] for each in cycles)]
         measured["median_ms"] = {

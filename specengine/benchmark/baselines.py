@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import Way
@@ -18,7 +19,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.options import LoadOptions
 
-GENERATE, LOOKUP, ASSISTED = "generate", "prompt-lookup", "assisted"
+GENERATE, COMPILED, LOOKUP, ASSISTED = "generate", "generate-compiled", "prompt-lookup", "assisted"
 LOOKUP_TOKENS = 10
 
 
@@ -52,6 +53,18 @@ class Generate:
 
 def generate_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
     return Way(GENERATE, lambda: Generate(huggingface_model(plain.target), options, ends), ours=False)
+
+
+def compiled_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
+    """Return `generate` with a static cache and a compiled forward, which transformers does on a GPU by itself."""
+
+    def start() -> Generate:
+        config = CompileConfig()
+        config._compile_all_devices = True  # noqa: SLF001  on a CPU as well, for which there is no public field
+        model = huggingface_model(plain.target)
+        return Generate(model, options, ends, cache_implementation="static", compile_config=config)
+
+    return Way(COMPILED, start, ours=False)
 
 
 def lookup_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:

@@ -8,26 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from specengine import loading
-from specengine.benchmark import baselines, llama
+from specengine.benchmark import baselines, llama, peers
 from specengine.benchmark.measuring import longest
+from specengine.benchmark.peers import Model as PeerModel
 from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
 from specengine.benchmark.workloads import Workload
+from specengine.checkpoints import embedded
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.files import cache_dir
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 
-BASELINES = (baselines.GENERATE, baselines.LOOKUP, baselines.ASSISTED, llama.LLAMA_CPP)
+BASELINES = (baselines.GENERATE, baselines.COMPILED, baselines.LOOKUP, baselines.ASSISTED, llama.LLAMA_CPP)
 
 
 @dataclass
 class Choice:
     """The ways to compare, plain decoding first.
 
-    names      of ways: a Spec's text, or one of BASELINES; plain decoding takes part unasked
+    names      of ways: a Spec's text, one of BASELINES or of peers.NAMES; plain decoding takes part unasked
     model      an id, a path or None for the embedded one
     draft      of the ways that name none; None is the model's best
-    assistant  of the assisted way, gguf of llama.cpp's, by default the model's own
+    assistant  of the assisted way, gguf of llama.cpp's and the peers', by default the model's own
+    peers      the folder with the environments of the peers
     load       options of Engine.from_pretrained
     options    of Engine.generate but for the length
 
@@ -39,12 +43,13 @@ class Choice:
     draft: str | None = None
     assistant: str | None = None
     gguf: Path | None = None
+    peers: Path = Path(".peers")
     load: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = list(dict.fromkeys([PLAIN, *self.names]))
-        self.specs = {name: Spec.of(name) for name in self.names if name not in BASELINES}
+        self.specs = {name: Spec.of(name) for name in self.names if name not in BASELINES and not _is_peer(name)}
         self._load = LoadOptions.of(self.load)
         for spec in self.specs.values():
             spec.check(LoadOptions.of({name: value for name, value in self.load.items() if name != "draft_options"}))
@@ -54,8 +59,12 @@ class Choice:
         if self.drafts and self.draft in loading.PLAIN:
             raise InputError(f"draft: got {self.draft!r}, but there are ways that draft; name a draft")
         baselines.refuse_assistant(self.assistant, baselines.ASSISTED in self.names)
+        others = [name for name in self.names if _is_peer(name)]
+        for name in others:
+            peers.check(name)
         if llama.LLAMA_CPP in self.names:
             llama.refuse_missing()
+        if llama.LLAMA_CPP in self.names or others:
             self.gguf = llama.gguf_file(self.model, self.gguf)
         elif self.gguf is not None:
             raise InputError(f"gguf: no way uses it; add way {llama.LLAMA_CPP}")
@@ -85,13 +94,34 @@ class Choice:
                 return engines.way(self.specs[name], self.options)
             if name == baselines.GENERATE:
                 return baselines.generate_way(plain, self.options, ends)
+            if name == baselines.COMPILED:
+                return baselines.compiled_way(plain, self.options, ends)
             if name == baselines.LOOKUP:
                 return baselines.lookup_way(plain, self.options, ends)
             if name == baselines.ASSISTED:
                 return baselines.assisted_way(plain, self.options, ends, str(self.assistant), self._load)
-            return llama.way(plain, self.options, ends, self.gguf, longest(plain, items, length, turns))
+            context = longest(plain, items, length, turns)
+            if _is_peer(name):
+                if self.samples:
+                    raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
+                return peers.way(name, self.peers, self._files(), ends, context)
+            return llama.way(plain, self.options, ends, self.gguf, context)
 
         return [made(name) for name in self.names]
+
+    def _files(self) -> PeerModel:
+        """Return the files of the model that other engines read."""
+        if self.gguf is None:
+            folder = embedded.path()
+            return PeerModel(embedded.gguf(), folder, embedded.draft_head(str(folder)), cache_dir())
+        folder_given = None if self.model is None else Path(self.model)
+        known = folder_given if folder_given is not None and folder_given.is_dir() else None
+        head = None if self.draft is None or not Path(self.draft).is_dir() else Path(self.draft)
+        return PeerModel(self.gguf, known, head, cache_dir())
+
+
+def _is_peer(name: str) -> bool:
+    return name.startswith(peers.PREFIX)
 
 
 def sampling(temperature: float, seed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +91,26 @@ class Binding:
 
     def __call__(self, prompt: list[int], length: int) -> Answer:
         began = time.perf_counter()
-        tokens = decode(self.llama, prompt, length, self._ends, self._options)
-        return Answer(tokens, len(prompt), time.perf_counter() - began)
+        first, tokens = None, list[int]()
+        for token in decode(self.llama, prompt, length, self._ends, self._options):
+            first = first or time.perf_counter() - began
+            tokens.append(token)
+        return Answer(tokens, len(prompt), time.perf_counter() - began, first=first)
 
     def prepare(self, tokens: int) -> None:
         """Do nothing: the context was given at the start."""
 
 
-def decode(llama: Any, prompt: list[int], length: int, ends: Collection[int], options: dict[str, Any]) -> list[int]:
-    """Return new tokens of a llama_cpp.Llama, up to `length` of them or the first of `ends`."""
+def decode(llama: Any, prompt: list[int], length: int, ends: Collection[int], options: dict[str, Any]) -> Iterator[int]:
+    """Yield new tokens of a llama_cpp.Llama, up to `length` of them or the first of `ends`."""
     llama.reset()  # or it would keep what it has of the prompt from the round before
     sampling = {"temp": options.get("temperature", 0.0), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     if options.get("seed") is not None:
         llama.set_seed(options["seed"])
-    tokens: list[int] = []
-    for token in llama.generate(prompt, repeat_penalty=1.0, **sampling):
-        tokens.append(token)
-        if len(tokens) == length or token in ends:
-            break
-    return tokens
+    for count, token in enumerate(llama.generate(prompt, repeat_penalty=1.0, **sampling), start=1):
+        yield token
+        if count == length or token in ends:
+            return
 
 
 class Server:

@@ -117,7 +117,10 @@ class Run:
                     continue
                 answers[way.name][round_] = answer
                 head = {"record": "answer", "way": way.name, "set": place[0], "id": place[1], "round": round_}
-                yield {**head, **answer._asdict(), "seconds": round(answer.seconds, 6)}
+                figures = {**answer._asdict(), "seconds": round(answer.seconds, 6)}
+                if answer.first is not None:
+                    figures["first"] = round(answer.first, 6)
+                yield {**head, **figures}
 
     def _row(self, place: tuple[str, str], way: Way, prompt: list[int], answers: Answers) -> Record:
         own = [answers[way.name][round_] for round_ in range(self.rounds)]
@@ -172,7 +175,7 @@ def _answers(done: Iterable[Record]) -> dict[tuple[str, str], Answers]:
     found: dict[tuple[str, str], Answers] = defaultdict(lambda: defaultdict(dict))
     for record in done:
         if record["record"] == "answer":
-            answer = Answer(**{name: record[name] for name in Answer._fields})
+            answer = Answer(**{name: record[name] for name in Answer._fields if name in record})
             found[record["set"], record["id"]][record["way"]][record["round"]] = answer
     return found
 

@@ -1,4 +1,4 @@
-"""Tables of a run: all ways over all sets, how far they are apart, and by set."""
+"""Tables of a run: all ways over all sets, how far they are apart, their latencies, and by set."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
     made = [
         Table("ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)),
         difference_table(records),
+        latency_table(ways),
         set_table(found, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
         not_run_table(records),
     ]
@@ -63,6 +64,21 @@ def difference_table(records: Sequence[Record]) -> Table:
 
 def _apart(record: Record, name: str) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*record[name]) if name in record else NOTHING
+
+
+def latency_table(ways: Mapping[str, Record]) -> Table:
+    """Return a table of times as a client sees them, of the ways that tell when their first token was there."""
+    names = {"first_token": "ms to the first token", "between_tokens": "ms between tokens", "answer": "ms per answer"}
+    rows = [
+        [way, *(_percentiles(record["latency"].get(name)) for name in names), number(record, "per_user", 1)]
+        for way, record in ways.items()
+        if "latency" in record
+    ]
+    return Table("latency", "Latency: p50, p90, p99", ("way", *names.values(), "tokens/s per user"), rows)
+
+
+def _percentiles(values: Sequence[float] | None) -> str:
+    return NOTHING if values is None else ", ".join(f"{value:.1f}" for value in values)
 
 
 def not_run_table(records: Sequence[Record]) -> Table:

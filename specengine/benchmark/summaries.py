@@ -24,6 +24,11 @@ def summaries(records: Iterable[Record]) -> list[Record]:
     prompts. A prompt's time is the median over rounds. Of its tokens per second over plain decoding's, speed_mean is
     the mean over prompts, speed_quartiles are the three quartiles; speed_total is the ratio over all prompts together.
     rounds_apart: the median over prompts of how far the slowest round lies above the fastest, as a share.
+
+    latency: where all answers tell when their first token was there, percentiles 50, 90 and 99 over all answers of
+    all rounds, in milliseconds: `first_token`; `between_tokens`, of an answer the time behind its first token divided
+    by its tokens but one; `answer`, the whole time. per_user: the mean over answers of tokens per second behind the
+    first. As AIPerf defines them, but that the first tokens of a cycle arrive together.
     """
     records = list(records)
     rows = [record for record in records if record["record"] == "row"]
@@ -128,9 +133,34 @@ def _times(rows: list[Record], plain: list[Record]) -> Record:
         found["median_ms"] = {
             part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in parts
         }
+    if all("first" in row for row in rows):
+        found |= _latencies(rows)
     if all("policy_share" in row for row in rows):
         found["policy_share"] = round(statistics.mean(row["policy_share"] for row in rows), 5)
     return found
+
+
+def _latencies(rows: Sequence[Record]) -> Record:
+    answers = [
+        (first, seconds, row["new_tokens"])
+        for row in rows
+        for first, seconds in zip(row["first"], row["seconds"], strict=True)
+    ]
+    between = [(seconds - first) / (tokens - 1) for first, seconds, tokens in answers if tokens > 1]
+    found = {"first_token": [a[0] for a in answers], "between_tokens": between, "answer": [a[1] for a in answers]}
+    per_user = [1 / gap for gap in between if gap > 0]
+    return {
+        "latency": {name: _percentiles(values) for name, values in found.items() if values},
+        **({"per_user": round(statistics.mean(per_user), 2)} if per_user else {}),
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> list[float]:
+    """Return the percentiles 50, 90 and 99 in milliseconds."""
+    if len(seconds) == 1:
+        return [round(1e3 * seconds[0], 3)] * 3
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return [round(1e3 * cuts[percent - 1], 3) for percent in (50, 90, 99)]
 
 
 def _rate(rows: Sequence[Record]) -> float:

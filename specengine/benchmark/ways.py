@@ -155,10 +155,13 @@ class EngineDecoder:
     def __call__(self, prompt: list[int], length: int) -> Answer:
         began = time.perf_counter()
         generation = self.engine.stream(prompt, max_new_tokens=length, **self._options)
-        cycles = [Figures.of(piece.cycle) for piece in generation]
+        first, cycles = None, list[Figures]()
+        for piece in generation:
+            first = first or time.perf_counter() - began
+            cycles.append(Figures.of(piece.cycle))
         seconds = time.perf_counter() - began
         assert generation.result is not None
-        return Answer(generation.result.token_ids, len(prompt), seconds, counted(cycles))
+        return Answer(generation.result.token_ids, len(prompt), seconds, counted(cycles), first)
 
     def prepare(self, tokens: int) -> None:
         if self.engine.drivers.own.captured is not None:

@@ -1,4 +1,4 @@
-"""Prompts of a benchmark: sets from JSONL files in Spec-Bench's format, or the small sets that ship."""
+"""Prompts of a benchmark: sets from JSONL files like Spec-Bench's and SPEED-Bench's, or the small sets that ship."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from specengine.errors import InputError
 from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
+FILE = "file"
+SET_BY = (FILE, "category", "sub_category", "difficulty")  # what makes a set; the others are fields of a line
+# in the place of prompts that SPEED-Bench may not hand on: its own script fetches them
+MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,19 @@ class Workload:
         return self.turns[0]
 
 
-def read(places: Iterable[Path] | None, per_set: int | None = None, *, by_category: bool = False) -> list[Workload]:
+def read(places: Iterable[Path] | None, per_set: int | None = None, *, set_by: str = FILE) -> list[Workload]:
     """Return the first `per_set` conversations of every set, None for all; of the shipped sets without `places`.
 
-    places: .jsonl files, and folders of such. A line is a string, {"prompt": ...} or {"turns": [...]}, with
-    `question_id` and `category` where there are any. A file is a set, or by_category, what a line names is.
+    places: .jsonl files, and folders of such. A line is a string, {"prompt": ...}, {"turns": [...]} or
+    {"messages": [...]}, whose user's turns are asked, with `question_id`, `category`, `sub_category` and `difficulty`
+    where there are any. set_by, one of SET_BY: a file is a set, or what a line has in this field; lines without it are
+    a set of their file's.
     InputError for what cannot be read as such.
     """
     files = [file for place in places for file in _files(place)] if places is not None else _files(BUILT_IN)
     found: dict[str, list[Workload]] = {}
     for file in files:
-        for item in _items(file, by_category):
+        for item in _items(file, set_by):
             found.setdefault(item.set, []).append(item)
     for name, items in found.items():
         ids = [item.id for item in items]
@@ -60,11 +66,23 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"prompts: {where} is not JSON ({error})") from error
     fields = entry if isinstance(entry, dict) else {"turns": entry}
-    given = fields.get("turns", fields.get("prompt"))
+    given = fields.get("turns", fields.get("prompt", _of_user(fields.get("messages"))))
     turns = [given] if isinstance(given, str) else given
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt" or "turns"')
+        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt", "turns" or "messages"')
+    if any(turn.startswith(MASKED) for turn in turns):
+        raise InputError(
+            f"prompts: {where} has a note in the place of a prompt; fetch the prompts with the script that comes with "
+            "the data set, or leave such lines out"
+        )
     return {**fields, "turns": turns}
+
+
+def _of_user(messages: Any) -> Any:
+    """Return the texts of the user's messages; what is no list of messages as it is."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return messages
+    return [message.get("content") for message in messages if message.get("role") == "user"]
 
 
 def _files(place: Path) -> list[Path]:
@@ -78,14 +96,14 @@ def _files(place: Path) -> list[Path]:
     return files
 
 
-def _items(file: Path, by_category: bool) -> list[Workload]:
+def _items(file: Path, set_by: str) -> list[Workload]:
     numbered = [(number, line) for number, line in enumerate(lines_of(file)) if line.strip()]
     entries = [(number, entry_of(line, f"{file}, line {number + 1}")) for number, line in numbered]
     if not entries:
         raise InputError(f"prompts: {file} has no prompts")
     return [
         Workload(
-            str(entry.get("category", file.stem)) if by_category else file.stem,
+            str(entry.get(set_by, file.stem)),
             str(entry.get("question_id", number)),
             tuple(entry["turns"]),
         )

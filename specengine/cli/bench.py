@@ -29,13 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.workloads import read
 
     require_minimum(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
-    items = read(arguments.prompts, arguments.per_set or None, by_category=arguments.set_by == "category")
+    items = read(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
     choice = Choice(
         arguments.way or list(DEFAULT_WAYS),
         arguments.model,
         arguments.draft,
         arguments.assistant,
         arguments.gguf,
+        arguments.peers,
         {**given.load_options(arguments), "draft_options": dict(arguments.draft_option)},
         sampling(arguments.temperature, arguments.seed),
     )
@@ -110,7 +111,7 @@ def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workl
     from specengine.benchmark.provenance import public
     from specengine.benchmark.workloads import digest
 
-    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "set_by", "per_set", "command")
+    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "peers", "set_by", "per_set", "command")
     given = {name: value for name, value in vars(arguments).items() if name not in apart}
     texts = {name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in given.items()}
     sets = list(dict.fromkeys(item.set for item in items))

@@ -260,6 +260,7 @@ PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
 DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
 BASELINES = {
     "generate": "transformers' generate",
+    "generate-compiled": "the same with a static cache, compiled",
     "prompt-lookup": "its prompt lookup",
     ASSISTED: "its assisted decoding by --assistant",
     LLAMA_CPP: "llama.cpp on the model's GGUF file",
@@ -267,6 +268,7 @@ BASELINES = {
 WAYS = (
     "POLICY or DRAFT:POLICY with ,option=value behind it, as talon/cpu,mu=0.05, ngram:eagle or file.py:Class; or "
     + ", ".join(f"{name} ({what})" for name, what in BASELINES.items())
+    + "; or peer:ENGINE[/MODE], another engine in an environment of its own"
     + f"; repeatable. {PLAIN} decoding always takes part (default: {', '.join(DEFAULT_WAYS)})"
 )
 
@@ -283,14 +285,14 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--way", action="append", metavar="WAY", help=WAYS)
     group.add_argument(
         "--prompts", type=Path, action="append", metavar="FILE",
-        help='.jsonl with a {"question_id": ..., "category": ..., "turns": [...]} per line, as in Spec-Bench, or a '
-        "folder of such files; repeatable (default: six small sets that ship)",
+        help='.jsonl with a {"question_id": ..., "category": ..., "turns": [...]} per line, as in Spec-Bench and '
+        "SPEED-Bench, or a folder of such files; repeatable (default: six small sets that ship)",
     )  # fmt: skip
     group.add_argument(
         "--set-by",
-        choices=("file", "category"),
+        choices=("file", "category", "sub_category", "difficulty"),
         default="file",
-        help="whether each file or each category is a set (default: file)",
+        help="what makes a set: each file, or this field of the lines (default: file)",
     )
     group.add_argument("--per-set", type=int, default=2, metavar="N", help="prompts per set, 0 for all (default 2)")
     group.add_argument("--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)")
@@ -305,7 +307,16 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="seed of the sampling noise, the same for every way (default 0)"
     )
     group.add_argument("--assistant", metavar="MODEL", help=f"id or path of the smaller model of way {ASSISTED}")
-    group.add_argument("--gguf", type=Path, metavar="FILE", help=f"for way {LLAMA_CPP} (default: the model's own)")
+    group.add_argument(
+        "--gguf", type=Path, metavar="FILE", help=f"for way {LLAMA_CPP} and for peers (default: the model's own)"
+    )
+    group.add_argument(
+        "--peers",
+        type=Path,
+        metavar="DIR",
+        default=Path(".peers"),
+        help="the environments of the ways peer:... (default: .peers, where `make peers` of a checkout puts them)",
+    )
     group.add_argument(
         "--out", type=Path, metavar="FILE", help="keep the records in this .jsonl; if it exists, the run continues"
     )

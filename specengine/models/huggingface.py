@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -343,7 +343,8 @@ class CausalLM:
         mask = rows.mask()
         seen = torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
         near = None if self.window is None or rows.places is None else dense(rows, self.window)
-        return self._by_layer(seen, near)
+        width = int(rows.slot) + len(rows)  # of the keys, those of padding included
+        return self._by_layer(_widened(seen, width), None if near is None else _widened(near, width))
 
     def _prompt_masks(self, rows: int, before: int) -> Any:
         near = None if self.window is None else near_prompt(rows, before, self.window, self.device)
@@ -560,6 +561,11 @@ def context_limit(config: Any) -> int:
     if limit < 2:
         raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
     return int(limit)
+
+
+def _widened(mask: Tensor, slots: int) -> Tensor:
+    """Return a mask over so many slots; no row sees the new ones."""
+    return pad(mask, (0, slots - mask.shape[1]))
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -67,7 +67,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     if mask is not None and mask.dtype not in (torch.bool, packed.dtype):
         mask = mask.to(packed.dtype)
     out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
-    return out.to(query.dtype).view(heads, rows, size)
+    return out.to(query.dtype).reshape(heads, rows, size)  # on a GPU a transposed view
 
 
 @op

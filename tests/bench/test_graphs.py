@@ -44,13 +44,6 @@ def of(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["record"] == kind]
 
 
-def test_transformers_can_be_left_out(tiny_model: list[str]) -> None:
-    """Of a large model, which then is loaded once."""
-    status, records = records_of(tiny_model, "--policy", "auto", "--ours")
-    assert status == 0
-    assert {row["way"] for row in of(records, "row")} == {"plain", "plain, graphs", "auto", "auto, graphs"}
-
-
 def test_it_measures_all_ways(tiny_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, records = records_of(tiny_model, "--policy", "chain", "--strict")
     assert status == 0
@@ -114,6 +107,17 @@ def test_strict_answers_are_compared_with_strict_plain_decodings() -> None:
         way.name: way.against for way in (decoders.ours("chain", how) for how in ("", bench.GRAPHS, bench.STRICT))
     }
     assert against == {"chain": "plain", "chain, graphs": "plain", "chain, graphs, strict": "plain, graphs, strict"}
+
+
+def test_ways_can_be_left_out(tiny_model: list[str]) -> None:
+    left_out = "transformers, static cache", "chain"
+    status, records = records_of(
+        tiny_model, "--policy", "chain", *(part for way in left_out for part in ("--skip", way))
+    )
+    assert status == 0
+    assert {row["way"] for row in of(records, "row")} == {"plain", "transformers", "plain, graphs", "chain, graphs"}
+    with pytest.raises(InputError, match=r"skip: got 'plain', accepted transformers, "):
+        records_of(tiny_model, "--policy", "chain", "--skip", "plain")
 
 
 def test_an_unknown_policy_is_refused_before_a_model_is_read() -> None:

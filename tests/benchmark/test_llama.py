@@ -52,7 +52,7 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_binding_ends_where_the_others_do(ends: list[int], expected: list[int]) -> None:
     resets: list[int] = []
     binding = SimpleNamespace(reset=lambda: resets.append(1), generate=lambda prompt, **_: iter(range(1, 100)))
-    assert llama.decode(binding, [1, 2], 5, ends, GREEDY) == expected
+    assert list(llama.decode(binding, [1, 2], 5, ends, GREEDY)) == expected
     assert resets == [1]
 
 

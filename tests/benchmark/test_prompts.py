@@ -34,8 +34,26 @@ def test_six_sets_of_four_ship() -> None:
 def test_a_file_is_a_set_or_holds_several(tmp_path: Path) -> None:
     file = write(tmp_path / "question.jsonl", SPEC_BENCH)
     assert [(item.set, item.id) for item in read([file], 2)] == [("question", "81"), ("question", "91")]
-    by_category = read([file], 1, by_category=True)
-    assert by_category == [Workload("writing", "81", ("Write.", "Again.")), Workload("roleplay", "91", ("Be a tree.",))]
+    assert read([file], 1, set_by="category") == [
+        Workload("writing", "81", ("Write.", "Again.")),
+        Workload("roleplay", "91", ("Be a tree.",)),
+    ]
+
+
+def test_lines_of_speed_bench(tmp_path: Path) -> None:
+    line = {"category": "low_entropy", "sub_category": "code", "turns": ["Sort."], "source": "a", "src_id": "7"}
+    lines = [
+        {"question_id": "x1", "difficulty": "easy", "multiturn": False, **line},
+        {"question_id": "x2", "difficulty": "hard", **line, "turns": ["Sort.", "Faster."], "multiturn": True},
+        {"question_id": "x3", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi."}]},
+    ]
+    file = write(tmp_path / "throughput_1k.jsonl", lines)
+    assert [item.set for item in read([file], set_by="difficulty")] == ["easy", "hard", "throughput_1k"]
+    assert [item.set for item in read([file], set_by="sub_category")] == ["code", "code", "throughput_1k"]
+    assert [item.turns for item in read([file])] == [("Sort.",), ("Sort.", "Faster."), ("Hi.",)]
+    masked = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    with pytest.raises(InputError, match=r"line 2 has a note in the place of a prompt"):
+        read([write(tmp_path / "masked.jsonl", [lines[0], {**lines[1], "turns": [masked]}])])
 
 
 def test_a_folder_is_its_files_and_lines_may_be_simple(tmp_path: Path) -> None:

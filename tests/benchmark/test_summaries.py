@@ -126,3 +126,20 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2], [1, 3]) == 1
     assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_latencies_are_as_a_client_sees_them() -> None:
+    def row(first: list[float], seconds: list[float], tokens: int) -> dict[str, object]:
+        place = {"record": "row", "way": "a", "set": "s", "id": str(tokens)}
+        return {**place, "prompt_tokens": 3, "new_tokens": tokens, "first": first, "seconds": seconds}
+
+    rows = [row([0.1, 0.3], [1.1, 1.3], 11), row([0.2, 0.2], [0.2, 0.2], 1)]
+    found = next(record for record in summaries(rows) if record["set"] == "all")
+    assert found["latency"]["first_token"][0] == pytest.approx(200)
+    assert found["latency"]["between_tokens"] == [100, 100, 100]  # an answer of one token has none
+    assert found["latency"]["answer"][2] == pytest.approx(1294)
+    assert found["per_user"] == pytest.approx(10)
+    (table,) = [table for table in tables(rows) if table.kind == "latency"]
+    assert table.rows == [["a", "200.0, 270.0, 297.0", "100.0, 100.0, 100.0", "650.0, 1240.0, 1294.0", "10.0"]]
+    del rows[1]["first"]
+    assert "latency" not in next(record for record in summaries(rows) if record["set"] == "all")

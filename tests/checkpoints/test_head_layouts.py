@@ -18,6 +18,23 @@ from tests.checkpoints.layouts import FLAT, LAYER_IDS, READ, THIRD, official, wr
 from tests.toy import head_config, random_state
 
 
+@pytest.mark.parametrize(
+    ("family", "raw"),
+    [
+        ("DFlash", {"architectures": ["DFlashDraftModel"], "block_size": 16}),
+        ("DFlash", {"architectures": ["DFlash2DraftModel"]}),
+        ("DFlash", {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]}}),
+        ("DFlash", {"speculators_model_type": "dflash", "transformer_layer_config": {}}),
+        ("DSpark", {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}),
+        ("DSpark", {"architectures": ["LlamaForCausalLM"], "dflash_config": {"projector_type": "dspark"}}),
+    ],
+)
+def test_heads_that_draft_blocks_are_refused_by_name(family: str, raw: dict[str, Any]) -> None:
+    assert layouts.is_head(raw)
+    with pytest.raises(CheckpointError, match=f"it is a {family} head"):
+        layouts.layout_of(raw)
+
+
 def test_each_file_is_a_layout() -> None:
     assert layouts.names() == ["eagle", "specforge", "speculators"]
     assert [layouts.named(name) for name in layouts.names()] == [Eagle, SpecForge, Speculators]

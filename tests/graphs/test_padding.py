@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from specengine import ops
+from specengine import Engine, ops
 from specengine.drafters import RowDraft
+from specengine.drafters.small_model import first_layers
 from specengine.errors import InputError
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
@@ -126,3 +128,15 @@ def test_attention_over_a_cache_refuses() -> None:
         ops.cached_attention(query, key, key, words[:2], number, number, number, 1.0)
     with pytest.raises(InputError, match="live"):
         ops.cached_attention(query, key, key, words, number, number.long(), number, 1.0)
+
+
+def test_padded_rows_under_a_dense_mask() -> None:
+    """A draft of a model without tree attention pads its first rows on a device; their keys are masked."""
+    model = toy.tiny("Gemma2", name="Gemma2", num_key_value_heads=2, head_dim=8, sliding_window=128)
+    answers = []
+    for place in (contextlib.nullcontext, as_on_a_device):
+        with place():
+            engine = Engine.from_pretrained(model, first_layers(model, 1), toy.policy_for("eagle", 3))
+            assert engine.target.lm.attention == "dense mask"
+            answers.append(engine.generate([1, 5, 9, 5, 9, 7, 5, 9], max_new_tokens=12).token_ids)
+    assert answers[0] == answers[1]

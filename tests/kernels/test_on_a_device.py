@@ -67,7 +67,7 @@ def test_choices_and_walk_captured_once() -> None:
         seed.fill_(case)
         for into, values in ((tokens, tree.tokens), (parents, tree.parents)):
             into[: tree.size] = values.cuda()
-        size.fill_(tree.size)
+        size.copy_(tree.size)
         graph.replay()
         drawn = verification.reference(logits.cpu(), positions.cpu(), case)
         assert chosen.tolist() == drawn.tolist()

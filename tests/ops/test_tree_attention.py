@@ -5,6 +5,7 @@ import torch
 
 from specengine import ops
 from specengine.errors import InputError
+from specengine.ops import attention
 from tests.ops.inputs import INF, NAN, random_parents
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -76,3 +77,16 @@ class TestTreeAttention:
         for shape in ((2, 4), (3, 5), (8, 5)):
             with pytest.raises(InputError, match="mask"):
                 ops.tree_attention(query, key, key, torch.ones(shape, dtype=torch.bool), 1.0)
+
+
+def test_a_result_that_is_stored_row_by_row(monkeypatch):
+    """On a GPU torch's attention returns a transposed view."""
+    attend = attention.scaled_dot_product_attention
+
+    def transposed(*given, **named):
+        return attend(*given, **named).transpose(1, 2).contiguous().transpose(1, 2)
+
+    query, key, value = (torch.randn(heads, rows, 8) for heads, rows in ((6, 5), (2, 9), (2, 9)))
+    expected = ops.by_meaning(ops.tree_attention, query, key, value, None, 0.3)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", transposed)
+    assert torch.equal(ops.by_meaning(ops.tree_attention, query, key, value, None, 0.3), expected)

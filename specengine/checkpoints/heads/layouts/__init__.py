@@ -292,14 +292,33 @@ def named(name: str) -> type[Layout]:
 
 def is_head(raw: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
-    return "draft_vocab_size" in raw or any(named(name).recognises(raw) for name in names())
+    return "draft_vocab_size" in raw or bool(_block_draft(raw)) or any(named(name).recognises(raw) for name in names())
+
+
+def _block_draft(raw: Mapping[str, Any]) -> str:
+    """Return the name of the family where a config is of a head that drafts several positions in one pass, else ""."""
+    words = [
+        raw.get("speculators_model_type"),
+        *(stated if isinstance(stated := raw.get("architectures"), list) else []),
+    ]
+    named_so = [word.lower() for word in words if isinstance(word, str)]
+    for family in ("DSpark", "DFlash"):  # the former has the latter's fields as well
+        if any(family.lower() in word for word in named_so):
+            return family
+    projector = raw["dflash_config"].get("projector_type") if isinstance(raw.get("dflash_config"), dict) else None
+    return "DSpark" if projector == "dspark" else "DFlash" if "dflash_config" in raw else ""
 
 
 def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
     """Return the layout of a config: of those that recognise it, the variant of the others.
 
-    CheckpointError where two recognise it and neither is a variant of the other.
+    CheckpointError where two recognise it and neither is a variant of the other, and for heads of DFlash and DSpark.
     """
+    if family := _block_draft(raw):
+        raise CheckpointError(
+            f"it is a {family} head, which drafts a block of positions in one pass over the target's states; "
+            'specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3 and MTP. draft="recycling" needs no head'
+        )
     known = [named(name) for name in names()]
     matching = [layout for layout in known if layout.recognises(raw)] or [named(FALLBACK)]
     matching = [one for one in matching if not any(other is not one and issubclass(other, one) for other in matching)]

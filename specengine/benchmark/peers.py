@@ -1,0 +1,146 @@
+"""Other engines as ways of a benchmark, each in a Python environment of its own, which `make peers` makes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specengine.benchmark.answers import Answer
+from specengine.benchmark.ways import Way
+from specengine.errors import BackendError, InputError
+
+PREFIX = "peer:"
+SCRIPT = Path(__file__).with_name("peer_script.py")
+MODES: dict[str, tuple[str, ...]] = {  # by engine, beside plain decoding
+    "llama.cpp": ("prompt-lookup",),
+    "ik_llama.cpp": (),
+    "openvino": ("prompt-lookup",),
+    "vllm": ("ngram", "eagle3"),
+    "onnxruntime": (),
+}
+NAMES = tuple(PREFIX + name for engine, modes in MODES.items() for name in (engine, *(f"{engine}/{m}" for m in modes)))
+END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Files of the model: gguf, a GGUF file; folder, in Hugging Face's layout; head, an EAGLE head's folder.
+
+    folder, head: None where there is none; engines that need one say so.
+    """
+
+    gguf: Path
+    folder: Path | None
+    head: Path | None
+    cache: Path
+
+
+def check(name: str) -> None:
+    """Raise InputError for an unknown peer."""
+    if name not in NAMES:
+        raise InputError(f"way: got {name!r}, accepted {', '.join(NAMES)}")
+
+
+def _refuse_missing(name: str, folder: Path) -> None:
+    if not python_of(name, folder).is_file():
+        raise BackendError(
+            f"way {name}: {folder} has no environment {engine_of(name)}; make it in a checkout with `make peers`, or "
+            "name a folder with --peers"
+        )
+
+
+def engine_of(name: str) -> str:
+    return name.removeprefix(PREFIX).partition("/")[0]
+
+
+def python_of(name: str, folder: Path) -> Path:
+    """Return the Python of a peer's environment below a folder."""
+    parts = ("Scripts", "python.exe") if sys.platform == "win32" else ("bin", "python")
+    return folder.joinpath(engine_of(name), *parts)
+
+
+def way(name: str, folder: Path, model: Model, ends: list[int], context: int) -> Way:
+    """Return a peer as a way; context: tokens of the longest prompt and its answer. One process runs all rounds."""
+    made: list[Peer] = []
+
+    def start() -> Peer:
+        if not made:
+            _refuse_missing(name, folder)
+            made.append(Peer(name, _command(name, folder, model, context), ends))
+        return made[0]
+
+    return Way(name, start, ours=False)
+
+
+def _command(name: str, folder: Path, model: Model, context: int) -> list[str]:
+    command = [str(python_of(name, folder)), str(SCRIPT), name.removeprefix(PREFIX), "--gguf", str(model.gguf)]
+    if model.folder is not None:
+        command += ["--folder", str(model.folder)]
+    elif engine_of(name) in ("vllm", "onnxruntime"):
+        raise InputError(f"way {name}: it needs the model as a folder in Hugging Face's layout, not only a GGUF file")
+    if name.endswith("/eagle3"):
+        if model.head is None:
+            raise InputError(f"way {name}: no EAGLE head of this model is known")
+        command += ["--head", str(model.head)]
+    sizes = ["--threads", str(torch.get_num_threads()), "--context", str(context)]
+    return [*command, "--cache", str(model.cache), *sizes]
+
+
+class Peer:
+    """Speak to an engine's process in lines of JSON. BackendError, with its last words, where it ends early."""
+
+    def __init__(self, name: str, command: Sequence[str], ends: list[int]) -> None:
+        self._name, self._ends = name, ends
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill up
+        threads = str(torch.get_num_threads())
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            list(command), stdin=pipe, stdout=pipe, stderr=self._said, text=True, env=environment
+        )
+        weakref.finalize(self, _stop, self._process)
+        self.facts: dict[str, Any] = self._read()
+
+    def __call__(self, prompt: list[int], length: int) -> Answer:
+        request = json.dumps({"ids": prompt, "tokens": length, "ends": self._ends})
+        began = time.perf_counter()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is nothing to read either
+            print(request, file=self._process.stdin, flush=True)
+        found = self._read()
+        return Answer(found["ids"], len(prompt), time.perf_counter() - began, first=found["first"])
+
+    def prepare(self, tokens: int) -> None:
+        """Do nothing: the context was given at the start."""
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._said.seek(0)
+        said = self._said.read().strip().splitlines()
+        raise BackendError(f"way {self._name}: {said[-1] if said else 'its process ended without a word'}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
