@@ -156,6 +156,7 @@ build/smollm2-135m-instruct/config.json: $(OFFLINE)/.built
 bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and graphs first, into bench/results
 	-$(PIP_INSTALL) -e '.[peers]'
 	-$(RUN) -m bench.kernels --out bench/results/kernels-gpu.jsonl
+	-$(RUN) -m bench.layers --out bench/results/layers-gpu.jsonl
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --strict --out bench/results/graphs-gpu.jsonl
 	-$(RUN) -m research.inflate --shape 8b --out build/8b
 	-$(ON_KERNELS) $(RUN) -m bench.graphs --model build/8b --draft build/8b/head $(FEW) --out bench/results/graphs-8b-gpu.jsonl
@@ -167,7 +168,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and gra
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 
 # of a model for which each way takes minutes
-FEW := --skip transformers --skip 'transformers, static cache' --policy auto --policy eagle --per-set 2 --rounds 2
+FEW := --ours --policy auto --policy eagle --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

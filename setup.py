@@ -117,6 +117,7 @@ def nvcc_command(compiler: str, sources: list[str], library: str, include: str =
         compiler,
         "-O3",
         "-std=c++17",
+        "-fmad=false",  # sums and products as the host makes them
         *targets,
         "-t",
         "0",
@@ -288,7 +289,7 @@ if __name__ == "__main__":
                 "benchmark/**/*.jsonl",
             ],
             "specengine_kernels": ["README.md"],
-            "specengine_csrc": ["best_first.cu", "spec/*.hpp"],
+            "specengine_csrc": ["best_first.cu", "worth.cu", "spec/*.hpp"],
         },
         exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]},
         ext_modules=extensions(),

@@ -21,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,14 @@ class Decoders:
 
     def __init__(self, args: argparse.Namespace) -> None:
         path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
-        load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=dtype)
-        self._model, self._untouched = load().to(args.device), cache(lambda: load().to(args.device))
+        copies = [AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device) for _ in range(2 - args.ours)]
+        self._untouched, self._model = copies[0], copies[-1]
         self._draft = args.draft
         self.made: dict[str, Decoder] = {}
         self.plain = self._engine(PLAIN)
 
     def transformers(self, name: str, **options: Any) -> Way:
-        return self._way(name, lambda: Generate(self._untouched(), GREEDY, [], **options), ours=False)
+        return self._way(name, lambda: Generate(self._untouched, GREEDY, [], **options), ours=False)
 
     def ours(self, policy: str, driven: str = "") -> Way:
         """Return the method of a policy. driven: GRAPHS, STRICT, or eager."""
@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--strict", action="store_true", help="also run graphs with strict verification")
     parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="repeatable: leave this way out")
+    parser.add_argument("--ours", action="store_true", help="leave out transformers' own decoding")
     args = parser.parse_args(arguments)
     for policy in args.policy or ():
         policies.make(policy)  # what is asked for by a wrong name is refused at once
@@ -138,12 +139,11 @@ def _records(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def ways(args: argparse.Namespace, decoders: Decoders) -> list[Way]:
-    found = [
-        decoders.ours(PLAIN),
+    theirs = [
         decoders.transformers("transformers"),
         decoders.transformers("transformers, static cache", cache_implementation="static"),
-        decoders.ours(PLAIN, GRAPHS),
     ]
+    found = [decoders.ours(PLAIN), *([] if args.ours else theirs), decoders.ours(PLAIN, GRAPHS)]
     found += [decoders.ours(policy, driven) for policy in _policies(args) for driven in ("", GRAPHS)]
     found += [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
     names = [way.name for way in found]

@@ -94,16 +94,16 @@ def _append(
     edge = tl.load(log_probs + entry, mask=some, other=0.0)
     depth = tl.load(tree_depths + parent, mask=some, other=0) + 1
     path = tl.load(tree_paths + parent, mask=some, other=0.0) + edge
-    node = start + entry
+    node, word = start + entry, tl.arange(0, BLOCK_A)
+    inside = some[:, None] & (word < n_words)[None, :]
+    words = tl.load(ancestors + parent[:, None] * n_words + word[None, :], mask=inside, other=0)
+    own = tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64) << (node & 63).to(tl.int64)[:, None]
+    tl.debug_barrier()  # a warp that reads the size after another has raised it would number its nodes anew
     tl.store(tree_tokens + node, token, mask=some)
     tl.store(tree_parents + node, parent, mask=some)
     tl.store(tree_depths + node, depth, mask=some)
     tl.store(tree_log_probs + node, edge, mask=some)
     tl.store(tree_paths + node, path, mask=some)
-    word = tl.arange(0, BLOCK_A)
-    inside = some[:, None] & (word < n_words)[None, :]
-    words = tl.load(ancestors + parent[:, None] * n_words + word[None, :], mask=inside, other=0)
-    own = tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64) << (node & 63).to(tl.int64)[:, None]
     tl.store(ancestors + node[:, None] * n_words + word[None, :], words | own, mask=inside)
     tl.store(ids + entry, tl.where(some, node, 0), mask=entry < most)
     tl.store(size, start + found)

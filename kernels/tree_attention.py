@@ -9,6 +9,7 @@ every length. Nothing is summed atomically, so equal inputs give equal bits.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 WORD_BITS = 64
-MULTIPROCESSORS = 132  # of an H100 or H200; used where there is no device to ask
+MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024  # of an H100 or H200; used where there is no device to ask
+FEWER_BYTES = 200 * 1024  # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
 MOST_SPLITS = 64
 MERGED_ROWS = 16  # rows per program of the merging kernel
 LOG2_E = math.log2(math.e)
@@ -262,17 +264,31 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles_for(rows: int, head_size: int, dtype: torch.dtype) -> Tiles:
-    """Return the shipped tiles for `rows` packed rows (query rows x query heads per key-value head)."""
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Return how much shared memory a program can have on the device."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    card = torch.cuda.get_device_properties(device)
+    return getattr(card, "shared_memory_per_block_optin", 0) or getattr(card, "shared_memory_per_block", SHARED_BYTES)
+
+
+def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARED_BYTES) -> Tiles:
+    """Return the shipped tiles for `rows` packed rows (query rows x query heads per key-value head).
+
+    shared: bytes that a program can have. What is chosen where they are few fits into 70,000, and on AMD's into 65,536:
+    tests/kernels/cards.json. It also holds fewer registers: cards before the H100 keep both operands in them.
+    """
     if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
         return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
-    if head_size > 128:
-        return Tiles(16, 32, 4, 3) if rows <= 16 else Tiles(32, 32, 4, 3) if rows <= 32 else Tiles(64, 32, 8, 3)
-    if rows <= 16:
-        return Tiles(16, 64, 4, 3)
+    wide, few = head_size > 128, shared < FEWER_BYTES
     if rows <= 32:
-        return Tiles(32, 64, 4, 3)
-    return Tiles(64, 64, 4, 2) if rows <= 64 else Tiles(128, 64, 8, 3)
+        return Tiles(16 if rows <= 16 else 32, 32 if wide else 64, 4, 3)
+    if wide:
+        return Tiles(64, 16 if few else 32, 8, 3)
+    if rows <= 64:
+        return Tiles(64, 32, 4, 3) if few else Tiles(64, 64, 4, 2)
+    return Tiles(128, 32 if few else 64, 8, 3)
 
 
 def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
@@ -323,7 +339,7 @@ def tree_attention(
         raise ValueError(f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}")
     rows = nodes * groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    tiles = tiles_for(rows, size, q.dtype) if tiles is None else tiles
+    tiles = tiles_for(rows, size, q.dtype, shared_bytes(q.device)) if tiles is None else tiles
     row_tiles = triton.cdiv(rows, tiles.rows)
     if splits is None:
         splits = splits_for(row_tiles * kv_heads * batch, k_cache.shape[2], tiles.slots, q.device)

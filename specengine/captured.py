@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
-from specengine.cuda_graphs import WARM_UPS, Graphs, room
+from specengine.cuda_graphs import WARM_UPS, CaptureError, Graphs, branches, only_if, room, sharing
 from specengine.cycle import Draft, EagerDriver, Lane
-from specengine.drafters import CapturedDrafter, Drafter, reserve
+from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._coupled import Coupled
+from specengine.drafters._guided import Guided
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
@@ -28,7 +30,10 @@ from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, TopP, refuse_no_choice, signed
 
-NOTE = "graphs: after the first, cycles stayed on the device; their times are not split into parts"
+NOTE = "graphs: cycles stayed on the device; their times are not split into parts"
+PARTS_NOTE = "graphs: a tree could not be one graph here, or would have been another tree, so its passes are graphs"
+GUIDED_NOTE = "graphs: a grammar guides the trees, so the host grew them outside of graphs"
+DEEPEST = 16  # passes of a tree that is one graph: they are nested, and each is captured
 NUMBERS = 7  # of a record, before its lists
 HOST = torch.device("cpu")
 
@@ -58,12 +63,17 @@ class CapturedDriver(EagerDriver):
         super().__init__(target, drafter, policy)
         self.grows_there = drafter is None or (isinstance(drafter, CapturedDrafter) and states_sizes(policy))
         self.graphs = Graphs(target.device)
+        self.running = sharing(target.device, target.running)
         device = target.device
         self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
         self.frontier = Nodes(
             *(torch.zeros(n, dtype=t, device=device) for n, t in ((rows, torch.int64), (1, torch.int32)))
         )
+        ends = policy is not None and (policy.ends_early or policy.plan().patience > 0)
+        self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)  # whether a tree is one graph
+        self.notes: list[str] = []  # for the user, in the statistics of each answer
+        self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
         self._sampled = self._truncated = self._coupled = False
         self._scale = torch.ones(1, device=device, dtype=torch.float32)
@@ -84,12 +94,32 @@ class CapturedDriver(EagerDriver):
 
     def _root(self) -> None:
         assert self.policy is not None
-        found = self.tree.root_alone()
+        asked = self.policy.plan().patience
+        found = Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
         self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
 
     def _level(self) -> None:
         assert self.policy is not None
         self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
+
+    def _tree(self) -> None:
+        """Grow a tree, each pass only where the rule goes on."""
+        assert self.policy is not None
+        if self.policy.plan().patience:
+            self._first()
+        self._passes_from(0)
+
+    def _passes_from(self, number: int) -> None:
+        if number == self.passes:
+            return
+        assert self.policy is not None
+        ends = self.policy.ends_early if number else self.policy.plan().patience
+        with only_if(self.frontier.live > 0) if ends else nullcontext():
+            if number:
+                self._level()
+            else:
+                self._root()
+            self._passes_from(number + 1)
 
     def _source(self) -> Drafter:
         """Return the drafter that trees grow from."""
@@ -146,18 +176,28 @@ class CapturedDriver(EagerDriver):
     # ---- a cycle, as the host starts it
 
     def _grow(self) -> None:
-        """Replay the graphs of one tree. After each part that may be the last the host reads whether it was."""
+        """Replay the graphs of one tree. Where it is not one, the host reads after a part whether it was the last.
+
+        After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
+        """
         if self.policy is None:
+            return
+        if self.branched:
+            self._run("tree")
             return
         if self.policy.plan().patience:
             self._run("first")
-            if not int(self.frontier.live):
+            reads = not self._drafts or ops.is_free(self.frontier.live)
+            if reads and not int(self.frontier.live):
+                self._drafts = False
                 return
         self._run("root")
-        for _ in range(self.passes - 1):
+        for number in range(1, self.passes):
             if self.policy.ends_early and not int(self.frontier.live):
-                break
+                self._drafts = number > 1 or int(self.tree.passes) > 0
+                return
             self._run("level")
+        self._drafts = self.passes > 1
 
     def _run(self, name: str) -> Any:
         function: Callable[[], Any] = getattr(self, f"_{name}")
@@ -167,7 +207,7 @@ class CapturedDriver(EagerDriver):
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         if name == "finish":
             return name + (" truncated" if self._truncated else " sampled" if self._sampled else " greedy")
-        return name + " coupled" if self._coupled and name in ("root", "level") else name
+        return name + " coupled" if self._coupled and name in ("tree", "root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
         return self.target.cache.slab, *(self.drafter.reads if isinstance(self.drafter, CapturedDrafter) else ())
@@ -176,11 +216,36 @@ class CapturedDriver(EagerDriver):
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
         state = self.target.cache.filled, *self._lasting()
         kept = [tensor.clone() for tensor in state]
-        for name in names:
-            self._run(name)
-        for tensor, before in zip(state, kept, strict=True):
-            tensor.copy_(before)
-        self.tree.restart()
+        try:
+            for name in names:
+                self._run(name)
+        finally:
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+            self.tree.restart()
+
+    def _grows_alike(self) -> bool:
+        """Return whether the graph of a tree can be captured, and grows the tree that its parts grow."""
+        parts, grown = ("first", "root", "level"), list[list[Any]]()
+        state = self.target.cache.filled, *self._lasting()
+        kept = [tensor.clone() for tensor in state]
+        try:
+            for self.branched in (True, False):
+                self._capture(*self._missing(self._growth()))
+                self._drafts = False
+                self._grow()
+                size = len(self.tree)
+                grown.append([int(self.tree.passes), *(part[:size].tolist() for part in self.tree.arrays[:3])])
+                for tensor, before in zip(state, kept, strict=True):
+                    tensor.copy_(before)
+                self.tree.restart()
+        except CaptureError:
+            if not self.branched:
+                raise
+            return False
+        alike = grown[0] == grown[1]
+        self.graphs.drop(*map(self._name, parts if alike else ("tree",)))
+        return alike
 
     def _lasting(self) -> Iterator[Tensor]:
         """Yield the tensors that outlive a cycle."""
@@ -197,8 +262,10 @@ class CapturedDriver(EagerDriver):
         return [name for name in names if not self.graphs.has(self._name(name), self._reads())]
 
     def _growth(self) -> list[str]:
-        asks = ["first"] if self.policy is not None and self.policy.plan().patience else []
-        return [*asks, *["root", "level"][: min(self.passes, 2)]]
+        if self.branched:
+            return ["tree"]
+        asks = self.grows_there and self.policy is not None and self.policy.plan().patience
+        return [*(["first"] if asks else []), *["root", "level"][: min(self.passes, 2)]]
 
     # ---- as the engine sees it
 
@@ -232,6 +299,9 @@ class CapturedDriver(EagerDriver):
             self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates))
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
+        if self.branched and self._missing(["tree"]):
+            self.branched = self._grows_alike()
+            self.notes = [] if self.branched else [PARTS_NOTE]
         self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))
 
     @torch.inference_mode()
@@ -243,7 +313,7 @@ class CapturedDriver(EagerDriver):
         self._capture(*self._missing(["verify"]))
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
-        if self.policy is None or plan.rests or not self.grows_there:
+        if self.policy is None or plan.rests or not self.grows_there or is_guided(source):
             return super().draft(token, seconds, source, plan)
         began = time.perf_counter()
         self.tree.restart()
@@ -263,7 +333,7 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def cycles(self, lane: Lane) -> Iterator[Cycle]:
-        """Run the cycles of a lane whose first one has been run eagerly, until its answer ends."""
+        """Run the cycles of a lane until its answer ends."""
         lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
         self._begin(lane)
@@ -311,7 +381,7 @@ class CapturedDriver(EagerDriver):
 
     def _start(self, number: int) -> Any:
         """Launch a cycle; what will have arrived of its record."""
-        with self.target.running():  # on its device, if there are several
+        with self.running():  # on its device, if there are several
             self._grow()
             self._run("finish")
             into = self._records[number % 2]
@@ -341,6 +411,13 @@ def received(sent: Any) -> Tensor:
     if event is not None:
         event.synchronize()
     return values
+
+
+def is_guided(source: Drafter | None) -> bool:
+    """Return whether a grammar guides this drafter."""
+    while isinstance(source, Wrapped) and not isinstance(source, Guided):
+        source = source.inner
+    return isinstance(source, Guided)
 
 
 def states_sizes(policy: TreePolicy | None) -> bool:

@@ -5,19 +5,28 @@ Elsewhere than on CUDA the same functions are called over the same buffers, with
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import SpecEngineError, UnsupportedModelError
 
 T = TypeVar("T")
 FEWEST_SLOTS = 1024  # of a cache; it grows by doubling, as every growth means new captures
 WARM_UPS = 2  # runs before a capture: kernels are loaded and compiled, workspaces allocated
+
+
+class CaptureError(UnsupportedModelError):
+    """Raised if a function cannot be captured as a graph. The process and its device stay usable."""
 
 
 def room(slots: int) -> int:
@@ -54,14 +63,16 @@ class Graphs:
         """Return the result of `function` for the present contents of `reads`; on CUDA always the same tensors.
 
         reads: every tensor that may be replaced by another one between calls; where one was, the function is captured
-        again. UnsupportedModelError where it cannot be captured.
+        again. CaptureError where it cannot be captured.
         """
         signature = _signature(reads)
         known = self._captured.get(name)
         if known is None or known.signature != signature:
+            known = None  # frees its graph
             self._captured.pop(name, None)
+            made = self._capture(name, signature, function)
             self.captures[name] = self.captures.get(name, 0) + 1
-            known = self._captured[name] = self._capture(name, signature, function)
+            known = self._captured[name] = made
         if known.graph is None:
             return function()
         known.graph.replay()
@@ -72,9 +83,17 @@ class Graphs:
         known = self._captured.get(name)
         return known is not None and known.signature == _signature(reads)
 
+    def drop(self, *names: Hashable) -> None:
+        """Give up captured functions, if they are there."""
+        for name in names:
+            self._captured.pop(name, None)
+            self.captures.pop(name, None)
+
     def require_same(self, *models: torch.nn.Module) -> bool:
-        """Drop all captures if a weight of these models has moved since the last call; return whether it has."""
-        addresses = [parameter.data_ptr() for model in models for parameter in model.parameters()]
+        """Drop all captures if a weight or a buffer of these models has moved since the last call; return whether one
+        has."""
+        held = chain.from_iterable(chain(model.parameters(), model.buffers()) for model in models)
+        addresses = [tensor.data_ptr() for tensor in held]
         moved = addresses != self._weights
         if moved:
             self._captured.clear()
@@ -86,38 +105,74 @@ class Graphs:
             function()  # a run before, as there: what is made on first use is not part of a graph
             return _Captured(signature, None)
         began = time.perf_counter()
-        with torch.cuda.device(self.device):
+        with turns(self.device).capturing(), torch.cuda.device(self.device):
             if self._stream is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self._stream = torch.cuda.Stream()
+            if self._pool is None or not self._captured:  # torch gives up a pool with its last graph
+                self._pool = torch.cuda.graph_pool_handle()
             try:
                 graph, outputs = self._record(function)
-            except RuntimeError as error:
-                reason = str(error).strip().splitlines()[0]
-                raise UnsupportedModelError(
-                    f"graphs: {name} cannot be captured ({reason}); load without graphs=True"
-                ) from error
+            except SpecEngineError:
+                raise
+            except Exception as error:  # of torch, of Triton, or of a model's own code
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise CaptureError(f"graphs: {name} cannot be captured ({reason}); load with graphs=False") from error
         self.seconds += time.perf_counter() - began
         return _Captured(signature, outputs, graph)
 
     def _record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                function()
-        current.wait_stream(self._stream)
+        self._warm_up(function)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         clear_workspaces()
         torch.cuda.empty_cache()  # so that what is reserved from here on is the graph's
         before = torch.cuda.memory_reserved()
+        failed: list[Exception] = []
+
+        def tried() -> Any:
+            try:
+                return function()
+            except Exception as error:
+                failed.append(error)
+                raise
+
+        capture = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                outputs = function()
+            # entered here as well: where its capture fails, `graph` leaves the stream entered
+            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, **capture):
+                outputs = tried()
+        except BaseException:
+            self._abandon()
+            if failed:  # the end of such a capture fails as well, and says less
+                raise failed[0] from None
+            raise
         finally:
             clear_workspaces()
         self.bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph, outputs
+
+    def _warm_up(self, function: Callable[[], Any]) -> None:
+        """Run the function as often as a capture needs; in the last run it is an error to wait for the device.
+
+        What waits cannot be captured either, and a capture that has begun and fails costs more than a run.
+        """
+        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for run in range(WARM_UPS):
+                    if run == WARM_UPS - 1:
+                        torch.cuda.set_sync_debug_mode("error")
+                    function()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(self._stream)
+
+    def _abandon(self) -> None:
+        """Forget the stream and the pool of a capture that failed: torch may go on counting both as in use."""
+        with contextlib.suppress(Exception):  # before torch's pull request 180395 the end of a capture left that out
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
+        self._stream = self._pool = None
 
 
 def clear_workspaces() -> None:
@@ -127,5 +182,110 @@ def clear_workspaces() -> None:
         clear()
 
 
+def branches(device: torch.device) -> bool:
+    """Return whether a graph on this device can have parts that are run under a condition, from torch 2.13 on."""
+    return device.type == "cuda" and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
+
+
+@contextlib.contextmanager
+def only_if(flag: Tensor) -> Iterator[None]:
+    """Capture what runs within such that a replay runs it only where the flag, bool [1], is up. May be nested.
+
+    Outside of a capture it runs in any case.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    graph: Any = torch.cuda.CUDAGraph
+    graph = graph.get_currently_capturing_graph()
+    graph.begin_capture_to_if_node(flag[0])
+    try:
+        yield
+    finally:
+        graph.end_capture_to_conditional_node()
+
+
 def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in reads)
+
+
+# ---- threads
+
+
+class Turns:
+    """The turns of threads on one device: any number of them run cycles at once, or one captures.
+
+    torch captures once at a time, and what a capture does before it begins, waiting for the whole device and freeing
+    memory, ends one that is under way in another thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: dict[int, int] = {}  # by thread, how often it is within `running`
+        self._waiting = 0  # to capture
+        self._captures: int | None = None  # the thread that does
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run cycles within this; waits while another thread captures or is about to. May be nested."""
+        thread = threading.get_ident()
+        with self._changed:
+            if thread not in self._running and self._captures != thread:
+                self._changed.wait_for(lambda: self._captures is None and not self._waiting)
+            self._running[thread] = self._running.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running[thread] -= 1
+                if not self._running[thread]:
+                    del self._running[thread]
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture within this, alone on the device. A thread that runs cycles lets others capture before it does."""
+        thread = threading.get_ident()
+        with self._changed:
+            held = self._running.pop(thread, 0)
+            self._waiting += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._captures is None and not self._running)
+                self._captures = thread
+            finally:
+                self._waiting -= 1
+                if self._captures != thread:  # interrupted
+                    self._go_on(thread, held)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._captures = None
+                self._go_on(thread, held)
+
+    def _go_on(self, thread: int, held: int) -> None:
+        if held:
+            self._running[thread] = held
+        self._changed.notify_all()
+
+
+@cache
+def turns(device: torch.device) -> Turns:
+    """Return the turns of the threads of this process on a device."""
+    return Turns()
+
+
+def sharing(
+    device: torch.device, running: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return `running` such that on a CUDA device no other thread captures within."""
+    if device.type != "cuda":
+        return running
+
+    @contextlib.contextmanager
+    def shared() -> Iterator[None]:
+        with turns(device).running(), running():
+            yield
+
+    return shared

@@ -203,7 +203,7 @@ class EagerDriver:
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
-        self._inspected = False  # whether a tree has been looked at closely
+        self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[Cycle] = []  # plain cycles that the drafter has yet to take in
 
     def reserve(self, tokens: int) -> None:
@@ -216,7 +216,7 @@ class EagerDriver:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
         if self._put_off and not plan.rests:
             self.catch_up()
-        if not self._inspected and source is not None and self.policy is not None and not plan.rests:
+        if not self.inspected and source is not None and self.policy is not None and not plan.rests:
             return self._inspect(token, seconds, source, self.policy)
         return draft_tree(token, source, self.policy, seconds, self.device, plan)
 
@@ -225,7 +225,7 @@ class EagerDriver:
         looked_at = Inspected(source, policy, self.target.vocab_size)
         draft = draft_tree(token, looked_at, policy, seconds, self.device)
         policies.require_kept(policy, draft.kept, draft.grown)
-        self._inspected = len(draft.grown) > 1
+        self.inspected = len(draft.grown) > 1
         return draft
 
     def put_off(self, cycle: Cycle) -> None:

@@ -179,6 +179,7 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
             strict=options.strict,
             captured=bool(options.graphs),
             compile_blocks=options.compile_blocks,
+            merge=loaded.own,
             reason=loaded.reason,
         )
     except NoTreesError as error:

@@ -132,6 +132,7 @@ class ToyDrafter(Drafter):
         self.columns = None if columns is None else torch.tensor(columns)
         self.tokens: list[int] = []  # committed, the current root excluded
         self.stepped: list[list[int]] = []  # nodes of each step of the current tree
+        self.paths: list[list[list[int]]] = []  # tokens below the root that lead to them
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:
         self.tokens = list(prompt)
@@ -140,8 +141,9 @@ class ToyDrafter(Drafter):
         nodes = frontier.alive()
         self.stepped = [nodes.tolist()] if int(tree.passes) == 0 else [*self.stepped, nodes.tolist()]
         root = int(tree.tokens[0])
-        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in nodes.tolist()]
-        logits = torch.stack(rows)
+        paths = [tree.path_tokens(node) for node in nodes.tolist()]
+        self.paths = [*self.paths[: len(self.stepped) - 1], paths]
+        logits = torch.stack([self.tables.logits([*self.tokens, root, *path]) for path in paths])
         if self.columns is not None:
             logits = logits[:, self.columns]
         return Step(logits, self.columns, self.normalized, hidden_states(logits))
@@ -250,6 +252,10 @@ def policy_for(name: str, seed: int = 0) -> TreePolicy:
         "dymax": {"length": 5},
         "dyjoint": {"length": 5},
         "auto": {"budget": 10, "width": 3, "max_passes": 4, "costs": COSTS},
+        "smart": {"budget": 10, "children": 4, "width": 4, "passes": 4, "costs": COSTS},
+        "ddtree": {"budget": 10, "block": 4},
+        "caddtree": {"budget": 10, "block": 4, "costs": COSTS},
+        "cast": {"budget": 10, "children": 3, "width": 3, "passes": 4, "costs": COSTS},
     }
     return policies.make(name, **small.get(name, {}))
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#define SPEC_ABI_VERSION 3  // as in specengine/ops/cuda.py
+#define SPEC_ABI_VERSION 4  // as in specengine/ops/cuda.py
 
 #if defined(__GNUC__)
 #define SPEC_EXPORT extern "C" __attribute__((visibility("default")))
@@ -32,3 +32,10 @@ SPEC_EXPORT int spec_queues_step(float* accepted, float* scores, float* log_prob
                                  float* drawn_log_probs, int32_t* drawn_live, int64_t* expand, int32_t* expand_live,
                                  void* stream);
 
+
+// ---- the rule of a search that weighs worth against costs (spec/device_worth.hpp)
+
+// args: on the host, LevelArgs, KeepArgs and OutcomeArgs. An error where the block has not the memory that they need.
+SPEC_EXPORT int spec_worth_level(const void* args, void* stream);
+SPEC_EXPORT int spec_worth_keep(const void* args, void* stream);
+SPEC_EXPORT int spec_worth_outcome(const void* args, void* stream);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "spec/scores.hpp"
+#include "spec/tree_arrays.hpp"
 
 namespace spec {
 
@@ -31,14 +32,6 @@ inline bool ancestor_words(const int64_t* parents, int64_t nodes, int64_t words,
   }
   return true;
 }
-
-// A tree's arrays, of fixed capacity: [capacity] each, ancestors [capacity, words].
-struct TreeArrays {
-  int64_t *tokens, *parents, *depths;
-  float *log_probs, *path_log_probs;  // of the edge to a node; their sum from the root
-  uint64_t* ancestors;
-  int64_t words;
-};
 
 // Hangs `count` nodes into the tree, which has `size` and room for them. False where a parent is not among
 // the first `size`, with nothing written.

@@ -7,64 +7,12 @@
 #include <functional>
 #include <vector>
 
-#include "spec/lowest.hpp"
+#include "spec/outcomes.hpp"
 #include "spec/tree.hpp"
 
 namespace spec {
 
-constexpr double kWorth = 1e-9;  // tokens: by so little rounding can make equal values differ
-constexpr float kOdds = 7.0f;    // the greatest log-odds that a table of chances tells apart
 constexpr int64_t kRelations = 6;  // see specengine/ops/worth.py
-constexpr int64_t kSources = 8, kDepths = 4, kRanks = 5, kKnots = 15, kPlaces = 10, kLevels = 8;
-constexpr float kMinChance = 1e-4f, kMaxChance = 0.999f;    // chances
-constexpr float kWindow = 150.0f, kPasses = 60.0f;  // tries that a knot remembers, nodes that a level of a profile does
-
-// Where on the knots of a table a log-probability stands: `part` of the way from knot `low` to the next.
-struct Knot {
-  int64_t low;
-  float part;
-};
-
-inline Knot knot_of(float log_prob, int64_t knots) {
-  const float odds = log_prob - std::log(-std::expm1(log_prob));  // NaN above 0, as far as rounding takes a certain one
-  const float shown = odds < kOdds ? std::max(odds, -kOdds) : kOdds;
-  const float at = (shown + kOdds) * (static_cast<float>(knots - 1) / (2 * kOdds));
-  const int64_t low = std::min(static_cast<int64_t>(at), knots - 2);
-  return {low, at - static_cast<float>(low)};
-}
-
-// The log-chance of a stated log-probability by its cell's row of a table.
-inline float log_chance(float stated, const float* row, int64_t knots) {
-  if (!(stated > kLowest)) return stated;
-  const Knot at = knot_of(stated, knots);
-  return std::log(row[at.low] + at.part * (row[at.low + 1] - row[at.low]));
-}
-
-// The cell of a node, by group, source, depth and place among its siblings.
-inline int64_t cell_of(int64_t group, int64_t source, int64_t depth, int64_t place) {
-  const int64_t deep = std::clamp<int64_t>(depth - 1, 0, kDepths - 1);
-  return ((group * kSources + source) * kDepths + deep) * kRanks + std::min(place - (place > 3), kRanks - 1);
-}
-
-// The level, in a profile of `levels` levels, of a node whose edge has this chance, 0 to 1; the root has level 0.
-inline int64_t level_of(float chance, int64_t levels) {
-  if (levels < 2) return 0;
-  const float at = chance * static_cast<float>(levels - 1);
-  return !(at > 0) ? 1 : at < static_cast<float>(levels - 2) ? static_cast<int64_t>(at) + 1 : levels - 1;
-}
-
-// [cells, kKnots] x 3, [kLevels, kPlaces], [kLevels], [kLevels, kPlaces]; outcomes of drafted tokens.
-struct OutcomeCounts {
-  float *hits, *tries, *table, *gains, *passes, *profile;
-  int64_t group;
-};
-
-// By node, and in the entry behind the last one what padding writes.
-struct SearchNotes {
-  float* stated;
-  int64_t *cells, *places;
-  bool *waiting, *drafted;
-};
 
 struct LikelyChild {
   float path, edge;
@@ -103,13 +51,6 @@ inline void count_outcome(const OutcomeCounts& counts, int64_t cell, const Knot&
   }
 }
 
-inline void forget_and_divide(const OutcomeCounts& counts, int64_t knot) {
-  const float kept = std::min(kWindow / counts.tries[knot], 1.0f);
-  counts.tries[knot] *= kept;
-  counts.hits[knot] *= kept;
-  counts.table[knot] = std::clamp(counts.hits[knot] / counts.tries[knot], kMinChance, kMaxChance);
-}
-
 // The target went down `path` through a tree of `size` nodes, choosing a token after each node.
 inline void count_outcomes(const TreeArrays& tree, int64_t size, const int64_t* path, const int64_t* chosen,
                            int64_t length, const OutcomeCounts& counts, const SearchNotes& notes) {
@@ -130,14 +71,7 @@ inline void count_outcomes(const TreeArrays& tree, int64_t size, const int64_t* 
     if (node == 0 || !notes.drafted[tree.parents[node]]) continue;
     counts.gains[level(tree.parents[node]) * kPlaces + notes.places[node]] += std::exp(tree.log_probs[node]);
   }
-  for (int64_t row = 0; row < kLevels; ++row) {
-    const float kept = std::min(kPasses / counts.passes[row], 1.0f);
-    counts.passes[row] *= kept;
-    for (int64_t at = row * kPlaces; at < (row + 1) * kPlaces; ++at) {
-      counts.gains[at] *= kept;
-      counts.profile[at] = counts.gains[at] / counts.passes[row];
-    }
-  }
+  for (int64_t row = 0; row < kLevels; ++row) forget_and_divide_level(counts, row);
 }
 
 // For how many of the likeliest nodes the summed chances exceed their price, [nodes + 1], the most; at least 1.
@@ -209,37 +143,13 @@ inline std::vector<int64_t> related_worth(const TreeArrays& tree, int64_t size, 
   return taken;
 }
 
-// [verified] and [drafted] seconds and prices; recent: tokens, seconds.
-struct Throughput {
-  const float *verify, *draft;
-  float *verify_price, *draft_price, *recent;
-  int64_t verified, drafted;
-};
-
 // Enters a cycle, if one token or more was committed, and prices seconds at the rate of recent cycles.
 inline void update_throughput(const Throughput& throughput, int64_t committed, float took, float memory) {
-  if (committed > 0) {
-    throughput.recent[0] = throughput.recent[0] * memory + static_cast<float>(committed);
-    throughput.recent[1] = throughput.recent[1] * memory + took;
-  }
-  const float rate = std::max(throughput.recent[0] / throughput.recent[1], 1 / throughput.verify[1]);
+  enter_cycle(throughput, committed, took, memory);
+  const float rate = rate_of(throughput);
   for (int64_t n = 0; n < throughput.verified; ++n) throughput.verify_price[n] = throughput.verify[n] * rate;
   for (int64_t n = 0; n < throughput.drafted; ++n) throughput.draft_price[n] = throughput.draft[n] * rate;
 }
-
-struct SearchPrices {
-  const float *verify, *draft;  // [nodes + 1], [width + 1]
-  int64_t nodes, width;
-  const int64_t* widths;  // of passes that are thought of, ascending
-  int64_t tried;
-};
-
-struct Profile {
-  const float* chances;  // [levels, places], best first
-  int64_t levels, places;
-
-  const float* at(int64_t level) const { return chances + level * places; }
-};
 
 struct WaitingNode {
   double chance;

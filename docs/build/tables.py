@@ -447,7 +447,7 @@ def servers(file: str) -> str:
 
 
 def model_shapes(*files: str) -> str:
-    """Return what rows cost at the shapes of published models, and the experts that they read, from bench.cpu.shapes."""
+    """Return the cost of rows at shapes of published models, and the experts that they read, from bench.cpu.shapes."""
     rows = []
     for r in (r for file in files for r in records(file) if r["record"] == "shape"):
         read, there = r.get("experts_of_layers_run", {}), r.get("experts_there")

@@ -85,7 +85,7 @@ def assisted_way(
             wanted = dataclasses.replace(
                 load_options, device=plain.target.device, backend="huggingface", quantize=None, numerics="auto"
             )
-            model, tokenizer, _ = load_model(assistant, wanted)
+            model, tokenizer, *_ = load_model(assistant, wanted)
             if tokenizer is not None and plain.tokenizer is not None:
                 check_tokenizers(tokenizer, plain.tokenizer)
             loaded.append(model)

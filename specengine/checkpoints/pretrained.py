@@ -69,11 +69,12 @@ _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
 class LoadedModel(NamedTuple):
-    """A model, its tokenizer, and why the native forward does not run it."""
+    """A model, its tokenizer, why the native forward does not run it, and whether nobody else has it."""
 
     model: PreTrainedModel | NativeLM
     tokenizer: Any
     reason: str = ""
+    own: bool = False
 
 
 def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> LoadedModel:
@@ -95,7 +96,8 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
             reason = str(error)
     elif asked:
         raise InputError(f"{', '.join(asked)}: the native forward was asked for, but {reason}")
-    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason)
+    own = not isinstance(model, PreTrainedModel)
+    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, own)
 
 
 def _asking(options: LoadOptions) -> list[str]:

@@ -483,7 +483,7 @@ class RowDraft(CapturedDrafter):
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
-        self.cache.length = min(drafted, len(tokens))
+        self.cache.length = min(self.cache.length, drafted, len(tokens))  # cycles without a pass have run none of them
         self._tokens = tokens[: self.cache.length]
         self.taken.zero_()
 

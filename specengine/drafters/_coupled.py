@@ -53,9 +53,17 @@ class Coupled(Wrapped):
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         positions = tree.depths.index_select(0, frontier.ids) + self._length()
-        logits = ops.couple(step.logits, step.token_ids, positions, self._seed, self._scale)
+        further = step.further
+        if further is not None:  # positions that follow each other
+            behind = torch.arange(1, len(further) + 1, device=positions.device, dtype=torch.int64)
+            further = self._guessed(further, step, positions + behind)
+        return replace(step, logits=self._guessed(step.logits, step, positions), further=further)
+
+    def _guessed(self, rows: Tensor, step: Step, positions: Tensor) -> Tensor:
+        """Return rows of a step with the noise of their positions, int64 [rows]."""
+        logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
-            rest = (1 - step.logits.float().exp().sum(1, keepdim=True)).clamp(min=LEAST_REST)
+            rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=LEAST_REST)
             whole = torch.logaddexp(logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN)
             logits = logits - whole
-        return replace(step, logits=logits)
+        return logits

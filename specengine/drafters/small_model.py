@@ -30,7 +30,7 @@ class SmallModel(RowDraft):
     of a pass that is made anyway.
 
     vocab_size: the target's; logits of padding rows beyond the smaller of both vocabularies are cut off.
-    captured: UnsupportedModelError where its passes cannot be captured.
+    captured: UnsupportedModelError where its passes cannot be captured; merge: see CausalLM.
     """
 
     about = About(lookup=True, takes_any_model=True)
@@ -42,9 +42,10 @@ class SmallModel(RowDraft):
         *,
         pack: bool | None = None,
         captured: bool = False,
+        merge: bool = False,
     ) -> None:
         native = isinstance(model, NativeLM)
-        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack)
+        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack, merge=merge)
         if captured and isinstance(self.lm, CausalLM):
             self.lm.require_capture()
         self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
@@ -82,7 +83,7 @@ class SmallModel(RowDraft):
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
         backend = options.backend if options.backend == "huggingface" else None  # native where it can
         loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
-        model, own_tokenizer, _ = checkpoints.pretrained.load_model(draft, loaded)
+        model, own_tokenizer, _, own = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
             raise InputError(f"draft: the model is on {model.device}, accepted {target.device}, the target's device")
         if tokenizer is not None and own_tokenizer is not None:
@@ -100,7 +101,7 @@ class SmallModel(RowDraft):
                 "both must be equal without two tokenizers to compare"
             )
         try:
-            return cls(model, target.vocab_size, pack=options.pack, captured=target.captured)
+            return cls(model, target.vocab_size, pack=options.pack, captured=target.captured, merge=own)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import contracts, loading, policies
-from specengine.captured import CapturedDriver
+from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.costs.measuring import stored
-from specengine.cuda_graphs import Graphs
+from specengine.cuda_graphs import CaptureError, Graphs, sharing
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
 from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters._coupled import Coupled
@@ -270,37 +270,34 @@ class Engine:
         """
         _, prediction, reuse_cache, constraint, origins, ticket = options = options or CycleOptions()
         with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
-            eager, captured = drivers = options.drivers or self.drivers.own
+            eager, captured = options.drivers or self.drivers.own
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
-            whole = captured is not None and captured.serves(sampler)
-            driver = captured if captured is not None and not whole else eager
             if self.pool is not None:
                 slots = slots_of(eager, len(prompt) + stopper.left)
                 held.enter_context(self.pool.place(self, *slots, ticket or Ticket()))
-            with self.target.running():
-                hints = _hints(drivers.drafter, prompt, prediction, sampler)
-                lane = self._begin(drivers, prompt, sampler, stopper, stats, hints, reuse_cache)
-                source = drivers.drafter
-                if source is not None and sampler.couples:
-                    source = self._coupled(source, sampler, lane.history)
-                if source is not None and constraint is not None:
-                    source = Guided(source, constraint, stopper.tokens)
-                if source is not None and origins is not None and origins.wanted:
-                    lane.origins = origins
-                    source = origins.around(source)
-                lane.source = source
+            running = sharing(self.target.device, self.target.running)
+            with running():
+                given = {"prompt": prompt, "sampler": sampler, "stopper": stopper, "stats": stats}
+                given["hints"] = _hints(eager.drafter, prompt, prediction, sampler)
+                lane, captured = self._begin_with(Drivers(eager, captured), given, reuse_cache=reuse_cache)
+                whole = captured is not None and captured.serves(sampler)
+                driver = captured if captured is not None and not whole else eager
+                lane.source = self._source(eager.drafter, lane, constraint, origins)
+                if constraint is not None and captured is not None and captured.grows_there:
+                    stats.notes.append(GUIDED_NOTE)
             held.callback(driver.forget)
             while lane.reason is None:
-                with self.target.running():
+                if whole and (eager.inspected or stats.num_spec_steps):
+                    yield from cast(CapturedDriver, captured).cycles(lane)
+                    break
+                with running():
                     (cycle,) = run_eager(driver, [lane])
                     if lane.reason is not None or whole:
                         driver.catch_up()
                 yield cycle
-                if lane.reason is None and whole:
-                    yield from cast(CapturedDriver, captured).cycles(lane)
-            if drivers.drafter is not None and stats.num_draft_passes:
-                stats.notes += drivers.drafter.notes
+            if eager.drafter is not None and stats.num_draft_passes:
+                stats.notes += eager.drafter.notes
 
     def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
         """Yield the cycles of an answer without its text, for training and measuring; stop strings are ignored.
@@ -354,7 +351,8 @@ class Engine:
 
         tokens: 2048 by default, or the model's context where that is shorter; a longer text means captures again.
         policy, policy_options: as in `generate`; each policy has graphs of its own, and one whose trees need larger
-        caches means captures again for those before it. InputError where the engine was loaded without graphs.
+        caches means captures again for those before it. InputError where the engine was loaded without graphs. Where
+        the model cannot be captured and graphs were not asked for, nothing is, and statistics have the reason.
         """
         captured = (drivers := self.drivers.asked(policy, policy_options)).captured
         tokens = min(DEFAULT_WARMUP_TOKENS, self.target.max_context) if tokens is None else plain(tokens)
@@ -364,13 +362,18 @@ class Engine:
             raise InputError(f"tokens: got {tokens}, accepted 1 to {self.target.max_context}")
         if not self._busy.acquire(blocking=False):
             raise EngineBusyError("this engine is generating; warm it up before, or after that stream has ended")
+        graphs = captured.graphs
         try:
-            self._want(drivers.drafter)
-            captured.warm_up(tokens)
+            with sharing(self.target.device, self.target.running)():
+                self._want(drivers.drafter)
+                captured.warm_up(tokens)
+        except CaptureError as error:
+            self._run_eagerly(error)
+            graphs = Graphs(self.target.device)
         finally:
             self._busy.release()
         caches = [cache for part in (self.target, self.drafter) if (cache := getattr(part, "cache", None)) is not None]
-        return WarmUp.of(captured.graphs, caches)
+        return WarmUp.of(graphs, caches)
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -454,7 +457,7 @@ class Engine:
                 self.target.reset()
                 self.target.reserve(len(tokens), 0)
             for first in range(0, len(tokens) - 1, SCORED_ROWS):
-                with self.target.running():
+                with sharing(self.target.device, self.target.running)():
                     yield from self._rated(tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
 
     @torch.inference_mode()
@@ -470,7 +473,7 @@ class Engine:
         with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
             if self.pool is not None:
                 held.enter_context(self.pool.place(self, len(tokens), 0, ticket or Ticket()))
-            with self.target.running():
+            with sharing(self.target.device, self.target.running)():
                 self.reset()
                 self.target.reserve(len(tokens), 0)
                 self.target.want((layers,))
@@ -489,6 +492,18 @@ class Engine:
         if not all(found):
             refuse_no_choice(None, first + found.index(False) + 1)
         return of_rows(logits, tokens[first + 1 : end + 1], top)
+
+    def _begin_with(
+        self, drivers: Drivers, given: Mapping[str, Any], *, reuse_cache: bool
+    ) -> tuple[Lane, CapturedDriver | None]:
+        """Return a lane as `_begin`, and the captured driver, None where graphs are done without."""
+        eager, captured = drivers
+        try:
+            if captured is None or self.target.captured:
+                return self._begin(drivers, reuse_cache=reuse_cache, **given), captured
+        except CaptureError as error:
+            self._run_eagerly(error)  # and begin again below, as the error holds memory of the capture
+        return self._begin(Drivers(eager, None), reuse_cache=False, **given), None
 
     @torch.inference_mode()
     def _begin(
@@ -510,7 +525,6 @@ class Engine:
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
         stats.policy, stats.plain_reason = (repr(policy), policy.plan().reason) if policy is not None else ("", "")
-        stats.notes += self.notes + self.target.notes
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
         most = len(prompt) + stopper.left
         driver = drivers.eager if drivers.captured is None else drivers.captured
@@ -527,7 +541,18 @@ class Engine:
             if drafter is not None:
                 drafter.begin(known, features, hints)
         driver.prepare(sampler)
+        stats.notes += self.notes + self.target.notes
+        stats.notes += [] if drivers.captured is None else drivers.captured.notes
         return lane
+
+    def _run_eagerly(self, error: CaptureError) -> None:
+        """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""
+        if self._recipe is None or self._recipe.options.graphs:
+            raise error
+        self.target.captured = False
+        self.drivers.forget_graphs()
+        self.notes = [*self.notes, f"{error}; cycles run without graphs"]
+        self.reset()
 
     def _costs(self, own: Any) -> Any:
         """Return PassCosts beside the texts that are under way; own: those of target and draft alone."""
@@ -537,12 +562,31 @@ class Engine:
             self._shared = own, others, own.beside(others, target.is_resting, target.joins_passes)
         return self._shared[2] if others else own
 
+    def _source(
+        self, drafter: Drafter | None, lane: Lane, constraint: Constraint | None, origins: Origins | None
+    ) -> Drafter | None:
+        """Return the drafter wrapped in what an answer asks for."""
+        if drafter is None:
+            return None
+        source = self._coupled(drafter, lane.sampler, lane.history) if lane.sampler.couples else drafter
+        if constraint is not None:
+            source = Guided(source, constraint, lane.stopper.tokens)
+        if origins is None or not origins.wanted:
+            return source
+        lane.origins = origins
+        return origins.around(source)
+
     def _coupled(self, drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         assert sampler.seed is not None
         seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
         part = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
         scale = torch.tensor([part], device=drafter.device, dtype=torch.float32)
         return Coupled(drafter, seed, scale, lambda: history.length)
+
+
+def is_ours(part: object) -> bool:
+    """Return whether a policy or a drafter ships with this package, so that its trees need no closer look."""
+    return type(part).__module__.startswith("specengine.")
 
 
 def _hints(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int], sampler: Sampler) -> Hints:
@@ -768,6 +812,7 @@ class _Turn(TextGeneration):
 
 
 PLAIN = "plain"
+MOST_CAPTURED = 4  # policies by name, beside the engine's own, whose graphs are kept
 
 
 class Drivers(NamedTuple):
@@ -782,7 +827,9 @@ class Drivers(NamedTuple):
         if policy is None:
             drafter = None
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
-        return cls(EagerDriver(target, drafter, policy), captured)
+        eager = EagerDriver(target, drafter, policy)
+        eager.inspected = captured is not None and all(part is None or is_ours(part) for part in (drafter, policy))
+        return cls(eager, captured)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -797,7 +844,8 @@ class KeptDrivers:
     """An engine's drivers by policy, with what each policy has learnt and captured.
 
     Those of a policy's name and options are kept from the first call that asks for them, those of a TreePolicy until a
-    call brings another one. A name and options that give what the engine was loaded with mean its own policy.
+    call brings another one. A name and options that give what the engine was loaded with mean its own policy. Graphs
+    take memory: of the policies by name the MOST_CAPTURED asked for last keep theirs.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
@@ -835,7 +883,26 @@ class KeptDrivers:
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self._of(policy)
+        elif self._target.captured:
+            self._named[key] = self._captured(self._named.pop(key))
+        return self._bounded(key)
+
+    def _captured(self, known: Drivers) -> Drivers:
+        """Return these drivers, captured once more if they have given up their graphs."""
+        return known if known.captured is not None else known._replace(captured=self._of(known.policy).captured)
+
+    def _bounded(self, key: tuple[str, ...]) -> Drivers:
+        """Return the drivers asked for last; those asked for longest ago give up their graphs if there are many."""
+        captured = [one for one, kept in self._named.items() if kept.captured is not None and kept is not self.own]
+        for one in captured[:-MOST_CAPTURED]:
+            self._named[one] = self._named[one]._replace(captured=None)
         return self._named[key]
+
+    def forget_graphs(self) -> None:
+        """Keep what policies have learnt, without their graphs."""
+        self.own = self.own._replace(captured=None)
+        self._named = {key: kept._replace(captured=None) for key, kept in self._named.items()}
+        self._brought = None if self._brought is None else self._brought._replace(captured=None)
 
     def _by_itself(self, policy: TreePolicy) -> Drivers:
         if policy is self.own.policy:

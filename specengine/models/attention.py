@@ -1,6 +1,6 @@
 """Attention of transformers' models over tree rows, by way of its AttentionInterface.
 
-The keyword `tree` given to a model's forward reaches `_tree_attention_forward`: the rows of a tree, or a prompt.
+The keyword `tree` given to a model's forward reaches `tree_attention_forward`: the rows of a tree, or a prompt.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NeedsDenseMask(Exception):
     """This attention has a term that the tree attention does not know; the model's own must run."""
 
 
-def _tree_attention_forward(
+def tree_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -159,5 +159,5 @@ def attend(
     return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
 
 
-AttentionInterface.register(ATTENTION, _tree_attention_forward)
+AttentionInterface.register(ATTENTION, tree_attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

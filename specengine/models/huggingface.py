@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.models import fused
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
@@ -114,10 +115,17 @@ class CausalLM:
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
     compile_blocks: run tree rows with the blocks compiled around their attention, see models.twins.
+    merge: the model is this object's own, so weights of products over one input may become views of one tensor.
     version: of the model; another one where it was changed.
+    layers_note: why the layers run as the model's modules where fused ones were tried; empty otherwise.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
+    fuses = True
+    layers_note = ""
+
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False, merge: bool = False
+    ) -> None:
         self._refuse(model)
         refuse_absent(model)
         self.model = model
@@ -137,11 +145,14 @@ class CausalLM:
         self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(self.config, "num_kv_shared_layers", 0)
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
-        self._compiles = compile_blocks
+        self._compiles, self._merges = compile_blocks, merge
+        self._fused: fused.Fused | None = None
         self._take_twin()
         with _errors_named(model):
             refuse_looking_ahead(self._twin)
         self._choose_attention()
+        if self.fuses and self.device.type in fused.DEVICES:
+            self._fuse()
 
     def _refuse(self, model: PreTrainedModel) -> None:
         refuse_unsupported(model)
@@ -169,7 +180,7 @@ class CausalLM:
         changed = self._watch.changed() if self._watch is not None else ""
         if not changed:
             return
-        fresh = type(self)(self.model, pack=self._pack, compile_blocks=self._compiles)
+        fresh = type(self)(self.model, pack=self._pack, compile_blocks=self._compiles, merge=self._merges)
         if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
                 f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
@@ -196,6 +207,63 @@ class CausalLM:
         self._runs: Any = self._twin if self._packed is None else self._packed.model(self._contents)
         if self._runs is not before:
             self._runs_rows: Any = compiled(self._runs) if self._compiles else self._runs
+        if self._fused is not None:
+            self._fused.refresh()
+
+    @property
+    def modules(self) -> str:
+        """What runs the layers: `fused`, `fused, merged products`, `compiled`, or `the model's own`."""
+        if self._fused is not None:
+            return "fused, merged products" if self._fused.merged else "fused"
+        return "compiled" if self._compiles else "the model's own"
+
+    def _fuse(self) -> None:
+        """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
+        reason = fused.why_not(self._twin)
+        taken = self._dense_mask or self._shapes is not None or self._compiles or self._packed is not None
+        if taken or reason == "" or not ops.is_served(fused.OPS, self.device):
+            return
+        try:
+            if reason is None:
+                made = fused.Fused(self._twin, merge=self._merges)
+                reason = self._difference(made)
+        except (SpecEngineError, *NO_MEMORY):
+            raise
+        except Exception as error:  # of a compiler, a driver, or modules of another transformers
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        if reason:
+            self.layers_note = f"layers: not fused, {reason}"
+        else:
+            self._fused = made
+
+    @torch.inference_mode()
+    def _difference(self, made: fused.Fused) -> str:
+        """Run a few tokens and a tree behind them through the modules and the fused layers; return what differs."""
+        cache, count = self.new_cache(2 * TRIED), TRIED // 2
+        tokens = torch.arange(TRIED, device=self.device, dtype=torch.int64) * 13 % self.vocab_size
+        positions = torch.arange(count, device=self.device, dtype=torch.int64)
+        cache.length = count
+        parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 6], device=self.device, dtype=torch.int64)
+        depths = torch.tensor([0, 1, 1, 2, 2, 2, 3, 4], device=self.device, dtype=torch.int64)
+        edges = torch.zeros(count, device=self.device, dtype=torch.float32)
+        rows = Rows.of(TokenTree.of(tokens[count:], parents, depths, edges, edges), cache.filled)
+        self._note_places(cache, rows)
+        prompt = tokens[:count], positions, _SlabView(cache, 0, count), Prompt(0)
+        tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
+        for start, (given, places, view, seen) in ((0, prompt), (count, tree)):
+            cache.length = start
+            arguments = {"attention_mask": self._dummy_mask, "tree": seen, "output_hidden_states": True}
+            out = self._twin(
+                input_ids=given[None], position_ids=places[None], past_key_values=view, use_cache=True, **arguments
+            )
+            cache.slab[:, :, :, start : start + count] = 0.0
+            if reason := made.difference([states[0] for states in out.hidden_states], places, cache, seen):
+                return reason
+        return ""
+
+    def _note_places(self, cache: KVCache, rows: Rows) -> None:
+        if self.window is not None and rows.paths is None and cache.capacity > self.window:
+            note_places(cache, rows)
 
     @property
     def attention(self) -> str:
@@ -262,13 +330,11 @@ class CausalLM:
             cache.reserve(length + rows)
             began = time.perf_counter()
             positions = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
-            arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
-            if self._dense_mask:
-                arguments = {"attention_mask": self._prompt_masks(rows, length)}
-            if logits != "all" and self._keeps_rows:
-                arguments["logits_to_keep"] = 1
-            view = _SlabView(cache, length, rows)
-            rated, states = self._call(self._runs, piece, positions, view, features, arguments)
+            if self._fused is not None:
+                keep = None if logits == "all" else slice(-1, None)
+                rated, states = self._fused.run(piece, positions, cache, Prompt(length), features, keep)
+            else:
+                rated, states = self._prompt(piece, positions, cache, length, features, every=logits == "all")
             cache.length = length + rows
             self.seconds += time.perf_counter() - began
             found = [*found, rated] if logits == "all" else [rated[-1:]]
@@ -276,6 +342,18 @@ class CausalLM:
                 seen.append(states)
         given = torch.cat(found) if found and logits != "none" else None
         return given, torch.cat(seen) if seen else None
+
+    def _prompt(
+        self, piece: Tensor, positions: Tensor, cache: KVCache, length: int, features: tuple[int, ...], *, every: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a piece of a prompt through the modules; every: all logits are wanted."""
+        arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
+        if self._dense_mask:
+            arguments = {"attention_mask": self._prompt_masks(len(piece), length)}
+        if not every and self._keeps_rows:
+            arguments["logits_to_keep"] = 1
+        view = _SlabView(cache, length, len(piece))
+        return self._call(self._runs, piece, positions, view, features, arguments)
 
     def forward(
         self, rows: Rows, cache: KVCache, features: tuple[int, ...] = (), *, one: Tensor | None = None
@@ -289,9 +367,13 @@ class CausalLM:
         On another device than a CPU all shapes are static and nothing is read by the host, so it can be captured.
         """
         began = time.perf_counter()
+        self._note_places(cache, rows)
+        if self._fused is not None:
+            positions = rows.positions.clamp(max=self.max_context - 1)
+            found = self._fused.run(rows.tokens, positions, cache, rows, features, one)
+            self.seconds += time.perf_counter() - began
+            return found
         arguments: dict[str, Any] = {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
-        if self.window is not None and rows.paths is None and cache.capacity > self.window:
-            note_places(cache, rows)
         if self._dense_mask:
             arguments["attention_mask"] = self._row_masks(rows)
         else:
@@ -591,11 +673,13 @@ class HuggingFaceTarget(CachedTarget):
         strict: bool = False,
         captured: bool = False,
         compile_blocks: bool = False,
+        merge: bool = False,
         reason: str = "",
     ) -> None:
-        """reason: why it is not the native forward, or not graphs, that run this model, for people."""
+        """merge: see CausalLM; reason: why it is not the native forward, or not graphs, that run this model, for
+        people."""
         self.reason, self.captured = reason, captured
-        super().__init__(self.makes(model, pack=pack, compile_blocks=compile_blocks))
+        super().__init__(self.makes(model, pack=pack, compile_blocks=compile_blocks, merge=merge))
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
@@ -611,6 +695,7 @@ class HuggingFaceTarget(CachedTarget):
                 "graphs: without a CUDA device the padded forwards run uncaptured": self.captured
                 and self.device.type != "cuda",
                 f"strict: the context ends with the model's sliding window of {self.max_context} tokens": short,
+                self.lm.layers_note: bool(self.lm.layers_note),
             }.items()
             if holds
         ]

@@ -90,7 +90,11 @@ def ranks() -> Ranks:
 class ShardedLM(CausalLM):
     """A model that runs on all ranks together. Rank 0, which drafts, has its embeddings and its head whole as well."""
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False) -> None:
+    fuses = False  # its modules are tied to their ranks
+
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False, merge: bool = False
+    ) -> None:
         super().__init__(model, pack=False)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]

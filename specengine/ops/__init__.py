@@ -18,9 +18,10 @@ import importlib
 from functools import partial
 
 from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
-from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, load_by, meaning
+from specengine.ops._registry import OPS, VARIABLE, Backend, backends, bind, by_meaning, is_served, load_by, meaning
 from specengine.ops.attention import (
     Paths,
+    Rotation,
     cached_attention,
     order_paths,
     pack_mask,
@@ -39,6 +40,7 @@ from specengine.ops.choose import (
     philox_uniform,
     truncate,
 )
+from specengine.ops.layers import add_rms_norm, silu_mul
 from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
@@ -107,11 +109,13 @@ __all__ = [
     "Paths",
     "Prices",
     "Queues",
+    "Rotation",
     "Search",
     "Throughput",
     "Truncation",
     "Walked",
     "Window",
+    "add_rms_norm",
     "ancestor_words",
     "append_children",
     "append_nodes",
@@ -138,6 +142,7 @@ __all__ = [
     "grow_likely",
     "held",
     "is_free",
+    "is_served",
     "keep_likely",
     "keyed_gumbel_argmax",
     "level_rows",
@@ -158,6 +163,7 @@ __all__ = [
     "select_best",
     "select_worth",
     "sent",
+    "silu_mul",
     "start_search",
     "step_queues",
     "strict_cached_attention",

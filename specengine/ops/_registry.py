@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,7 @@ class _Bound(dict[torch.device, Implementation | None]):
         self.name, self.checks = name, checks
 
     def __missing__(self, device: torch.device) -> Implementation | None:
-        backend = _choose(self.name, device.type, os.environ.get(VARIABLE, "")).name
+        backend = _choose(self.name, device, os.environ.get(VARIABLE, "")).name
         taken = backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
         run = self[device] = _loaded(backend)[self.name] if taken else None
         return run
@@ -133,8 +133,13 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
 
     On a CUDA device, try those that have not been tried yet. Raises BackendError as the ops themselves do.
     """
-    kind, asked = torch.device(device).type, os.environ.get(VARIABLE, "")
-    return {name: _choose(name, kind, asked) for name in OPS}
+    device, asked = torch.device(device), os.environ.get(VARIABLE, "")
+    return {name: _choose(name, device, asked) for name in OPS}
+
+
+def is_served(names: Iterable[str], device: torch.device) -> bool:
+    """Return whether a backend runs all of these ops on the device, rather than torch; tries those not tried yet."""
+    return all((getattr(native, name)[device] or getattr(kernels, name)[device]) is not None for name in names)
 
 
 @contextmanager
@@ -160,10 +165,16 @@ def by_meaning(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _choose(name: str, kind: str, asked: str) -> Backend:
+def is_tried(device: torch.device) -> bool:
+    """Return True where implementations are compared with their meaning before they are taken."""
+    return device.type in TRIED and os.environ.get(VARIABLE, "") in ("", "auto")
+
+
+def _choose(name: str, device: torch.device, asked: str) -> Backend:
+    kind = device.type
     able = tuple(key for key, provider in _PROVIDERS.items() if _serves(provider, kind) and name in _loaded(key))
     if asked in ("", "auto"):
-        return _best(name, kind, able)
+        return _best(name, device, able)
     names = asked.split(",")
     if not set(names) <= set(_PROVIDERS):
         raise BackendError(f"{VARIABLE}={asked}: unknown, accepted: auto, {', '.join(_PROVIDERS)}")
@@ -176,13 +187,13 @@ def _choose(name: str, kind: str, asked: str) -> Backend:
     return Backend(REFERENCE, "; ".join(_why_not(key, name, kind) for key in names), able)
 
 
-def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
+def _best(name: str, device: torch.device, able: tuple[str, ...]) -> Backend:
     """Return the first backend for this kind of device whose result, if backends are tried, equals the reference's."""
-    reasons = list[str]()
+    reasons, kind = list[str](), device.type
     for key in (key for key, provider in _PROVIDERS.items() if kind in provider.devices):
         fault = _why_not(key, name, kind)
         if key in able:
-            fault = _fault(name, key, kind) if kind in TRIED else ""
+            fault = _fault(name, key, _numbered(device)) if kind in TRIED else ""
             if not fault:
                 return Backend(key, "; ".join(reasons) or f"first choice on {kind}", able)
         reasons.append(fault)
@@ -190,31 +201,47 @@ def _best(name: str, kind: str, able: tuple[str, ...]) -> Backend:
 
 
 @cache
-def _fault(name: str, key: str, kind: str) -> str:
+def _fault(name: str, key: str, device: torch.device) -> str:
     """Warn and return why this implementation is not taken; empty if its results equal the reference's."""
+    kind = device.type
     if not _is_there(kind):
         return f"{key} cannot be tried without a {kind} device"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # warm-ups run before every capture, so this is a mistake of whoever captures
-        raise BackendError(f"{name}: {key} was not tried before the capture; run it once first")
+    refuse_in_captures(name, key)
     trial = _LOADERS["_trial"]()  # it calls the ops
-    fault = trial.differs(trial.needed(name), _loaded(key), _present(kind))
+    _compiled(key, device)
+    fault = trial.differs(trial.needed(name), _loaded(key), device)
     if fault:
-        warnings.warn(
-            f"{name} on {kind} runs in torch from now on, as {key} is wrong there: {fault}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_fault(f"{name} on {kind}", f"{key} is wrong there: {fault}")
         return f"{key} is wrong on {kind}: {fault}"
     return ""
+
+
+@cache
+def _compiled(key: str, device: torch.device) -> None:
+    """Compile the trials of all ops of a backend side by side; one after the other they take some 20 s."""
+    if torch.cuda.is_initialized():
+        _LOADERS["_trial"]().run_all(_loaded(key), device)
+
+
+def refuse_in_captures(name: str, key: str) -> None:
+    """Raise BackendError within a capture: warm-ups run before, so this is a mistake of whoever captures."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise BackendError(f"{name}: {key} was not tried before the capture; run it once first")
+
+
+def warn_of_fault(op_name: str, reason: str) -> None:
+    """Warn that an op runs in torch, and why."""
+    warnings.warn(f"{op_name} runs in torch from now on, as {reason}", RuntimeWarning, stacklevel=3)
 
 
 def _is_there(kind: str) -> bool:
     return kind not in TRIED or torch.cuda.is_available()
 
 
-def _present(kind: str) -> torch.device:
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+def _numbered(device: torch.device) -> torch.device:
+    """Name the card: two in one machine may be of different models."""
+    unnamed = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    return torch.device(device.type, torch.cuda.current_device()) if unnamed else device
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specengine.errors import InputError
 from specengine.ops._meanings import WORD_BITS, describe, require
 from specengine.ops._registry import kernels, native, op
+from specengine.ops.layers import rms_norm
 
 CHUNK = 64  # positions that are summed together
 
@@ -22,6 +23,23 @@ class Paths(NamedTuple):
 
     nodes: Tensor
     counts: Tensor
+
+
+class Rotation(NamedTuple):
+    """Hold how `rope_store` rotates.
+
+    cosines, sines  float32 [positions, D / 2]
+    q_norm, k_norm  weights [D] of RMS norms of each query and key before, of their dtype; both or neither
+    eps             what those norms add to the variance
+    stepwise        round to the dtype after each operation, as transformers' modules do; else once, at the end
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    stepwise: bool = False
 
 
 @op
@@ -117,7 +135,7 @@ def rope_store(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
-    tables: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor] | Rotation,
     slab: Tensor,
     slot: Tensor,
     live: Tensor,
@@ -127,31 +145,43 @@ def rope_store(
     query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
     positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
     on the device. Rows from `live` on are padding; if they are stored, they stand behind the others.
-    Llama's rotation, channel c with channel c + D / 2, in float32. No host read, so it can be captured.
+    Llama's rotation, channel c with channel c + D / 2, in float32 unless a Rotation says more. No host read, so it can
+    be captured.
     """
+    turn = Rotation(*tables)
     heads, rows, size = query.shape
     if size % 2 or key.shape != value.shape or key.shape[1:] != (rows, size) or heads % key.shape[0]:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, n, D] are needed, got {describe(query, key, value)}")
     if slab.dim() != 4 or slab.shape[:2] != (2, key.shape[0]) or slab.shape[3] != size or slab.dtype is not key.dtype:
         raise InputError(f"slab: [2, {key.shape[0]}, capacity, {size}] is needed, got {describe(slab)}")
-    if any(table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in tables):
-        raise InputError(f"tables: float32 [positions, {size // 2}] x 2 are needed, got {describe(*tables)}")
+    if any(table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in turn[:2]):
+        raise InputError(f"tables: float32 [positions, {size // 2}] x 2 are needed, got {describe(*turn[:2])}")
     if positions.dtype is not torch.int64 or slot.dtype is not torch.int64 or live.dtype is not torch.int32:
         raise InputError(
             f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {describe(positions, slot, live)}"
         )
+    _require_norms(turn, query)
     if run := kernels.rope_store[query.device]:
-        return run(query, key, value, positions, tables, slab, slot, live)
-    cosines, sines = (torch.cat([table[positions]] * 2, -1) for table in tables)
+        return run(query, key, value, positions, turn, slab, slot, live)
+    step = query.dtype if turn.stepwise else torch.float32
+    cosines, sines = (torch.cat([table[positions]] * 2, -1).to(step) for table in (turn.cosines, turn.sines))
+    if turn.q_norm is not None and turn.k_norm is not None:
+        query, key = rms_norm(query, turn.q_norm, turn.eps), rms_norm(key, turn.k_norm, turn.eps)
 
     def rotated(states: Tensor) -> Tensor:
-        first, second = states.float().chunk(2, -1)
-        return (states.float() * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
+        first, second = states.to(step).chunk(2, -1)
+        return (states.to(step) * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
 
     slots = slot + torch.arange(positions.shape[0], device=slab.device, dtype=torch.int64)
     for cache, stored in ((slab[0], rotated(key)), (slab[1], value)):
         cache.index_copy_(1, slots, stored)
     return rotated(query)
+
+
+def _require_norms(turn: Rotation, query: Tensor) -> None:
+    weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
+    if len(weights) == 1 or any((w.dtype, w.shape) != (query.dtype, query.shape[2:]) for w in weights):
+        raise InputError(f"q_norm, k_norm: both, {describe(query[0, 0])}, or neither, got {describe(*weights)}")
 
 
 @op

@@ -1,7 +1,7 @@
-"""The kernels of csrc/*.cu: SALF's queue for CUDA tensors.
+"""The kernels of csrc/*.cu: SALF's queue and auto's rule for CUDA tensors.
 
 They stand in specengine/_cuda.so, a plain shared library behind a C interface (csrc/spec/device_abi.hpp), which is
-loaded on first use; where it was not built, NVRTC compiles the queue's kernel (_nvrtc.py). BackendError where it is
+loaded on first use; where it was not built, NVRTC compiles the kernels (_nvrtc.py). BackendError where it is
 missing or stale, names the build command; where there is no driver or a call fails, the CUDA error. Calls run on
 torch's current stream of the tensors' device; call each once before a capture, so that its kernel is loaded. Contents
 of tensors are the caller's promise, as reading them would make the host wait.
@@ -19,22 +19,27 @@ import torch
 from torch import Tensor
 
 from specengine.errors import BackendError, InputError
-from specengine.ops import _nvrtc, queue
+from specengine.ops import _nvrtc, queue, worth
 from specengine.ops._registry import by_meaning
 from specengine.ops.queue import Drawn, Queues, Search
-from specengine.ops.select import Candidates
-from specengine.ops.tree import Nodes
+from specengine.ops.select import Candidates, Drafted, top_children
+from specengine.ops.tree import Arrays, Counters, Nodes
+from specengine.ops.worth import MEMORY, PLACES, Counts, Limits, Notes, Source, Throughput
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 BUILD = "SPECENGINE_CUDA=1 pip install -e ."
-ABI_VERSION = 3  # as in csrc/spec/device_abi.hpp
+ABI_VERSION = 4  # as in csrc/spec/device_abi.hpp
 CAPACITY = 256  # largest budget of a best-first queue
+MOST_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
 DEVICE = "cuda"  # whose addresses the library takes
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CUDA error code
     "spec_driver_version": (_P,),
     "spec_queues_step": (*(_P,) * 7, _I, *(_P,) * 5, _I, *(_P,) * 5, _L, _L, _D, _I, *(_P,) * 7),
+    "spec_worth_level": (_P, _P),
+    "spec_worth_keep": (_P, _P),
+    "spec_worth_outcome": (_P, _P),
 }
 
 
@@ -80,11 +85,11 @@ def driver_version() -> int:
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """Return the op that is here; raises ImportError where neither the library nor NVRTC can be used."""
+    """Return the ops that are here; raises ImportError where neither the library nor NVRTC can be used."""
     reason = why_not_built()
     if reason and _nvrtc.find() is None:
         raise ImportError(reason.partition(";")[0])  # ops adds the build command
-    return {"step_queues": step_queues}
+    return {run.__name__: run for run in (step_queues, start_search, grow_likely, keep_likely, count_outcomes)}
 
 
 def why_not_built() -> str:
@@ -151,5 +156,186 @@ def step_queues(
         step = _nvrtc.Step(
             (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
         )
-        _nvrtc.launch(step, live, device)
+        _nvrtc.launch(_nvrtc.STEP, (step, *live), device)
     return drawn
+
+
+# ---- a search that weighs worth against costs
+
+
+def start_search(
+    tree: Arrays,
+    size: Tensor,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
+    rounds: int,
+    free: Source,
+    asked: tuple[int, float],
+) -> Tensor:
+    args = _level(tree, (size, size, size), counts, notes, throughput, Limits(0.0, 0, rounds, 1))
+    if args is None:
+        return by_meaning(worth.start_search, tree, size, counts, notes, throughput, rounds, free, asked)
+    ids, pays = _nodes(args.width, size.device)
+    args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
+    _rule(_nvrtc.LEVEL, "spec_worth_level", args, level_bytes(args), size.device)
+    return pays
+
+
+def grow_likely(
+    tree: Arrays,
+    counters: Counters,
+    frontier: Nodes,
+    drafted: Drafted,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
+    limits: Limits,
+) -> Nodes:
+    """Run in one launch behind those of the best children; a path of NaN is passed over."""
+    logits, token_ids, normalized, marks = drafted[:4]
+    args = _level(tree, counters, counts, notes, throughput, limits, (len(logits), min(PLACES, logits.shape[1])))
+    if args is None or (marks is not None and marks.stride(1) != 1):
+        return by_meaning(worth.grow_likely, tree, counters, frontier, drafted, counts, notes, throughput, limits)
+    device = frontier.ids.device
+    stated, columns = (part.contiguous() for part in top_children(logits, PLACES, normalized))
+    nodes = frontier.ids.contiguous()
+    token_ids = None if token_ids is None else token_ids.contiguous()
+    found = _nodes(args.width, device)
+    args.frontier, args.children = _addresses(nodes, frontier.live), _addresses(stated, columns)
+    args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*found)
+    args.stride = 0 if marks is None else marks.stride(0)
+    _rule(_nvrtc.LEVEL, "spec_worth_level", args, level_bytes(args), device)
+    return found
+
+
+def _level(
+    tree: Arrays,
+    counters: Counters,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
+    limits: Limits,
+    entries: tuple[int, int] = (0, PLACES),
+) -> _nvrtc.LevelArgs | None:
+    """Return what a level is given, without its frontier; None where the kernel does not take it."""
+    prices, books = throughput.prices, (throughput.drafting, throughput.draft)
+    if not all(part.is_contiguous() for part in (*tree, *counts, *notes, *books, *prices)):
+        return None
+    args = _nvrtc.LevelArgs(
+        tree=_addresses(*tree),
+        words=tree[5].shape[1],
+        capacity=tree[0].shape[0],
+        counters=_addresses(*counters),
+        rows=entries[0],
+        places=entries[1],
+        counts=_addresses(counts.table, counts.profile, counts.group),
+        notes=_addresses(*notes),
+        seconds=_addresses(*books),
+        prices=_addresses(prices.verify, prices.draft),
+        nodes=len(prices.verify) - 1,
+        width=len(prices.draft) - 1,
+        widths=prices.widths.data_ptr(),
+        tried=len(prices.widths),
+        least=limits.least,
+        most=limits.budget,
+        rounds=limits.rounds,
+        max_passes=limits.max_passes,
+    )
+    return args if level_bytes(args) <= MOST_SHARED and args.tried < _nvrtc.LEVEL.lanes else None
+
+
+def keep_likely(
+    tree: Arrays,
+    size: Tensor,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
+    free: Source,
+    asked: tuple[int, int, float],
+    most: int,
+) -> Nodes:
+    paths, price, capacity = tree[4], throughput.prices.verify, tree[4].shape[0]
+    shared = keep_bytes(capacity, min(most, len(price) - 1, capacity))
+    if shared > MOST_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
+        return by_meaning(worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most)
+    kept = _nodes(most, size.device)
+    args = _nvrtc.KeepArgs(
+        tree=_addresses(paths, size),
+        capacity=capacity,
+        price=price.data_ptr(),
+        nodes=len(price) - 1,
+        most=most,
+        out=_addresses(*kept, throughput.verified),
+    )
+    _rule(_nvrtc.KEEP, "spec_worth_keep", args, shared, size.device)
+    return kept
+
+
+def count_outcomes(
+    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, throughput: Throughput
+) -> None:
+    capacity, (verify, draft, prices, recent, drafting, verified, overhead, _) = tree[0].shape[0], throughput
+    changed = *counts, *notes, *tree[:4], verify, draft, *prices, recent
+    shared = outcome_bytes(capacity)
+    if shared > MOST_SHARED or not all(part.is_contiguous() for part in changed):
+        return by_meaning(worth.count_outcomes, tree, size, path, chosen, counts, notes, throughput)
+    nodes, chosen = path.ids.contiguous(), chosen.contiguous()
+    args = _nvrtc.OutcomeArgs(
+        tree=_addresses(tree[0], tree[1], tree[3], size),
+        capacity=capacity,
+        path=_addresses(nodes, chosen, path.live),
+        width=len(nodes),
+        counts=_addresses(*counts[:6]),
+        notes=_addresses(notes.stated, notes.cells, notes.places, notes.drafted),
+        throughput=_addresses(verify, draft, prices.verify, prices.draft, recent),
+        verified=len(verify),
+        drafted=len(draft),
+        cycle=_addresses(drafting, overhead, verified),
+        memory=MEMORY,
+    )
+    _rule(_nvrtc.OUTCOME, "spec_worth_outcome", args, shared, size.device)
+    return None
+
+
+def _nodes(width: int, device: torch.device) -> Nodes:
+    ids = torch.empty(width, dtype=torch.int64, device=device)
+    return Nodes(ids, torch.empty(1, dtype=torch.int32, device=device))
+
+
+def _addresses(*tensors: Tensor | None) -> Any:
+    return (_P * len(tensors))(*(None if part is None else part.data_ptr() for part in tensors))
+
+
+def _rule(kernel: _nvrtc.Kernel, function: str, args: ctypes.Structure, shared: int, device: torch.device) -> None:
+    if LIBRARY.exists():
+        _run(function, device, ctypes.byref(args))
+    else:
+        _nvrtc.launch(kernel, (args,), device, shared)
+
+
+# What the blocks need, in bytes: `lay_out` of csrc/spec/device_worth.hpp.
+
+
+def level_bytes(args: _nvrtc.LevelArgs) -> int:
+    entries, tried, nodes, room = args.rows * args.places, args.tried, args.nodes, args.width * args.rounds
+    children = 16, *[4 * entries] * 3, *_flags(entries)
+    tree = *[4 * args.capacity] * 2, 8 * nodes, 8 * room, *[4 * room] * 2
+    played = 16 * tried * nodes, 16 * tried * room, 8 * tried * room, 8 * tried * args.width * PLACES
+    return _whole(*children, *tree, *played, 8 * tried, 8 * (tried + 1))
+
+
+def keep_bytes(capacity: int, considered: int) -> int:
+    return _whole(4 * capacity, 8 * considered, 8, *_flags(capacity))
+
+
+def outcome_bytes(capacity: int) -> int:
+    return _whole(*[4 * capacity] * 4, *[capacity] * 3, *_flags(capacity))
+
+
+def _flags(count: int) -> tuple[int, int]:
+    return count, 4 * -(-count // 32)
+
+
+def _whole(*sizes: int) -> int:
+    return sum(-(-size // 8) * 8 for size in sizes)

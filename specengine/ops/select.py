@@ -255,6 +255,8 @@ class Step:
     hidden      [rows, hidden size], where a rule wants them
     marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
                 alone in rows where a grammar forces one; None where there is nothing of the kind
+    further     [positions, draft vocabulary], as `logits`: of the positions behind those of the frontier's only node,
+                where the draft gives several at once; None elsewhere, as where copies are mixed in or a grammar forces
     """
 
     logits: Tensor
@@ -262,6 +264,7 @@ class Step:
     normalized: bool = False
     hidden: Tensor | None = None
     marks: Tensor | None = None
+    further: Tensor | None = None
     unmixed: ClassVar[Drafted | None] = None  # what an op may read instead, where copies are not mixed in yet
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:

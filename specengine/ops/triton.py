@@ -10,22 +10,24 @@ import inspect
 import math
 import os
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 from specengine_kernels import candidate_selection, coupling, entropy, frontier, kv_compaction, verification
+from specengine_kernels import rms_norm as norm_kernel
 from specengine_kernels import rope_store as rope_kernel
+from specengine_kernels import silu_mul as silu_kernel
 from specengine_kernels import strict_attention as strict_kernel
 from specengine_kernels import top_children as children_kernel
 from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine.ops import attention, choose, select, tree
+from specengine.ops import _trial, attention, choose, layers, select, tree
 from specengine.ops._meanings import FLOATS, WORD_BITS
-from specengine.ops._registry import by_meaning, meaning
-from specengine.ops.attention import Paths
+from specengine.ops._registry import by_meaning, is_tried, meaning, refuse_in_captures, warn_of_fault
+from specengine.ops.attention import Paths, Rotation
 from specengine.ops.choose import MASK64
 from specengine.ops.select import LARGEST, Candidates
 from specengine.ops.tree import Arrays, Walked
@@ -149,24 +151,24 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tensor | None, scale: float) -> Tensor:
-    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
-    if isinstance(mask, Tensor) or not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+    if isinstance(mask, Tensor) or not _takes("cached_attention", query, key, value, scale):
         dense = mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     seen = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
-    rows = query.transpose(0, 1)[None]
-    out = attention_kernel.tree_attention(
-        rows, key[None], value[None], seen.words, *seen.lengths, scale=scale, upcast=INTERPRETED
-    )
-    return out[0].transpose(0, 1)
+    return _cached_attention(query, key, value, seen.words[0], *seen.lengths, scale)
 
 
 def cached_attention(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
 ) -> Tensor:
-    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
-    if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+    if not _takes("cached_attention", query, key, value, scale):
         return by_meaning(attention.cached_attention, query, key, value, words, prefix, live, seen, scale)
+    return _cached_attention(query, key, value, words, prefix, live, seen, scale)
+
+
+def _cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
+) -> Tensor:
     rows, numbers = query.transpose(0, 1)[None], (prefix, live, seen)
     out = attention_kernel.tree_attention(
         rows, key[None], value[None], words[None], *numbers, scale=scale, upcast=INTERPRETED
@@ -177,9 +179,14 @@ def cached_attention(
 def strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
-    known = query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0
-    if not known or not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+    if not _takes("strict_cached_attention", query, key, value, scale):
         return by_meaning(attention.strict_cached_attention, query, key, value, paths, prefix, live, scale)
+    return _strict_cached_attention(query, key, value, paths, prefix, live, scale)
+
+
+def _strict_cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+) -> Tensor:
     rows, way = query.transpose(0, 1)[None], (paths.nodes.contiguous()[None], paths.counts[None])
     out = strict_kernel.strict_attention(
         rows, key[None], value[None], *way, prefix, live, scale=scale, upcast=INTERPRETED
@@ -187,20 +194,64 @@ def strict_cached_attention(
     return out[0].transpose(0, 1)
 
 
+def _takes(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Return True for heads that the kernel of this op serves on this card."""
+    if not (query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0):
+        return False
+    if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        return False
+    heads = _trial.Heads(query.shape[2], query.shape[0] // key.shape[0], query.dtype)
+    return not is_tried(query.device) or _serves(name, heads, query.device)
+
+
+@cache
+def _serves(name: str, heads: _trial.Heads, device: torch.device) -> bool:
+    """Try such heads with all tiles when they are first met, which is while their model is loaded; warn of a fault.
+
+    The trial of the op itself knows no model: another head size is another program, and may not fit into the card.
+    """
+    refuse_in_captures(name, "triton")
+    names, run = (name,), {name: _cached_attention if name == "cached_attention" else _strict_cached_attention}
+    inputs = _trial.OF_HEADS[name](heads, device)
+    if torch.cuda.is_initialized():
+        _trial.side_by_side([(names, run, given) for given in inputs], device)
+    fault = _trial.differs(names, run, device, inputs)
+    if fault:
+        warn_of_fault(f"{name} of {heads} on {device}", f"triton is wrong there: {fault}")
+    return not fault
+
+
 def rope_store(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     positions: Tensor,
-    tables: tuple[Tensor, Tensor],
+    turn: Rotation,
     slab: Tensor,
     slot: Tensor,
     live: Tensor,
 ) -> Tensor:
-    if not query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1:
-        return by_meaning(attention.rope_store, query, key, value, positions, tables, slab, slot, live)
+    weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
+    dense = query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1
+    if not dense or any(weight.stride(0) != 1 for weight in weights):
+        return by_meaning(attention.rope_store, query, key, value, positions, turn, slab, slot, live)
     rows = (states.transpose(0, 1) for states in (query, key, value))
-    return rope_kernel.rope_store(*rows, positions, *tables, slab[0], slab[1], slot, live).transpose(0, 1)
+    cosines, sines, *norms, eps, stepwise = turn
+    given = (*rows, positions, cosines, sines, slab[0], slab[1], slot, live)
+    return rope_kernel.rope_store(*given, *norms, eps, stepwise=stepwise).transpose(0, 1)
+
+
+def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dense = all(tensor.stride(-1) == 1 for tensor in (states, weight, states if residual is None else residual))
+    if not dense or not len(states) or states.shape[1] > norm_kernel.LARGEST_ROW:
+        return by_meaning(layers.add_rms_norm, states, residual, weight, eps)
+    return norm_kernel.add_rms_norm(states, residual, weight, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
+        return by_meaning(layers.silu_mul, gate, up)
+    return silu_kernel.silu_mul(gate, up)
 
 
 def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.ops._meanings import describe, doubled, padded, precision, require
-from specengine.ops._registry import native, op
+from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Drafted, top_children
 from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, select_best
 
@@ -183,6 +183,8 @@ def grow_likely(
     wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
     require(wanted, frontier.live, size, passes, overflow)
     drafted = drafted.mixed(tree, frontier)
+    if run := kernels.grow_likely[frontier.ids.device]:
+        return run(tree, counters, frontier, drafted, counts, notes, throughput, limits)
     throughput.drafting.add_(throughput.draft.index_select(0, frontier.live))
     stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
     sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
@@ -262,6 +264,8 @@ def count_outcomes(
     wanted = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
     require(wanted, path.ids, chosen, size, path.live)
     _require_books(tree, counts, notes, throughput)
+    if run := kernels.count_outcomes[size.device]:
+        return run(tree, size, path, chosen, counts, notes, throughput)
     _count(tree, size, path, chosen, counts, notes)
     update_throughput(throughput, path.live)
     return None
@@ -423,6 +427,8 @@ def start_search(
     if run := native.start_search[size.device]:
         return run(tree, size, counts, notes, throughput, rounds, free, asked)
     _require_books(tree, counts, notes, throughput)
+    if free is None and (run := kernels.start_search[size.device]):
+        return run(tree, size, counts, notes, throughput, rounds, free, asked)
     for part in (throughput.drafting, notes.drafted, notes.waiting):
         part.zero_()
     notes.waiting[:1].fill_(True)
@@ -494,6 +500,9 @@ def keep_likely(
     if run := native.keep_likely[size.device]:
         return Nodes(*run(tree, size, counts, notes, throughput, free, asked, most))
     _require_books(tree, counts, notes, throughput)
+    alone = free is None and not throughput.experts.numel()
+    if alone and (run := kernels.keep_likely[size.device]):
+        return run(tree, size, counts, notes, throughput, free, asked, most)
     if free is not None:
         leaves, more, least = asked
         waiting = notes.waiting[: int(size)].nonzero()[:, 0]

@@ -44,6 +44,13 @@ def of(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["record"] == kind]
 
 
+def test_transformers_can_be_left_out(tiny_model: list[str]) -> None:
+    """Of a large model, which then is loaded once."""
+    status, records = records_of(tiny_model, "--policy", "auto", "--ours")
+    assert status == 0
+    assert {row["way"] for row in of(records, "row")} == {"plain", "plain, graphs", "auto", "auto, graphs"}
+
+
 def test_it_measures_all_ways(tiny_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, records = records_of(tiny_model, "--policy", "chain", "--strict")
     assert status == 0

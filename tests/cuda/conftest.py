@@ -1,4 +1,4 @@
-"""Fixtures of the tests of csrc/*.cu: the build script."""
+"""Fixtures of the tests of csrc/*.cu: the build script, and devices of the kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from specengine.ops import cuda
+from tests.cuda import host
+from tests.ops.backends import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,3 +22,23 @@ def setup_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return host.built(tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of the tensors that the library takes."""
+    if request.param == "cuda":
+        assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
+        choose(monkeypatch, "cuda")
+        return "cuda"
+    library = request.getfixturevalue("host_library")
+    if "NVRTC" in request.param:
+        host.take_by_nvrtc(library, monkeypatch)
+        return "cpu"
+    host.take(library, monkeypatch)
+    return "cpu"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from specengine.ops import cuda
+from specengine.ops import _nvrtc, cuda
 from tests.csrc.test_spec import COMPILER, CSRC
 
 
@@ -27,3 +28,15 @@ def take(library: Path, patch: pytest.MonkeyPatch) -> None:
     """Let the ops of the library run by this one, on tensors of the host."""
     patch.setattr(cuda, "LIBRARY", library)
     patch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
+
+
+def take_by_nvrtc(library: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the ops launch their kernels as those that NVRTC compiles, which this library stands in for."""
+    driver, kernels = ctypes.CDLL(str(library)), (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME)
+    patch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
+    patch.setattr(_nvrtc, "_driver", lambda: driver)
+
+    def launch(kernel: _nvrtc.Kernel, values: tuple, _: object, shared: int = 0) -> None:
+        _nvrtc.start(kernel, ctypes.c_void_p(kernels.index(kernel)), values, 0, shared)
+
+    patch.setattr(_nvrtc, "launch", launch)

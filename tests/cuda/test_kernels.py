@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import Candidates
 from specengine.ops.tree import Nodes
 from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
-from tests.cuda import host
-from tests.ops.backends import choose
 
 NODES, COLUMNS = 30, 20
 
@@ -27,29 +24,6 @@ def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
     run = build_and_run(tmp_path / "device_logic_test", CSRC / "tests" / "device_logic_test.cpp")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "all checks passed" in run.stdout
-
-
-@pytest.fixture(scope="module")
-def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return host.built(tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors that the library takes."""
-    if request.param == "cuda":
-        assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
-        choose(monkeypatch, "cuda")
-        return "cuda"
-    library = request.getfixturevalue("host_library")
-    if "NVRTC" in request.param:
-        driver = ctypes.CDLL(str(library))
-        monkeypatch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
-        monkeypatch.setattr(_nvrtc, "_driver", lambda: driver)
-        monkeypatch.setattr(_nvrtc, "launch", lambda step, counts, _: _nvrtc.start(None, step, counts, 0))
-        return "cpu"
-    host.take(library, monkeypatch)
-    return "cpu"
 
 
 def count(value: int, device: str) -> Tensor:

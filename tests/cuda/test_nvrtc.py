@@ -11,36 +11,44 @@ from specengine import ops
 from specengine.errors import BackendError
 from specengine.ops import _nvrtc, cuda
 
+OPS = {"step_queues", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
 needs_nvrtc = pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
+
+
+KERNELS = (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_compiles_for_the_devices_that_the_library_is_built_for(target: str) -> None:
-    cubin = _nvrtc.compile_kernel(target)
-    assert cubin[:4] == b"\x7fELF"
-    assert b".text." + _nvrtc.KERNEL in cubin
+    for kernel in KERNELS:
+        cubin = _nvrtc.compile_source(kernel.source, target)
+        assert cubin[:4] == b"\x7fELF"
+        assert f".text.{kernel.name}".encode() in cubin
 
 
 @needs_nvrtc
 def test_what_the_compiler_says_comes_with_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / _nvrtc.SOURCE).write_text("wrong source;")
+    (tmp_path / _nvrtc.STEP.source).write_text("wrong source;")
     monkeypatch.setattr(_nvrtc, "sources", lambda: tmp_path)
     with pytest.raises(BackendError, match=r"of best_first.cu for sm_75: .*error"):
-        _nvrtc.compile_kernel("sm_75")
+        _nvrtc.compile_source(_nvrtc.STEP.source, "sm_75")
 
 
 def test_without_the_library_the_op_is_there_as_nvrtc_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setattr(_nvrtc, "find", lambda: tmp_path)
-    assert set(cuda.implementations()) == {"step_queues"}
+    assert set(cuda.implementations()) == OPS
     monkeypatch.setattr(_nvrtc, "find", lambda: None)
     with pytest.raises(ImportError, match="not built"):
         cuda.implementations()
 
 
-def test_step_has_the_layout_of_the_header() -> None:
-    assert ctypes.sizeof(_nvrtc.Step) == 26 * 8
-    assert (_nvrtc.sources() / "spec" / "device_best_first.hpp").exists()
-    assert _nvrtc.LANES == cuda.CAPACITY
-    assert "step_queues" in ops.OPS
+def test_structures_have_the_size_of_the_headers() -> None:
+    text = "".join(file.read_text() for file in (_nvrtc.sources() / "spec").glob("device_*.hpp"))
+    for structure in (_nvrtc.Step, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.OutcomeArgs):
+        assert f"sizeof({structure.__name__}) == {ctypes.sizeof(structure) // 8} * 8" in text
+    assert _nvrtc.STEP.lanes == cuda.CAPACITY
+    assert f"kRuleLanes = {_nvrtc.LEVEL.lanes};" in text
+    assert f"kMostShared = {cuda.MOST_SHARED // 1024} * 1024;" in text
+    assert set(ops.OPS) >= OPS

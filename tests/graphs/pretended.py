@@ -2,23 +2,25 @@
 
 Within `cuda()` all of torch runs through a dispatch mode. A capture records every operation that would be a kernel, and
 undoes what it wrote, as a capture runs nothing. A replay runs those operations on the memory that they were recorded
-with, after all memory that the graph made has been filled with garbage. So it shows
+with, after all memory that the graph made has been filled with garbage, and what nobody holds of its pool's other
+graphs: a later capture may have been given that. So it shows
 
 a number of the host        it is what it was at the capture
 a read by the host, a copy  Refused while capturing; so are operations across devices
-memory that is not kept     Refused by the replay, where it was made outside and has been freed since
+memory that is not kept     Refused by the replay, where it was made outside, or by another graph, and freed since
 
 What a backend attaches to an op is one operation, whatever is inside.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -124,17 +126,23 @@ class Kept:
 
     def __init__(self, tensor: Tensor, graph: Graph) -> None:
         storage = tensor.untyped_storage()
-        self._own = tensor if graph.owns(storage) else None
         self._weak, self._dtype = StorageWeakRef(storage), tensor.dtype
         self._place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        self._own = self._at(storage) if graph.owns(storage) else None
+        if self._own is not None:
+            graph.uses[storage._cdata] += 1
+        self._lender = graph.pool.owner(storage)
+
+    def _at(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
 
     def tensor(self) -> Tensor:
         if self._own is not None:
             return self._own
-        if self._weak.expired():
+        lender = None if self._lender is None else self._lender()
+        if self._weak.expired() or (lender is not None and not lender.is_held(self._weak.cdata)):
             raise Refused("a graph reads memory that has been freed since its capture")
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+        return self._at(torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -147,18 +155,58 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@dataclass
+class Pool:
+    """Memory that graphs share. torch gives it up with the last of them."""
+
+    def __init__(self) -> None:
+        self.graphs = weakref.WeakSet[Graph]()
+        self.used = False
+
+    def add(self, graph: Graph) -> None:
+        if self.used and not self.graphs:
+            raise Refused("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool are gone")
+        self.graphs.add(graph)
+        self.used = True
+
+    def owner(self, storage: torch.UntypedStorage) -> weakref.ref[Graph] | None:
+        return next((weakref.ref(graph) for graph in self.graphs if graph.owns(storage)), None)
+
+    def replayed(self, graph: Graph) -> None:
+        """Fill what its other graphs may have lent it."""
+        for other in self.graphs:
+            if other is not graph and other.fresh:
+                other.fresh = False
+                other.poison()
+
+
+@dataclass(eq=False)
 class Graph:
-    """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name."""
+    """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name; fresh: none of its pool's others
+    has been replayed since."""
 
     keep_graph: bool = False
     launches: Counter[str] = field(default_factory=Counter)
-    _steps: list[tuple[Callable[..., Any], Any, list[Kept]]] = field(default_factory=list)
+    pool: Pool = field(default_factory=Pool)
+    fresh: bool = True
+    uses: Counter[int] = field(default_factory=Counter)  # of memory, by its address
+    _steps: list[tuple[Callable[..., Any], Any, list[Kept]] | Part] = field(default_factory=list)
     _own: dict[int, Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _outer: list[list[Any]] = field(default_factory=list)  # steps around the part under way
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._own
+
+    def is_held(self, address: int) -> bool:
+        """Return whether anyone outside holds this memory."""
+        storage = self._own[address].untyped_storage()  # in Python it counts as well, as does `_own`
+        return torch._C._storage_Use_Count(storage._cdata) > 2 + self.uses[address]
+
+    def poison(self) -> None:
+        """Fill what only this graph holds."""
+        for at, bytes_ in self._own.items():
+            if not self.is_held(at):
+                bytes_.fill_(GARBAGE)
 
     def writes(self, tensor: Tensor) -> None:
         """This will be written to; a capture leaves it as it was."""
@@ -185,13 +233,50 @@ class Graph:
 
     def replay(self) -> None:
         with _aside():
+            self.pool.replayed(self)
+            self.fresh = True
             for bytes_ in self._own.values():
                 bytes_.fill_(GARBAGE)
-            for function, given, made in self._steps:
-                args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
-                found = function(*args, **kwargs)
-                for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
-                    into.tensor().copy_(values)
+            self._run(self._steps)
+
+    def _run(self, steps: list[Any]) -> None:
+        for step in steps:
+            if isinstance(step, Part):
+                self._run(step.steps if bool(step.flag.tensor()) else [])
+                continue
+            function, given, made = step
+            args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
+            found = function(*args, **kwargs)
+            for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
+                into.tensor().copy_(values)
+
+
+class Part(NamedTuple):
+    """Steps that are run under a condition."""
+
+    flag: Kept
+    steps: list[Any]
+
+
+class Branching(Graph):
+    """The same with parts under a condition, as torch's graphs have them from 2.13 on."""
+
+    capturing: ClassVar[Branching | None] = None
+
+    @classmethod
+    def get_currently_capturing_graph(cls) -> Branching | None:
+        return cls.capturing
+
+    def begin_capture_to_if_node(self, flag: Any) -> None:
+        assert isinstance(flag, OnDevice)
+        assert (flag.dim(), flag.dtype) == (0, torch.bool)
+        part = Part(Kept(flag.held, self), [])
+        self._steps.append(part)
+        self._outer.append(self._steps)
+        self._steps = part.steps
+
+    def end_capture_to_conditional_node(self) -> None:
+        self._steps = self._outer.pop()
 
 
 def fresh(found: Any, given: Any) -> list[Tensor]:
@@ -210,11 +295,15 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.capturing: Graph | None = None
         self.waits = 0  # of the host, for the device
+        self.sync_debug_mode: Any = 0
+        self.stream = Stream()  # the current one
 
     def wait(self, what: str) -> None:
         self.waits += 1
         if self.capturing is not None:
             raise Refused(f"operation not permitted when stream is capturing: {what}")
+        if self.sync_debug_mode == "error":
+            raise Refused(f"called a synchronizing CUDA operation: {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -321,8 +410,8 @@ class Event:
 
 
 @contextmanager
-def cuda() -> Iterator[Device]:
-    """Everything within runs with a pretended CUDA device; modules go there by `moved`."""
+def cuda(*, branches: bool = False) -> Iterator[Device]:
+    """Everything within runs with a pretended CUDA device; modules go there by `moved`. branches: of graphs."""
     device, made, loaded = Device(), torch.tensor, _registry._loaded
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
@@ -353,14 +442,29 @@ def cuda() -> Iterator[Device]:
         _registry._fault.cache_clear()
 
     @contextmanager
-    def graph(into: Graph, **_: Any) -> Iterator[None]:
-        device.capturing = into
+    def graph(into: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
+        into.pool = pool or into.pool
+        into.pool.add(into)
+        before, device.stream = device.stream, stream
+        device.capturing = Branching.capturing = into  # type: ignore[assignment]
+        try:
+            yield
+        except BaseException as error:  # as torch does: the stream stays entered
+            raise Refused("operation failed due to a previous error during capture") from error
+        else:
+            device.stream = before
+        finally:
+            device.capturing = Branching.capturing = None
+            with _aside():
+                into.undo()
+
+    @contextmanager
+    def entered(stream: Any) -> Iterator[None]:
+        before, device.stream = device.stream, stream
         try:
             yield
         finally:
-            device.capturing = None
-            with _aside():
-                into.undo()
+            device.stream = before
 
     stands_for = {
         "_lazy_init": lambda: None,
@@ -369,14 +473,16 @@ def cuda() -> Iterator[Device]:
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "memory_reserved": lambda *_: 0,
         "empty_cache": lambda: None,
-        "graph_pool_handle": lambda: (0, 0),
-        "current_stream": lambda *_: Stream(),
-        "stream": lambda _: nullcontext(),
+        "graph_pool_handle": Pool,
+        "get_sync_debug_mode": lambda: device.sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(device, "sync_debug_mode", mode),
+        "current_stream": lambda *_: device.stream,
+        "stream": entered,
         "device": lambda _: nullcontext(),
         "synchronize": lambda *_: device.wait("the device"),
         "Stream": Stream,
         "Event": lambda **_: Event(device),
-        "CUDAGraph": Graph,
+        "CUDAGraph": Branching if branches else Graph,
         "graph": graph,
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -63,9 +63,17 @@ def answer(engine: Engine, options: Way) -> Any:
 
 
 def check(
-    draft: str, policy: str, ways: Sequence[Way] = WAYS, *, backends: str = "reference", least: bool = False
+    draft: str,
+    policy: str,
+    ways: Sequence[Way] = WAYS,
+    *,
+    backends: str = "reference",
+    least: bool = False,
+    branches: bool = False,
 ) -> Graphs:
     """Replays, with ops by these backends, equal the eager engine by the ops' meanings; least: of the smallest models.
+
+    branches: with graphs that have parts under a condition.
 
     Generations are those of one engine: a history outlives them. Returns what was captured.
     """
@@ -74,7 +82,7 @@ def check(
         host = engine_of(draft, policy, captured=False, least=least)
         expected = [answer(host, way) for way in ways]
         choose(patch, backends)
-        with pretended.cuda():
+        with pretended.cuda(branches=branches):
             engine = engine_of(draft, policy, captured=True, least=least)
             assert engine.drivers.own.captured is not None
             for way, wanted in zip(ways, expected, strict=True):

@@ -6,13 +6,11 @@ import argparse
 from typing import Any
 
 import pytest
-import torch
 
 from specengine import Engine
 from specengine.captured import NOTE
 from specengine.cli.given import load_options
 from specengine.cli.parser import add_model
-from specengine.cuda_graphs import Graphs
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
@@ -50,7 +48,7 @@ def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     noted = "graphs: without a CUDA device the padded forwards run uncaptured"
     about_graphs = [note for note in found.stats.notes if note.startswith("graphs")]
     assert about_graphs == [*([] if DEVICE.type == "cuda" else [noted]), NOTE]
-    assert len(found.stats.host_shares) == 1  # of the first cycle, which the host made
+    assert not found.stats.host_shares  # the host made no cycle
     assert not expected.stats.notes
 
 
@@ -73,13 +71,6 @@ def test_models_that_cannot_be_captured_are_refused() -> None:
         Engine.from_pretrained(toy.tiny("llama", rope_parameters=rope), "ngram", graphs=True)
     with pytest.raises(UnsupportedModelError, match="dense mask"):
         SmallModel(dense, captured=True)
-
-
-@pytest.mark.gpu
-def test_a_function_that_waits_for_the_device_cannot_be_captured() -> None:
-    given = torch.ones(1, device=DEVICE)
-    with pytest.raises(UnsupportedModelError, match="graphs: waiting cannot be captured"):
-        Graphs(DEVICE).run("waiting", [given], lambda: given * float(given))
 
 
 def test_the_command_lines_flag() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from specengine import Engine, ops
 from specengine import cuda_graphs as graphs
+from specengine.captured import PARTS_NOTE
 from specengine.cuda_graphs import Graphs
 from specengine.errors import UnsupportedModelError
 from specengine.ops import _registry
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused
-from tests.graphs.replays import DRAFTS, POLICIES, WAYS, check, on_the_device
+from tests.graphs.replays import DRAFTS, POLICIES, PROMPT, WAYS, answer, check, engine_of, on_the_device
 from tests.ops.backends import choose
 
 pytestmark = [
@@ -58,6 +60,56 @@ def test_truncations_are_replayed(draft: str, policy: str) -> None:
         captures = check(draft, policy, together).captures
         assert captures["finish truncated"] == 1
         assert "verify" not in captures
+
+
+@pytest.mark.sliced(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_tree_is_one_graph(policy: str) -> None:
+    for ways in toy.histories(policy, WAYS):
+        captures = check(DRAFTS[POLICIES.index(policy) % 2], policy, ways, branches=True).captures
+        names = {name.partition(" ")[0] for name in map(str, captures)}
+        assert names in ({"tree", "finish"}, {"root", "level", "finish"})
+        assert ("tree" in names) == toy.policy_for(policy, 3).ends_early
+
+
+@pytest.mark.parametrize(("policy", "branches"), [("auto", False), ("auto", True), ("eagle", False)])
+def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
+    """The host reads the record; where a tree may end early and is not one graph, also after each pass if it has ended.
+
+    Where it has ended after the first pass, it reads whether there was one.
+    """
+    with pretended.cuda(branches=branches) as device:
+        engine = engine_of("small_model", policy, captured=True)
+        engine.generate(PROMPT, max_new_tokens=4)
+        waits, passes = list[int](), list[int]()
+        for piece in engine.stream(PROMPT, max_new_tokens=16):
+            passes.append(int(piece.cycle.tree.passes))
+            waits.append(device.waits)
+    reads = [0] * len(passes) if branches or policy == "eagle" else [max(number, 2) for number in passes]
+    assert len(waits) > 4
+    found = [after - before for before, after in itertools.pairwise(waits[:-1])]
+    assert found == [1 + number for number in reads[2:]]  # of a cycle's record, and of the tree that is grown meanwhile
+
+
+def test_a_tree_that_is_another_as_one_graph_is_grown_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = answer(engine_of("small_model", "talon", captured=False), {})
+
+    def never(self: pretended.Branching, flag: Any) -> None:
+        begin(self, flag & False)
+
+    def refused(self: pretended.Branching, flag: Any) -> None:
+        raise RuntimeError("no conditional nodes here")
+
+    begin = pretended.Branching.begin_capture_to_if_node
+    for broken in (never, refused):
+        monkeypatch.setattr(pretended.Branching, "begin_capture_to_if_node", broken)
+        with pretended.cuda(branches=True):
+            engine = engine_of("small_model", "talon", captured=True)
+            assert answer(engine, {}) == wanted
+            driver = engine.drivers.own.captured
+            assert driver is not None
+            assert set(driver.graphs.captures) == {"root", "level", "finish greedy"}
+            assert PARTS_NOTE in engine.generate(PROMPT, max_new_tokens=4).stats.notes
 
 
 def test_on_a_device_graphs_are_the_default() -> None:
@@ -177,5 +229,5 @@ def test_a_number_from_a_kernel_cannot_be_captured(monkeypatch: pytest.MonkeyPat
     with pretended.cuda():
         scores = torch.ones(4, device=CUDA)
         assert ops.keyed_gumbel_argmax(scores, 1, 2) == 3
-        with pytest.raises(Refused, match="a number from"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(Refused, match="a number from"):
             ops.keyed_gumbel_argmax(scores, 1, 2)

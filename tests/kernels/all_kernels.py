@@ -17,7 +17,9 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    rms_norm,
     rope_store,
+    silu_mul,
     strict_attention,
     top_children,
     tree_attention,
@@ -182,10 +184,31 @@ def rotation(seed: int, device: str) -> None:
     angles, cache = random(99, size // 2, seed=seed).to(device), random(2, 2, start + n, size, seed=seed).to(device)
     numbers = torch.tensor([start], device=device), number(seed % (n + 1), device)
     given = (query, key, value, positions, angles.cos(), angles.sin(), cache[0], cache[1], *numbers)
-    wanted = rope_store.reference(*given)
-    found = rope_store.rope_store(*given), cache[0], cache[1]
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, msg=str(seed))
+    weights = [random(size, seed=seed + i).to(device) for i in (5, 6)]
+    for norms, stepwise in ((), False), ((*weights, 1e-5), True), ((), True):
+        names = dict(zip(("q_norm", "k_norm", "eps"), norms, strict=False))
+        wanted = rope_store.reference(*given, **names, stepwise=stepwise)
+        found = rope_store.rope_store(*given, **names, stepwise=stepwise), cache[0], cache[1]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, msg=str(seed))
+
+
+def norms(seed: int, device: str) -> None:
+    rows, channels = 1 + seed % 20, (48, 576, 1024, 4096)[seed % 4]
+    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    states, residual = (random(rows, channels, seed=seed + i).to(device, kind) for i in (1, 2))
+    weight, before = random(channels, seed=seed).to(device, kind), residual if seed % 2 else None
+    found, wanted = (run(states, before, weight, 1e-5) for run in (rms_norm.add_rms_norm, rms_norm.reference))
+    assert torch.equal(found[1], wanted[1]), seed
+    torch.testing.assert_close(found[0], wanted[0], rtol=3e-6 if kind is torch.float32 else 1e-2, atol=1e-6)
+
+
+def gates(seed: int, device: str) -> None:
+    rows, channels = 1 + seed % 20, (77, 1024, 1500)[seed % 3]
+    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed // 3 % 3]
+    both = (random(rows, 2 * channels, seed=seed) * 5).to(device, kind)
+    found, wanted = (run(both[:, :channels], both[:, channels:]) for run in (silu_mul.silu_mul, silu_mul.reference))
+    torch.testing.assert_close(found, wanted, rtol=3e-6 if kind is torch.float32 else 1e-2, atol=1e-6)
 
 
 KERNELS: dict[str, Callable[[int, str], None]] = {
@@ -201,6 +224,8 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "growth": growth,
     "gathering": gathering,
     "rotation": rotation,
+    "norms": norms,
+    "gates": gates,
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Compiles for sm_90, without a GPU, exactly what the launchers would launch, and reads the result.
+"""Compiles for a card, without a GPU, exactly what the launchers would launch there, and reads the result.
 
-Run as `python -m tests.kernels.aot CASE...` in a process of its own (Triton must not be in its interpreter); prints one
-JSON object per launched kernel: what it needs and which instructions it has. With --programs first it compiles nothing,
-and prints how many programs Triton would compile of each kernel for all the cases together.
+Run as `python -m tests.kernels.aot [--card NAME] CASE...` in a process of its own (Triton must not be in its
+interpreter); prints one JSON object per launched kernel: what it needs and which instructions it has. The card is sm_90
+unless named. With --programs first it compiles nothing, and prints how many programs Triton would compile of each
+kernel for all the cases together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    rms_norm,
     rope_store,
+    silu_mul,
     strict_attention,
     top_children,
     tree_attention,
@@ -37,8 +40,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from tests.kernels import all_kernels
+from tests.kernels.cards import ROOM
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGETS = {
+    name: GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+    for name in ROOM
+}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float64: "fp64",
@@ -54,8 +61,8 @@ TYPES = {
 class Compiling:
     """Stands in for a kernel: a launch compiles it, specialised for the arguments as Triton would."""
 
-    def __init__(self, kernel: JITFunction) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: JITFunction, target: GPUTarget = TARGETS["sm_90"]) -> None:
+        self.kernel, self.target = kernel, target
         self.launched: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -64,12 +71,12 @@ class Compiling:
     def compile(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
         signature, constants, attributes, options = self.specialised(*args, **kwargs)
         source = ASTSource(self.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=TARGET, options=options)
+        compiled = triton.compile(source, target=self.target, options=options)
         return {"kernel": self.kernel.__name__, "grid": grid, **options, **facts(compiled)}
 
     def specialised(self, *args: Any, **kwargs: Any) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], Any]:
         """Types, constants, what is known of the rest, and options: these tell one program from another."""
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
@@ -106,8 +113,10 @@ def divisible(value: Any) -> bool:
 
 
 def facts(compiled: Any) -> dict[str, Any]:
-    """Registers and spilled bytes of a thread, shared bytes of a program, and counts of instructions."""
-    return {**facts_of(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
+    """Registers and spilled words of a thread, shared bytes of a program, and counts of instructions."""
+    found = facts_of(compiled.asm["cubin"]) if "cubin" in compiled.asm else facts_of_amd(compiled.asm["amdgcn"])
+    races = unordered(compiled.asm["ptx"]) if "ptx" in compiled.asm else []
+    return {**found, "shared": compiled.metadata.shared, "races": races}
 
 
 @functools.cache  # several cases may come to one program, and the tools take longer than the compiler
@@ -129,6 +138,54 @@ def facts_of(cubin: bytes) -> dict[str, Any]:
         "load_16_bytes": len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
         "load_narrow": len(re.findall(r"\bLDG\.E(?!\S*\.(?:128|64))", code)),
     }
+
+
+def facts_of_amd(text: str) -> dict[str, Any]:
+    """The same of what AMD's assembler is given; its scratch memory is the stack."""
+
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+
+    return {
+        "code": hashlib.sha256(text.encode()).hexdigest(),
+        "registers": number("vgpr_count"),
+        "stack": number("private_segment_fixed_size"),
+        "spills": number("vgpr_spill_count"),
+    }
+
+
+ACCESS = re.compile(r"\b(ld|st|atom|red|cp)\.\S*global\S*\s.*\[\s*(%rd\d+)")
+PARAMETER = re.compile(r"\bld\.param\.\S+\s+(%rd\d+),\s*\[\s*(\w+)")
+REGISTER = re.compile(r"%[a-z]+\d+")
+
+
+def unordered(ptx: str) -> list[str]:
+    """Return the pointers through which a program of several warps loads and stores without a barrier in between.
+
+    A pointer is a parameter; an address is its own if it was computed from it. Read from top to bottom, so what lies
+    between two passes of a loop counts if it stands between the load and the store.
+    """
+    if int(re.search(r"\.reqntid (\d+)", ptx)[1]) <= 32:
+        return []
+    names = re.findall(r"\.param \.u?\w+ (?:\.ptr \S+ \.align \d+ )?(\w+)", ptx)
+    base: dict[str, str] = {}  # of the registers that hold addresses
+    last: dict[str, set[str]] = {}  # accesses of a pointer since a barrier
+    found = set()
+    for line in ptx.splitlines():
+        if re.search(r"\b(?:bar|barrier)\.(?:cta\.)?sync", line):
+            last.clear()
+        elif parameter := PARAMETER.search(line):
+            base[parameter[1]] = parameter[2]
+        elif (access := ACCESS.search(line)) and access[2] in base:
+            pointer, kind = base[access[2]], "ld" if access[1] in ("ld", "cp") else "st"
+            last.setdefault(pointer, set()).add(kind)
+            if last[pointer] == {"ld", "st"}:
+                found.add(names.index(pointer))
+        elif len(registers := REGISTER.findall(line)) > 1 and not access:
+            target, *sources = registers[1:] if line.lstrip().startswith("@") else registers
+            if owner := next((base[source] for source in sources if source in base), None):
+                base[target] = owner
+    return sorted(found)
 
 
 def printed(tool: str, *arguments: str) -> str:
@@ -204,13 +261,26 @@ def gather(width: int, channels: int, dtype: str) -> None:
     frontier.gather_rows(rows, whole[:width], rows, whole[:width], rows[:width], rows[:width])
 
 
-def rope(rows: int, groups: int, size: int, dtype: str) -> None:
+def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
+    """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys."""
     kind, kv_heads = getattr(torch, dtype), 8
     query, key = (torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads))
     table, cache = torch.empty(4096, size // 2), torch.empty(kv_heads, 4096, size, dtype=kind)
     numbers = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     positions = torch.empty(rows, dtype=torch.int64)
-    rope_store.rope_store(query, key, key, positions, table, table, cache, cache, *numbers)
+    norms = [torch.empty(size, dtype=kind) for _ in range(2)] if way == "normed" else [None, None]
+    places = positions, table, table, cache, cache, *numbers
+    rope_store.rope_store(query, key, key, *places, *norms, 1e-5, stepwise=bool(way))
+
+
+def norm(rows: int, channels: int, dtype: str, adds: bool = True) -> None:
+    states = torch.empty(rows, channels, dtype=getattr(torch, dtype))
+    rms_norm.add_rms_norm(states, states if adds else None, states[0], 1e-5)
+
+
+def gate(rows: int, channels: int, dtype: str) -> None:
+    both = torch.empty(rows, 2 * channels, dtype=getattr(torch, dtype))
+    silu_mul.silu_mul(both[:, :channels], both[:, channels:])
 
 
 def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
@@ -220,7 +290,7 @@ def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
 
 CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
-CASES |= {"children": children, "entropy": entropies, "couple": couple}
+CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
 MODULES = (
     tree_attention,
     strict_attention,
@@ -231,7 +301,9 @@ MODULES = (
     kv_compaction,
     verification,
     frontier,
+    rms_norm,
     rope_store,
+    silu_mul,
 )
 
 
@@ -246,10 +318,10 @@ def random_trees(seeds: int) -> None:
 CASES["random_trees"] = random_trees
 
 
-def stand_ins(kind: type[Compiling]) -> list[Compiling]:
+def stand_ins(kind: type[Compiling], target: GPUTarget = TARGETS["sm_90"]) -> list[Compiling]:
     """Put in the place of all kernels that are launched."""
     kernels = [
-        (module, name, kind(value))
+        (module, name, kind(value, target))
         for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and f"{name}[" in Path(module.__file__).read_text()  # it is launched
@@ -271,7 +343,11 @@ def main() -> None:
         programs = [len({launched["program"] for launched in kernel.launched}) for kernel in kernels]
         print(json.dumps({name: count for name, count in zip(names, programs, strict=True) if count}))
         return
-    kernels = stand_ins(Compiling)
+    card = "sm_90"
+    if arguments[0] == "--card":
+        _, card, *arguments = arguments
+    tree_attention.shared_bytes = lambda device: ROOM[card]
+    kernels = stand_ins(Compiling, TARGETS[card])
     for argument in arguments:
         case, *values = json.loads(argument)
         CASES[case](*values)

@@ -60,6 +60,14 @@ REST = [
     ["gather", 10, 4096, "bfloat16"],
     ["rope", 64, 4, 128, "bfloat16"],
     ["rope", 16, 3, 64, "float32"],
+    ["rope", 64, 4, 128, "bfloat16", "stepwise"],
+    ["rope", 64, 4, 128, "bfloat16", "normed"],
+    ["norm", 64, 4096, "bfloat16"],
+    ["norm", 64, 4096, "bfloat16", False],
+    ["norm", 64, 576, "float32"],
+    ["norm", 64, 16384, "bfloat16"],
+    ["gate", 64, 14336, "bfloat16"],
+    ["gate", 64, 1536, "float32"],
 ]
 SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]  # 128 rows of 128 do not fit into 4 warps
 FULL = {
@@ -100,7 +108,8 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]], spills: int = 0
             rows = 64 if case == "strict" else nodes * groups
             assert kernel["async_16_bytes"], kernel
             assert not half or (kernel["wgmma"] if rows > 32 else kernel["mma"]), kernel
-        if name in ("_stats", "_filter", "_compact", "_sums", "_count", "_split", "_outline", "_pick"):
+        wide = ("_stats", "_filter", "_compact", "_sums", "_count", "_split", "_outline", "_pick")
+        if name in (*wide, "_add_rms_norm", "_silu_mul"):
             assert kernel["load_16_bytes"], kernel
 
 

@@ -24,7 +24,9 @@ SERVING: list[list[Any]] = [
     *(["append", most, capacity] for most in (9, 12, 16) for capacity in (65, 100, 128)),
     *(["compaction", layers, heads, 128, "bfloat16"] for layers in (16, 32) for heads in (1, 7, 8)),
     *(["gather", width, 4096, "bfloat16"] for width in WIDTHS),
-    *(["rope", rows, 4, 128, "bfloat16"] for rows in WIDTHS),
+    *(["rope", rows, 4, 128, "bfloat16", way] for rows in WIDTHS for way in ("", "stepwise", "normed")),
+    *(["norm", rows, 4096, "bfloat16", adds] for rows in (*WIDTHS, 1000) for adds in (False, True)),
+    *(["gate", rows, 14336, "bfloat16"] for rows in (*WIDTHS, 1000)),
     *(["couple", rows, 32000, "bfloat16", True] for rows in WIDTHS),
     *(["couple", rows, VOCABULARY, "bfloat16", False] for rows in WIDTHS),
 ]
@@ -49,7 +51,9 @@ SERVED = {
     "verification._merge": 1,
     "frontier._append": 1,
     "frontier._gather": 1,
-    "rope_store._rope_store": 1,
+    "rope_store._rope_store": 3,
+    "rms_norm._add_rms_norm": 2,
+    "silu_mul._silu_mul": 1,
 }
 # of random trees, however many, in float32
 RANDOM = {
@@ -76,6 +80,8 @@ RANDOM = {
     "frontier._append": 9,
     "frontier._gather": 2,
     "rope_store._rope_store": 3,
+    "rms_norm._add_rms_norm": 4,
+    "silu_mul._silu_mul": 3,
 }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,10 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
+from specengine_kernels import tree_attention
+from triton.runtime.errors import OutOfResources
+
 from specengine import Engine, ops, policies
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError
-from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models import fused
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.kv_cache import Rows
 from specengine.ops import _registry, _trial
 from specengine.ops.tree import TokenTree
 from tests import toy
@@ -30,6 +37,7 @@ from tests.ops.backends import choose
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVED = {
+    "add_rms_norm",
     "append_nodes",
     "best_candidates",
     "cached_attention",
@@ -40,6 +48,7 @@ SERVED = {
     "keyed_gumbel_argmax",
     "pack_mask",
     "rope_store",
+    "silu_mul",
     "strict_cached_attention",
     "top_children",
     "top_entropy",
@@ -82,6 +91,48 @@ def test_every_kernel_passes_its_trial() -> None:
     assert set(kernels) == SERVED
     for op in SERVED:
         assert not _trial.differs(_trial.needed(op), kernels, torch.device(DEVICE)), op
+
+
+@pytest.mark.parametrize("name", ["cached_attention", "strict_cached_attention"])
+def test_heads_are_tried_with_all_tiles_when_they_are_first_met(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that a card has no room for, or that is wrong there, is found while four rows are tried at loading."""
+    module = importlib.import_module("specengine.ops.triton")
+    monkeypatch.setattr(module, "is_tried", lambda device: True)
+    kernel, rows = getattr(module, f"_{name}"), []
+
+    def small(query: Tensor, *rest: object) -> Tensor:
+        rows.append(query.shape[1])
+        if query.shape[2] == 64 and query.shape[1] > (16 if name == "cached_attention" else 4):
+            raise OutOfResources(102400, 101376, "shared memory")
+        return kernel(query, *rest)
+
+    monkeypatch.setattr(module, f"_{name}", small)
+    module._serves.cache_clear()
+    for size, known in ((32, True), (64, False)):
+        given = _trial.OF_HEADS[name](_trial.Heads(size, 4, torch.float32), torch.device(DEVICE))[0]
+        rows.clear()
+        expected = ops.by_meaning(ops.OPS[name], *given)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [getattr(module, name)(*given) for _ in range(2)]
+        warned = [str(one.message) for one in said if one.category is RuntimeWarning]
+        assert all(torch.allclose(one, expected, atol=1e-5) for one in found)
+        if known:
+            assert not warned
+            assert rows == ([4, 8, 16, 17, 4, 4] if name == "cached_attention" else [5, 5, 5])
+        else:
+            assert len(warned) == 1
+            assert re.search(f"{name} of heads of 64 channels.* in torch from now on.*OutOfResources", warned[0])
+    module._serves.cache_clear()
+
+
+def test_trials_of_heads_meet_every_tile() -> None:
+    """As the launcher chooses them, for few and many query heads to a key-value head."""
+    shipped = {tree_attention.tiles_for(rows, 128, torch.bfloat16) for rows in range(1, 999)}
+    for groups in (1, 3, 4, 8):
+        inputs = _trial.attention_of(_trial.Heads(128, groups, torch.bfloat16), torch.device("cpu"))
+        rows = [given[0].shape[1] * groups for given in inputs]
+        assert {tree_attention.tiles_for(count, 128, torch.bfloat16) for count in rows} == shipped
 
 
 def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +410,47 @@ def test_rope_store() -> None:
         ops.rope_store(*given_all, slabs[0][:, :1], *numbers)
     with pytest.raises(InputError, match="tables"):
         ops.rope_store(*given_all[:4], (angles, angles.double()), slabs[0], *numbers)
+    turn = ops.Rotation(angles.cos(), angles.sin(), normal(16, seed=3), normal(16, seed=4), 1e-6, stepwise=True)
+    given_all = *given_all[:4], turn
+    found = ops.rope_store(*given_all, slabs[0], *numbers)
+    torch.testing.assert_close(found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers))
+    for wrong in (turn._replace(k_norm=None), turn._replace(q_norm=normal(8)), turn._replace(q_norm=normal(16).half())):
+        with pytest.raises(InputError, match="q_norm, k_norm"):
+            ops.rope_store(*given_all[:4], wrong, slabs[0], *numbers)
+
+
+def test_parts_of_a_layer() -> None:
+    states, residual, weight = normal(3, 40)[:, :33], normal(3, 33, seed=1), normal(33, seed=2)
+    for before in (None, residual):
+        found = ops.add_rms_norm(states, before, weight, 1e-5)
+        torch.testing.assert_close(found, ops.by_meaning(ops.add_rms_norm, states, before, weight, 1e-5))
+    columns = normal(33, 3)  # of which a transposed view is not contiguous: by the meaning
+    torch.testing.assert_close(ops.silu_mul(columns.t(), residual), ops.by_meaning(ops.silu_mul, columns.t(), residual))
+    torch.testing.assert_close(ops.silu_mul(states, residual), ops.by_meaning(ops.silu_mul, states, residual))
+    assert ops.silu_mul(states[:0], residual[:0]).shape == (0, 33)
+    assert ops.add_rms_norm(states[:0], None, weight, 1e-5)[0].shape == (0, 33)
+    with pytest.raises(InputError, match="weight"):
+        ops.add_rms_norm(states, None, weight[:3], 1e-5)
+    with pytest.raises(InputError, match="one dtype"):
+        ops.silu_mul(states, residual.half())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.inference_mode()
+def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With views of merged weights, whose heads and rows are strided."""
+    model = toy.tiny(family).to(DEVICE)
+    results = []
+    for devices in ((), (DEVICE,)):
+        monkeypatch.setattr(fused, "DEVICES", devices)
+        lm = CausalLM(model, merge=True)
+        cache = lm.new_cache(20)
+        logits, _ = lm.extend(cache, [7, 3, 9, 7, 3], logits="all")
+        rated, states = lm.forward(Rows.of(toy.random_tree(1, 6, 50), cache.filled), cache, (0, 1))
+        results.append((logits, rated, states))
+    assert lm.modules == "fused, merged products"
+    for found, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:

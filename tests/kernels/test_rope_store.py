@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import rope_store as kernel
 from specengine_kernels.rope_store import rope_store
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from specengine.models.eagle import Rope, _rotate
 from tests import toy
@@ -84,6 +85,57 @@ def test_any_rows(data: st.DataObject) -> None:
     check(n, live, start, size, groups, torch.float32, data.draw(st.integers(0, 999)))
 
 
+def rows_of(kind: torch.dtype, size: int) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, ...], Tensor]:
+    """Return queries, keys and values of 5 rows, tables as modules of `kind` have them, numbers, and caches."""
+    rows = [normal(5, heads, size, seed=heads, kind=kind) for heads in (6, 2, 2)]
+    table = angles(60, size)
+    tables = [values.to(DEVICE, kind).float() for values in (table.cos(), table.sin())]
+    numbers = torch.tensor([3], device=DEVICE), torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    return rows, tables, numbers, torch.zeros(2, 2, 12, size, dtype=kind, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+@pytest.mark.parametrize("size", [16, 80, 128])
+def test_norms_of_queries_and_keys(size: int, kind: torch.dtype) -> None:
+    rows, tables, numbers, caches = rows_of(kind, size)
+    weights = [normal(size, seed=seed, kind=kind) for seed in (7, 8)]
+    positions = torch.tensor([0, 7, 7, 8, 59], device=DEVICE)
+    out = rope_store(*rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True)
+    limit = 4 * TOLERANCE[kind]  # four roundings
+    for found, states, weight in ((out, rows[0], weights[0]), (caches[0][:, 3:8].transpose(0, 1), rows[1], weights[1])):
+        wide = states.double()
+        normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        wanted = turned(normed, positions).to(DEVICE)
+        assert (found.double() - wanted).norm() <= limit * wanted.norm()
+    assert torch.equal(caches[1][:, 3:8], rows[2].transpose(0, 1))
+    bare = rope_store(*rows, positions, *tables, caches[0], caches[1], *numbers, stepwise=True)
+    assert (out.double() - bare.double()).norm() > 0.1 * bare.double().norm()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kind", [*([torch.bfloat16] if DEVICE == "cuda" else []), torch.float16, torch.float32])
+def test_step_by_step_it_has_the_bits_of_the_modules(kind: torch.dtype, normed: bool) -> None:
+    """Under norms all but a few: the sum of squares has another order."""
+    rows, tables, numbers, caches = rows_of(kind, 64)
+    norms = [LlamaRMSNorm(64, eps=1e-6).to(DEVICE, kind) for _ in range(2)] if normed else []
+    for seed, norm in enumerate(norms):
+        norm.weight.data = normal(64, seed=seed, kind=kind)
+    positions = torch.tensor([0, 7, 7, 8, 59], device=DEVICE)
+    weights = [norm.weight.detach() for norm in norms] or [None, None]
+    out = rope_store(*rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True)
+    turn = [torch.cat([table[positions]] * 2, -1).to(kind)[None] for table in tables]
+    query, key = (norm(states) for norm, states in zip(norms, rows, strict=False)) if normed else rows[:2]
+    wanted = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *turn)
+    pairs = (out.transpose(0, 1), wanted[0][0]), (caches[0][:, 3:8], wanted[1][0])
+    differ = [(one != other).float().mean() for one, other in pairs]
+    if not normed:
+        assert differ == [0, 0]
+    elif kind is torch.float32:
+        torch.testing.assert_close(out.transpose(0, 1), wanted[0][0], rtol=1e-5, atol=1e-6)
+    else:
+        assert max(differ) < 0.01
+
+
 def test_it_rotates_as_the_draft_heads_do() -> None:
     config = toy.head_config(3)
     rope, positions = Rope(config), torch.tensor([0, 3, 250])
@@ -117,8 +169,9 @@ def test_wrong_arguments_are_refused() -> None:
         (5, table.double(), "cosines, sines"),
         (3, places.int(), "positions"),
         (8, numbers[1], "slot, live"),
+        (10, table[0, :4], "q_norm, k_norm"),
     ):
-        given_all = [*good]
+        given_all = [*good, None][: max(index + 1, 10)]
         given_all[index] = wrong
         with pytest.raises(ValueError, match=named):
             rope_store(*given_all)

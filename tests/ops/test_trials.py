@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,6 +126,39 @@ def test_nothing_is_tried_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(BackendError, match="top_children: fast was not tried"):
             ops.top_children(LOGITS, 1)
     assert ops.top_children(LOGITS, 1)[1].tolist() == [[1]]
+
+
+def test_cards_of_one_machine_are_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    provided(monkeypatch, top_children=right)
+    monkeypatch.setattr(
+        _registry,
+        "_PROVIDERS",
+        {"fast": _Provider(("cuda",), "make fast"), "reference": _registry._PROVIDERS["reference"]},
+    )
+    monkeypatch.setattr(_registry, "TRIED", ("cuda",))
+    monkeypatch.setattr(_trial, "differs", lambda _, __, device: "too small" if device.index == 1 else "")
+    with pytest.warns(RuntimeWarning, match="too small"):
+        taken = [ops.backends(f"cuda:{number}")["top_children"].name for number in (0, 1, 0)]
+    assert taken == ["fast", "reference", "fast"]
+
+
+def test_trials_compile_in_threads_before_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[str]()
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return right(*given)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("left to the comparison")
+
+    provided(monkeypatch, top_children=noted, walk=broken)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    _registry._compiled.cache_clear()
+    assert ops.backends("cpu")["top_children"].name == "fast"
+    assert any(name.startswith("ThreadPool") for name in threads)
+    assert threads[-1] == "MainThread"
+    _registry._compiled.cache_clear()
 
 
 def test_every_implementation_for_a_device_can_be_tried() -> None:

@@ -26,6 +26,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.auto import Auto
+from specengine.policies.ddtree import DDTree
 from specengine.policies.eagle import Eagle
 from specengine.records import Seconds
 from tests.ops.test_token_tree import check_structure
@@ -53,6 +54,13 @@ def even(policy: TreePolicy) -> TreePolicy:
         table = policy._state[CPU].counts.table
         table.copy_(table[:1].clone())
     return policy
+
+
+def behind(policy: TreePolicy, source: ToyDrafter, tree: TokenTree, node: int) -> list[int]:
+    """Tokens below the root that a node's token was drafted behind: its path, or the only one drafted at its depth."""
+    if isinstance(policy, DDTree):
+        return source.paths[int(tree.depths[node]) - 1][0]
+    return tree.path_tokens(int(tree.parents[node]))
 
 
 def edge(policy: TreePolicy, stated: Tensor) -> Tensor:
@@ -88,7 +96,7 @@ def test_contract(name: str, draft: dict[str, Any]) -> None:
     assert 1 <= int(tree.passes) == len(source.stepped)
     assert source.stepped[0] == [0]
     for node in range(1, len(tree)):
-        context = [*source.tokens, 0, *tree.path_tokens(int(tree.parents[node]))]
+        context = [*source.tokens, 0, *behind(policy, source, tree, node)]
         stated = source.tables.logits(context)[tree.tokens[node]]
         expected = edge(policy, stated)
         assert math.isclose(float(tree.log_probs[node]), float(expected), abs_tol=1e-4) or expected == -math.inf
@@ -125,7 +133,7 @@ def test_a_draft_vocabulary_is_mapped_to_target_ids(name: str) -> None:
     assert len(tree) > 1
     assert set(tree.tokens.tolist()[1:]) <= set(columns)
     for node in range(1, len(tree)):
-        row = tables.logits([0, *tree.path_tokens(int(tree.parents[node]))])[columns].log_softmax(-1)
+        row = tables.logits([0, *behind(policy, source, tree, node)])[columns].log_softmax(-1)
         expected = edge(policy, row[columns.index(int(tree.tokens[node]))])
         assert math.isclose(float(tree.log_probs[node]), float(expected), abs_tol=1e-4)
 

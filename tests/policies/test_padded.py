@@ -66,6 +66,27 @@ OPTIONS: dict[str, Any] = {
     "salf": slow.options(budget=st.integers(2, 14), batch=st.integers(1, 5), threshold=st.floats(0, 0.9)),
     "gammatune": slow.options(width=st.integers(1, 4), expansions=st.just(4), height=st.integers(1, 5)),
     "ltd": slow.options(networks=st.just("cpu")),
+    "smart": slow.options(
+        budget=st.integers(1, 14),
+        children=st.integers(1, 5),
+        width=st.integers(1, 5),
+        passes=st.integers(1, 4),
+        discount=st.floats(0.3, 1),
+        costs=COSTS,
+    ),
+    "ddtree": slow.options(budget=st.integers(2, 14), block=st.integers(1, 4)),
+    "caddtree": slow.options(budget=st.integers(2, 14), block=st.integers(1, 4), width=st.integers(1, 4), costs=COSTS),
+    "cast": slow.options(
+        budget=st.integers(1, 14),
+        children=st.integers(1, 4),
+        width=st.integers(1, 4),
+        passes=st.integers(1, 4),
+        breadth=st.floats(0, 5),
+        deeper=st.floats(0, 5),
+        verified=st.floats(0, 5),
+        recent=st.integers(1, 3),
+        costs=COSTS,
+    ),
     "c2t": slow.options(children=st.integers(1, 4), layer=st.integers(1, 5), max_depth=st.integers(1, 4)),
 }
 DRAFTS = st.fixed_dictionaries(

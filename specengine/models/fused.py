@@ -1,0 +1,265 @@
+"""Decoder layers of a transformers model by few operations: 9 to 12 launches a layer on a device instead of 41.
+
+Between its products a layer is an RMS norm with the residual sum, the rotation with the cache write, attention, another
+norm with the sum, and the gate of its MLP: one op each, in the arithmetic of the modules, row by row. Embeddings,
+rotary frequencies, products and the head stay the model's own modules. Products over one input are one where their
+weights may become views of one tensor, which takes no memory.
+
+Families whose modules are known are served. The layers are compared with the modules before they are taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from specengine import ops
+from specengine.models.attention import Prompt, attend, tree_attention_forward
+from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.loaded import RECORDING
+from specengine.ops import Rotation
+
+DEVICES: tuple[str, ...] = ("cuda",)
+OPS = ("add_rms_norm", "rope_store", "silu_mul")
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}  # by transformers' model type
+ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
+# How far a layer may be from its modules: a share of what it changes, and the rounding of each number
+SHARES = {torch.float32: (1e-4, 2.0**-20), torch.float16: (1e-2, 2.0**-10), torch.bfloat16: (5e-2, 2.0**-7)}
+
+
+def why_not(model: Any) -> str | None:
+    """Return why this model's layers cannot be fused: empty for a family that is not served; None where they can."""
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        return ""
+    if model.dtype not in SHARES:
+        return f"its dtype is {model.dtype}"
+    known = _classes(kind)
+    if type(model) is not known["ForCausalLM"]:
+        return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
+    decoder = model.model
+    faults = [_fault(decoder, known["Model"]), _fault(decoder.norm, known["RMSNorm"])]
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
+        parts = (layer, "DecoderLayer"), (attention, "Attention"), (mlp, "MLP"), *((norm, "RMSNorm") for norm in norms)
+        faults += [_fault(part, known[name]) for part, name in parts]
+        faults += [_fault(mlp.act_fn, *ACTIVATIONS)]
+        if any(norm.weight.dtype is not model.dtype for norm in norms):
+            faults.append("its norms have another dtype")
+    return next((fault for fault in faults if fault), None)
+
+
+@cache
+def _classes(kind: str) -> dict[str, Any]:
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
+    return {name: getattr(module, FAMILIES[kind] + name) for name in names}
+
+
+def _fault(part: nn.Module, *known: type) -> str:
+    """Return what is unknown of a module that would not be called; empty where there is nothing."""
+    if type(part) not in known:
+        return f"it has a {type(part).__name__} where a {known[0].__name__} was expected"
+    return f"the {type(part).__name__} of a layer was changed" if _is_changed(part) else ""
+
+
+def _is_changed(part: nn.Module) -> bool:
+    """Return whether a module does more than its class says. Hooks that record hidden states are idle otherwise."""
+    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    others = any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
+    return others or "forward" in vars(part) or hasattr(part, "parametrizations")
+
+
+def _head_norms(attention: nn.Module) -> list[Any]:
+    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+
+
+class Products:
+    """Linear layers over one input; merged: as one product, of whose weight theirs become views."""
+
+    def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
+        self._parts = parts
+        self._merges = merge and all(type(part) is nn.Linear and not _is_changed(part) for part in parts)
+        self._merges = self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.refresh()
+
+    @property
+    def merged(self) -> bool:
+        return self._merges
+
+    def refresh(self) -> None:
+        """Merge again where a layer's weight has become another tensor."""
+        if self._merges:
+            self._weight = self._joined("weight", self._weight)
+            self._bias = None if self._parts[0].bias is None else self._joined("bias", self._bias)
+
+    def _joined(self, name: str, known: Tensor | None) -> Tensor:
+        own: list[Any] = [getattr(part, name) for part in self._parts]
+        if known is not None:
+            places = known.split([len(tensor) for tensor in own])
+            if all(tensor.data_ptr() == place.data_ptr() for tensor, place in zip(own, places, strict=True)):
+                return known
+        with torch.inference_mode(False), torch.no_grad():
+            joined = torch.cat([tensor.detach() for tensor in own])
+            for part, tensor, place in zip(self._parts, own, joined.split([len(t) for t in own]), strict=True):
+                part.register_parameter(name, nn.Parameter(place, requires_grad=tensor.requires_grad))
+        return joined
+
+    def __call__(self, states: Tensor) -> Sequence[Tensor]:
+        if self._weight is None:
+            return [part(states) for part in self._parts]
+        sizes = [cast(nn.Linear, part).out_features for part in self._parts]
+        return linear(states, self._weight, self._bias).split(sizes, -1)
+
+
+@dataclass
+class _Layer:
+    index: int
+    module: Any
+    projections: Products
+    gates: Products
+    window: int | None
+
+
+@dataclass
+class _Place:
+    """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation."""
+
+    slab: Tensor
+    tree: Rows | Prompt
+    slot: Tensor
+    live: Tensor
+    end: int  # of a prompt
+    index: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+
+class Fused:
+    """The fused forward of a model, a twin of which has the modules. merge: see Products."""
+
+    def __init__(self, model: PreTrainedModel, *, merge: bool) -> None:
+        self._model, self._decoder = model, cast(Any, model).model
+        self._layers = []
+        for index, layer in enumerate(self._decoder.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            inputs = Products([attention.q_proj, attention.k_proj, attention.v_proj], merge=merge)
+            gates = Products([mlp.gate_proj, mlp.up_proj], merge=merge)
+            self._layers.append(_Layer(index, layer, inputs, gates, _window(attention)))
+
+    @property
+    def merged(self) -> bool:
+        """Return whether products over one input are one in all layers."""
+        return all(layer.projections.merged and layer.gates.merged for layer in self._layers)
+
+    def refresh(self) -> None:
+        """Take in weights that were replaced."""
+        for layer in self._layers:
+            layer.projections.refresh()
+            layer.gates.refresh()
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        tree: Rows | Prompt,
+        features: tuple[int, ...] = (),
+        keep: Tensor | slice | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
+        states = self._decoder.embed_tokens(tokens)
+        place = self._place(states, positions, cache, tree)
+        residual: Tensor | None = None
+        seen = list[Tensor]()
+        for layer in self._layers:
+            states, residual, entered = self._layer(layer, states, residual, place)
+            seen.append(entered)
+        normed = self._last(states, residual)
+        seen.append(normed)
+        kept = normed
+        if keep is not None:
+            kept = normed[keep] if isinstance(keep, slice) else normed.index_select(0, keep)
+        found = torch.cat([seen[i] for i in features], dim=-1) if features else None
+        return self._model.get_output_embeddings()(kept), found
+
+    def _place(self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt) -> _Place:
+        rows, device = len(states), states.device
+        cosines, sines = self._decoder.rotary_emb(states[None], positions[None])
+        tables = [table[0, :, : table.shape[-1] // 2].float().contiguous() for table in (cosines, sines)]
+        index = torch.arange(rows, device=device, dtype=torch.int64)  # the tables are of these rows
+        if isinstance(tree, Rows):
+            return _Place(cache.slab, tree, tree.slot, tree.live, 0, index, *tables)
+        live = torch.full((1,), rows, dtype=torch.int32, device=device)
+        return _Place(cache.slab, tree, cache.filled.long(), live, tree.before + rows, index, *tables)
+
+    def _layer(
+        self, layer: _Layer, states: Tensor, residual: Tensor | None, place: _Place
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the MLP adds, the sum that it is added to, and the sum that the layer began with."""
+        before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
+        normed, entered = ops.add_rms_norm(states, residual, before.weight, before.variance_epsilon)
+        attended = self._attended(layer, normed, place)
+        normed, total = ops.add_rms_norm(attended, entered, after.weight, after.variance_epsilon)
+        opened = ops.silu_mul(*layer.gates(normed))
+        return layer.module.mlp.down_proj(opened), total, entered
+
+    def _attended(self, layer: _Layer, normed: Tensor, place: _Place) -> Tensor:
+        attention = layer.module.self_attn
+        rows, size = len(normed), attention.head_dim
+        query, key, value = (part.view(rows, -1, size).transpose(0, 1) for part in layer.projections(normed))
+        norms = _head_norms(attention)
+        eps = norms[0].variance_epsilon if norms else 0.0
+        q_weight, k_weight = [norm.weight for norm in norms] or (None, None)
+        turn = Rotation(place.cosines, place.sines, q_weight, k_weight, eps, stepwise=True)
+        slab = place.slab[layer.index]
+        query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
+        if isinstance(place.tree, Rows):
+            found = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
+            return attention.o_proj(found.transpose(0, 1).reshape(rows, -1))
+        keys, values = slab[:, None, :, : place.end]
+        given = {"scaling": attention.scaling, "tree": place.tree, "sliding_window": layer.window}
+        wide, _ = tree_attention_forward(attention, query[None], keys, values, None, **given)
+        return attention.o_proj(wide.reshape(rows, -1))
+
+    def _last(self, states: Tensor, residual: Tensor | None) -> Tensor:
+        norm = self._decoder.norm
+        return ops.add_rms_norm(states, residual, norm.weight, norm.variance_epsilon)[0]
+
+    def difference(self, hidden: Sequence[Tensor], positions: Tensor, cache: KVCache, tree: Rows | Prompt) -> str:
+        """Return how a layer differs from its modules, which give hidden states [n, channels]; empty if none does."""
+        if len(hidden) != len(self._layers) + 1:
+            return f"its modules give {len(hidden)} hidden states"
+        place = self._place(hidden[0], positions, cache, tree)
+        share, rounding = SHARES[hidden[0].dtype]
+        for layer, given, wanted in zip(self._layers, hidden, hidden[1:], strict=False):
+            added, total, _ = self._layer(layer, given, None, place)
+            last = layer is self._layers[-1]
+            found = (self._last(added, total) if last else total + added).float()
+            change = wanted.float() if last else wanted.float() - given.float()
+            over = ((found - wanted.float()).abs() - rounding * wanted.float().abs()).clamp_(min=0).norm()
+            if not over <= share * change.norm():  # NaN too
+                return (
+                    f"layer {layer.index} differs from its modules by {float(over / change.norm()):.2g} of its change"
+                )
+        return ""
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Return the sliding window that the module hands to its attention."""
+    kind = type(attention).__name__
+    if kind == "MistralAttention":
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)

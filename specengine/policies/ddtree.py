@@ -1,0 +1,83 @@
+"""DDTree: the likeliest nodes of a tree whose positions are drawn independently of each other, by their marginals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from specengine import ops
+from specengine.ops import Flag, Nodes
+from specengine.ops.select import Step
+from specengine.ops.tree import TokenTree
+from specengine.policies import TreePolicy, require
+
+
+@dataclass
+class DDTree(TreePolicy):
+    """Take the distribution of each of the next `block` positions, and verify the `budget` likeliest nodes.
+
+    A node's probability is the product of its tokens' over the positions of its path, whatever tokens stand there. A
+    draft that gives several positions in one pass (`Step.further`) needs one pass per block. Of others each pass brings
+    the next position: the distribution behind the likeliest path, which the other paths borrow.
+
+    budget  nodes verified, the root included; the paper's budgets leave it out
+    block   positions
+
+    Source: DDTree, Ringel and Romano 2026 (arXiv 2604.12989), and its repository, whose best-first search with a heap
+    finds the same nodes; layer by layer it also runs on a device. Ours: drafts that give one position per pass.
+    """
+
+    budget: int = 60
+    block: int = 8
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "dflash": {"budget": 61, "block": 15},
+        "cpu": {"budget": 12, "block": 3},
+    }
+
+    def __post_init__(self) -> None:
+        require("ddtree", "budget", self.budget, "2 or more", self.budget >= 2)
+        require("ddtree", "block", self.block, "1 or more", self.block >= 1)
+
+    @property
+    def capacity(self) -> int:
+        return 1 + (self.budget - 1) * self.block
+
+    @property
+    def rows(self) -> int:
+        return 1
+
+    @property
+    def passes(self) -> int:
+        return self.block
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        layer = self.layer(tree, frontier, step)
+        return Nodes(layer.ids[:1], layer.live.clamp(max=1)).where(self.unfinished(tree, layer))
+
+    def keep(self, tree: TokenTree) -> Nodes:
+        return tree.best_of_all(self.budget)
+
+    def layer(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        """Append a layer for each position that the step holds, and return the last one, the likeliest nodes first."""
+        rows = step.logits if step.further is None else torch.cat([step.logits, step.further])
+        edges, columns = ops.top_children(rows, self.budget - 1, step.normalized)
+        tokens, depth = step.tokens_of(columns), tree.depths.index_select(0, frontier.ids)
+        layer = frontier.where(False)
+        for place in range(len(rows)):
+            at = tree.path_log_probs.masked_fill(tree.depths != depth + place, -math.inf)
+            there = (ops.number(frontier.live) > 0) & (ops.number(depth) + place < self.block)
+            above = ops.select_best(at, tree.size, self.budget - 1).where(there)
+            scores = tree.path_log_probs.index_select(0, above.ids)
+            shared = edges[place].expand(len(scores), -1).contiguous()
+            found = ops.best_candidates(shared, scores, above.live, self.budget - 1, normalized=True)
+            parents = above.ids.index_select(0, found.rows)
+            layer = tree.add(parents, tokens[place].index_select(0, found.columns), found.log_probs, found.live)
+        return layer
+
+    def unfinished(self, tree: TokenTree, layer: Nodes) -> Flag:
+        """Return whether positions of the block are left behind those of a layer."""
+        return (ops.number(layer.live) > 0) & (ops.number(tree.depths.index_select(0, layer.ids[:1])) < self.block)

@@ -1,0 +1,121 @@
+"""add_rms_norm and silu_mul against float64, and against transformers' modules where the dtype allows equal bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
+from specengine_kernels import rms_norm as norm_kernel
+from specengine_kernels import silu_mul as silu_kernel
+from specengine_kernels.rms_norm import add_rms_norm
+from specengine_kernels.silu_mul import silu_mul
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tests.kernels.sizes import sizes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # numpy's, of silu(-100)
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# relative, of the norm; bfloat16 is cut off, not rounded, by the interpreter
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3 if DEVICE == "cuda" else 1.2e-2}
+
+
+def normal(*shape: int, seed: int, kind: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, kind)
+
+
+def close(found: Tensor, wanted: Tensor, limit: float) -> bool:
+    return bool((found.double() - wanted).norm() <= limit * wanted.norm())
+
+
+def check_norm(rows: int, columns: int, kind: torch.dtype, seed: int, *, adds: bool, eps: float = 1e-5) -> None:
+    wide = normal(rows, columns + 16, seed=seed, kind=kind) * 3
+    states, weight = wide[:, :columns], normal(columns, seed=seed + 1, kind=kind)
+    residual = normal(rows, columns, seed=seed + 2, kind=kind) if adds else None
+    before = wide.clone(), None if residual is None else residual.clone()
+    found, total = add_rms_norm(states, residual, weight, eps)
+    summed = states.double() if residual is None else (states.double() + residual.double())
+    assert close(total, summed, TOLERANCE[kind])
+    exact = total.double()  # as rounded
+    wanted = exact / (exact.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    assert close(found, wanted, TOLERANCE[kind])
+    assert torch.equal(wide, before[0])
+    assert residual is None or torch.equal(residual, before[1])  # earlier features may be views of it
+    meant = norm_kernel.reference(states, residual, weight, eps)
+    assert close(found, meant[0].double(), TOLERANCE[kind])
+    alone = [
+        add_rms_norm(states[i : i + 1], None if residual is None else residual[i : i + 1], weight, eps)
+        for i in range(rows)
+    ]
+    for many, one in zip((found, total), zip(*alone, strict=True), strict=True):
+        assert torch.equal(many, torch.cat(one))
+
+
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+@pytest.mark.parametrize("columns", [48, 64, 576, 2048])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms(columns: int, kind: torch.dtype, adds: bool) -> None:
+    check_norm(3, columns, kind, columns, adds=adds)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 4), columns=sizes(1100), adds=st.booleans(), seed=st.integers(0, 999))
+def test_any_norm(rows: int, columns: int, adds: bool, seed: int) -> None:
+    check_norm(rows, columns, torch.float32, seed, adds=adds)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+def test_half_precision_has_the_bits_of_the_modules(kind: torch.dtype) -> None:
+    """All but a few: the sum of squares has another order, which another rounding shows now and then."""
+    states, residual = (normal(40, 1024, seed=seed, kind=kind) for seed in (1, 2))
+    module = LlamaRMSNorm(1024, eps=1e-6).to(DEVICE, kind)
+    module.weight.data = normal(1024, seed=3, kind=kind)
+    found, total = add_rms_norm(states, residual, module.weight.detach(), 1e-6)
+    assert torch.equal(total, residual + states)
+    assert (found != module(residual + states)).float().mean() < 2e-3
+    gate = normal(40, 1024, seed=4, kind=kind) * 2
+    assert (silu_mul(gate, states) != silu(gate) * states).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+@pytest.mark.parametrize(("rows", "columns"), [(1, 7), (3, 1024), (2, 1500)])
+def test_gates(rows: int, columns: int, kind: torch.dtype) -> None:
+    both = normal(rows, 2 * columns, seed=columns, kind=kind) * 4  # as one product gives them: strided rows
+    gate, up = both[:, :columns], both[:, columns:]
+    gate[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0], dtype=kind)
+    found = silu_mul(gate, up)
+    exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
+    assert close(found, exact, TOLERANCE[kind])
+    assert close(found, silu_kernel.reference(gate, up).double(), TOLERANCE[kind])
+    for row in range(rows):
+        assert torch.equal(silu_mul(gate[row : row + 1], up[row : row + 1])[0], found[row])
+
+
+def test_a_norm_of_another_kind_is_seen() -> None:
+    states, weight = normal(3, 64, seed=1), normal(64, seed=2)
+    found, _ = add_rms_norm(states, None, weight, 1e-5)
+    assert not close(found, norm_kernel.reference(states, None, 1 + weight, 1e-5)[0].double(), 0.1)
+    assert not close(found, norm_kernel.reference(states, None, weight, 0.5)[0].double(), 0.01)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    states, weight = normal(2, 8, seed=1), normal(8, seed=2)
+    for given_all, named in (
+        ((states, None, weight[:4]), "weight"),
+        ((states, None, weight.half()), "one dtype"),
+        ((states, states[:1], weight), "residual"),
+        ((states.t(), None, weight[:2]), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            add_rms_norm(*given_all, 1e-5)
+    with pytest.raises(ValueError, match="one shape"):
+        silu_mul(states, states[:1])
+    with pytest.raises(ValueError, match="contiguous"):
+        silu_mul(states.t(), states.t())
