@@ -200,7 +200,7 @@ def norms(seed: int, device: str) -> None:
     weight, before = random(channels, seed=seed).to(device, kind), residual if seed % 2 else None
     found, wanted = (run(states, before, weight, 1e-5) for run in (rms_norm.add_rms_norm, rms_norm.reference))
     assert torch.equal(found[1], wanted[1]), seed
-    torch.testing.assert_close(found[0], wanted[0], rtol=3e-6 if kind is torch.float32 else 1e-2, atol=1e-6)
+    torch.testing.assert_close(found[0], wanted[0], rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6)
 
 
 def gates(seed: int, device: str) -> None:
@@ -208,7 +208,7 @@ def gates(seed: int, device: str) -> None:
     kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed // 3 % 3]
     both = (random(rows, 2 * channels, seed=seed) * 5).to(device, kind)
     found, wanted = (run(both[:, :channels], both[:, channels:]) for run in (silu_mul.silu_mul, silu_mul.reference))
-    torch.testing.assert_close(found, wanted, rtol=3e-6 if kind is torch.float32 else 1e-2, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6)
 
 
 KERNELS: dict[str, Callable[[int, str], None]] = {
