@@ -34,8 +34,9 @@ class CaDDTree(DDTree, Priced):
             specengine.costs.PUBLISHED, the file of a costs record
 
     Source: CaDDTree, Zhang et al. 2026 (arXiv 2606.01813), and its repository. Ours, for drafts that need several
-    passes: `width`, and that a further pass is run only if all that it could bring, over what it costs with one node
-    more in the verification, is above the ratio reached. Of the paper's drafts the first pass is the only one.
+    passes: `width`, and that a further pass is run only if what it may bring, over what it costs with one node more in
+    the verification, is above the ratio reached. It may bring all that hangs from the last layer; of a wider beam the
+    share that this pass brought of the one before. Of the paper's drafts the first pass is the only one.
     """
 
     budget: int = 65
@@ -59,12 +60,13 @@ class CaDDTree(DDTree, Priced):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         spent = self.spend(tree, frontier.live)
         if self.width == 1:
-            layer = sources = self.layer(tree, frontier, step)
-            beam = Nodes(layer.ids[:1], layer.live.clamp(max=1))
+            layer = self.layer(tree, frontier, step)
+            beam, brings = Nodes(layer.ids[:1], layer.live.clamp(max=1)), _mass(tree, layer)
         else:
             layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.budget - 1)))
-            beam = sources = tree.best(layer, self.width)
-        return beam.where(self.unfinished(tree, layer)).where(self._may_pay(tree, sources, beam, spent))
+            beam = tree.best(layer, self.width)
+            brings = _mass(tree, beam).square() / _mass(tree, frontier)  # as much of this beam as it has of the last
+        return beam.where(self.unfinished(tree, layer)).where(self._may_pay(tree, brings, beam, spent))
 
     def keep(self, tree: TokenTree) -> Nodes:
         best, _, _ = self._best(tree, self._spent[tree.device])
@@ -85,8 +87,12 @@ class CaDDTree(DDTree, Priced):
         more = verify.diff().index_select(0, best.clamp(max=self.budget - 1))
         return best, top, more
 
-    def _may_pay(self, tree: TokenTree, sources: Nodes, beam: Nodes, spent: Tensor) -> Tensor:
-        """Return whether a pass from the beam could raise tokens over cost: if all behind `sources` were right."""
+    def _may_pay(self, tree: TokenTree, brings: Tensor, beam: Nodes, spent: Tensor) -> Tensor:
+        """Return whether a pass from the beam raises tokens over cost, if it brings so many: float64 [1]."""
         _, ratio, more = self._best(tree, spent)
-        most = tree.scores(sources).double().exp().sum(0, keepdim=True)
-        return most > ratio * (self._prices[tree.device].draft.index_select(0, beam.live) + more)
+        return brings > ratio * (self._prices[tree.device].draft.index_select(0, beam.live) + more)
+
+
+def _mass(tree: TokenTree, nodes: Nodes) -> Tensor:
+    """Return the summed path probabilities of these nodes: float64 [1]."""
+    return tree.scores(nodes).double().exp().sum(0, keepdim=True)

@@ -275,6 +275,14 @@ def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> Non
     assert [result.token_ids for result in again] == [result.token_ids for result in alone[:3]]
 
 
+@pytest.mark.parametrize("policy", ["smart", "ddtree", "caddtree", "cast"])
+def test_rules_that_keep_a_state_of_their_own_share_forwards(policy: str) -> None:
+    engine = Engine(NativeTarget(native_lm(tiny("lfm2"))), Recycling(), policy_for(policy))
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "temperature": 1.0, "seed": 5}
+    alone = [engine.generate(prompt, **options).token_ids for prompt in prompts(4)]
+    assert [result.token_ids for result in engine.generate_many(prompts(4), parallel=3, **options)] == alone
+
+
 def test_a_memory_belongs_to_one_lane() -> None:
     lm = native_lm(tiny("lfm2"))
     caches = [lm.new_cache(20) for _ in range(2)]

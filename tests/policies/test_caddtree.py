@@ -83,10 +83,11 @@ def slow_passes(policy: CaDDTree, source: Any) -> tuple[list[int], list[float], 
         if not layer or len(widths) == policy.block:
             return widths, scores, margin
         best = values.index(max(values)) + 1
+        before = math.fsum(math.exp(score) for score in frontier.values())
         frontier = dict(layer[: policy.width])
         at = min(best, policy.budget - 1)
         more = interpolated(costs.verify, at + 1) - interpolated(costs.verify, at)
-        brings = math.fsum(math.exp(score) for score in frontier.values())
+        brings = math.fsum(math.exp(score) for score in frontier.values()) ** 2 / before
         price = max(values) * (interpolated(costs.draft, len(frontier)) + more)
         margin = min(margin, abs(brings - price), *(max(values) - v or math.inf for v in values))
         if brings <= price:
@@ -95,7 +96,7 @@ def slow_passes(policy: CaDDTree, source: Any) -> tuple[list[int], list[float], 
 
 @settings(deadline=None, max_examples=200)
 @given(slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 4), st.integers(2, 4), st.floats(0, 0.5))
-def test_further_passes_are_run_while_they_can_pay(
+def test_further_passes_are_run_while_they_are_expected_to_pay(
     draft: dict[str, Any], steps: list[float], budget: int, block: int, width: int, cost: float
 ) -> None:
     costs = PassCosts("toy", verification(steps), {1: cost, 4: cost + 0.1}, overhead=0.1)
