@@ -245,8 +245,10 @@ def _is_there(kind: str) -> bool:
 
 def _numbered(device: torch.device) -> torch.device:
     """Name the card: two in one machine may be of different models."""
-    unnamed = device.type == "cuda" and device.index is None and torch.cuda.is_available()
-    return torch.device(device.type, torch.cuda.current_device()) if unnamed else device
+    index: int | None = device.index
+    if device.type != "cuda" or index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:
