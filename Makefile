@@ -128,7 +128,7 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, and kernels and
 	$(RUN) -m bench.report --plot $(addprefix bench/results/,$(addsuffix -gpu.jsonl,kernels graphs graphs-8b policies tree-construction))
 
 # of an 8B model, which takes minutes a policy
-FEW := --policy eagle --policy talon --per-set 2 --rounds 2
+FEW := --policy auto --policy eagle --per-set 2 --rounds 2
 
 # trees stand on the host there, and are built by C++
 ON_KERNELS := SPECENGINE_BACKEND=triton,cpp

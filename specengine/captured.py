@@ -344,4 +344,4 @@ def states_sizes(policy: TreePolicy | None) -> bool:
 
 def pad_to(values: Tensor, size: int) -> Tensor:
     """Return the first `size` values, padded with 0."""
-    return pad(values[:size], (0, max(0, size - len(values))))
+    return pad(values, (0, size - len(values))) if len(values) < size else values[:size]
