@@ -112,8 +112,10 @@ class CapturedDriver(EagerDriver):
         verified = tree.subtree(kept)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
-        seed = self._seed if self._sampled else None
-        chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, self._temperature)
+        if self._sampled:
+            chosen = ops.choose_tokens(logits, verified.depths + (length + 1), self._seed, self._temperature)
+        else:
+            chosen = ops.choose_tokens(logits)
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
