@@ -1,5 +1,5 @@
-// The rule of a search that weighs worth against costs: one block and one launch per level, per choice of whom to verify
-// and per outcome, capturable, without a host read. nvcc builds it at installation, NVRTC the kernels alone at run time
+// The rule of a search that weighs worth against costs: one block and one launch per level, per choice of whom to verify,
+// per tree of these and per outcome, capturable, without a host read. nvcc builds it at installation, NVRTC the kernels alone at run time
 // (specengine/ops/_nvrtc.py); both without fused products and sums, which would not have the bits of spec/worth.hpp.
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
@@ -35,6 +35,11 @@ extern "C" __global__ void __launch_bounds__(kRuleLanes) keep_kernel(const KeepA
   keep_on_lanes(args, reinterpret_cast<char*>(block_memory), lanes);
 }
 
+extern "C" __global__ void __launch_bounds__(kRuleLanes) extract_kernel(const ExtractArgs args) {
+  BlockLanes lanes;
+  extract_on_lanes(args, reinterpret_cast<char*>(block_memory), lanes);
+}
+
 extern "C" __global__ void __launch_bounds__(kRuleLanes) outcome_kernel(const OutcomeArgs args) {
   BlockLanes lanes;
   outcome_on_lanes(args, reinterpret_cast<char*>(block_memory), lanes);
@@ -58,5 +63,6 @@ int start(void (*kernel)(Args), const void* args, void* stream) {
 
 int spec_worth_level(const void* args, void* stream) { return start(level_kernel, args, stream); }
 int spec_worth_keep(const void* args, void* stream) { return start(keep_kernel, args, stream); }
+int spec_worth_extract(const void* args, void* stream) { return start(extract_kernel, args, stream); }
 int spec_worth_outcome(const void* args, void* stream) { return start(outcome_kernel, args, stream); }
 #endif

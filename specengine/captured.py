@@ -164,10 +164,13 @@ class CapturedDriver(EagerDriver):
         verified = tree.subtree(kept)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
-        seed, divisor = self._seed if self._sampled else None, self._temperature
-        if self._truncated:
-            logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
-        chosen = ops.choose_tokens(logits, verified.depths + (length + 1), seed, divisor)
+        if self._sampled:
+            divisor = self._temperature
+            if self._truncated:
+                logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
+            chosen = ops.choose_tokens(logits, verified.depths + (length + 1), self._seed, divisor)
+        else:
+            chosen = ops.choose_tokens(logits)
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
@@ -499,4 +502,4 @@ def states_sizes(policy: TreePolicy | None) -> bool:
 
 def pad_to(values: Tensor, size: int) -> Tensor:
     """Return the first `size` values, padded with 0."""
-    return pad(values[:size], (0, max(0, size - len(values))))
+    return pad(values, (0, size - len(values))) if len(values) < size else values[:size]

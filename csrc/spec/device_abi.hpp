@@ -35,7 +35,8 @@ SPEC_EXPORT int spec_queues_step(float* accepted, float* scores, float* log_prob
 
 // ---- the rule of a search that weighs worth against costs (spec/device_worth.hpp)
 
-// args: on the host, LevelArgs, KeepArgs and OutcomeArgs. An error where the block has not the memory that they need.
+// args: on the host, LevelArgs, KeepArgs, ExtractArgs and OutcomeArgs. An error where the block has not the memory that they need.
 SPEC_EXPORT int spec_worth_level(const void* args, void* stream);
 SPEC_EXPORT int spec_worth_keep(const void* args, void* stream);
+SPEC_EXPORT int spec_worth_extract(const void* args, void* stream);
 SPEC_EXPORT int spec_worth_outcome(const void* args, void* stream);

@@ -57,6 +57,15 @@ struct KeepArgs {
   int32_t *live, *verified;
 };
 
+// Some nodes of a tree as a tree of their own.
+struct ExtractArgs {
+  TreeArrays tree;
+  const int64_t* nodes;  // [rows], ascending, closed under parent
+  const int32_t* live;
+  int64_t rows;
+  TreeArrays out;  // [rows]
+};
+
 // The outcome of a tree.
 struct OutcomeArgs {
   const int64_t *tokens, *parents;
@@ -78,6 +87,7 @@ struct OutcomeArgs {
 
 static_assert(sizeof(LevelArgs) == 43 * 8, "as in specengine/ops/_nvrtc.py");
 static_assert(sizeof(KeepArgs) == 9 * 8, "as in specengine/ops/_nvrtc.py");
+static_assert(sizeof(ExtractArgs) == 17 * 8, "as in specengine/ops/_nvrtc.py");
 static_assert(sizeof(OutcomeArgs) == 30 * 8, "as in specengine/ops/_nvrtc.py");
 
 // Hands out the block's memory, [bytes], in pieces.
@@ -550,6 +560,42 @@ SPEC_HD inline void keep_on_lanes(const KeepArgs& args, char* memory, Lanes& lan
       if (shared.kept.flags[node]) args.ids[shared.kept.before(node)] = node;
     for (int64_t i = live + lane; i < args.most; i += kRuleLanes) args.ids[i] = 0;
     if (lane == 0) *args.live = *args.verified = static_cast<int32_t>(live);
+  });
+}
+
+// ---- a tree of what is verified
+
+SPEC_HD inline int64_t bytes_of(const ExtractArgs& args) { return (args.rows * 4 + 7) / 8 * 8; }
+
+// Behind the live nodes stand the root's values, but for parents, -1, and ancestors, none.
+template <typename Lanes>
+SPEC_HD inline void extract_on_lanes(const ExtractArgs& args, char* memory, Lanes& lanes) {
+  int32_t* nodes = Pieces(memory).take<int32_t>(args.rows);
+  const int rows = narrow(args.rows), live = narrow(lesser(*args.live, args.rows)), bytes = narrow(args.out.words) * 8;
+  lanes([&](int lane) {
+    for (int row = lane; row < rows; row += kRuleLanes) nodes[row] = row < live ? narrow(args.nodes[row]) : 0;
+  });
+  lanes([&](int lane) {
+    for (int row = lane; row < rows; row += kRuleLanes) {
+      const int node = nodes[row];
+      args.out.tokens[row] = args.tree.tokens[node];
+      args.out.depths[row] = args.tree.depths[node];
+      args.out.log_probs[row] = args.tree.log_probs[node];
+      args.out.path_log_probs[row] = args.tree.path_log_probs[node];
+      int above = row < live ? row - 1 : -1;
+      while (above >= 0 && nodes[above] != args.tree.parents[node]) --above;
+      args.out.parents[row] = above;
+    }
+    auto* out = reinterpret_cast<uint8_t*>(args.out.ancestors);  // lowest bits first, as every device has them
+    for (int at = lane; at < rows * bytes; at += kRuleLanes) {
+      const int row = at / bytes, first = at % bytes * 8;
+      unsigned bits = 0;
+      for (int other = first; other < first + 8 && other < live && row < live; ++other) {
+        const uint64_t word = args.tree.ancestors[nodes[row] * args.tree.words + nodes[other] / 64];
+        bits |= static_cast<unsigned>(word >> nodes[other] % 64 & 1) << (other - first);
+      }
+      out[at] = static_cast<uint8_t>(bits);
+    }
   });
 }
 

@@ -32,6 +32,7 @@ int run(const void* args) {
 
 int spec_worth_level(const void* args, void*) { return run<spec::LevelArgs>(args); }
 int spec_worth_keep(const void* args, void*) { return run<spec::KeepArgs>(args); }
+int spec_worth_extract(const void* args, void*) { return run<spec::ExtractArgs>(args); }
 int spec_worth_outcome(const void* args, void*) { return run<spec::OutcomeArgs>(args); }
 
 // ---- of the driver, what specengine/ops/_nvrtc.py calls to launch
@@ -63,6 +64,7 @@ SPEC_EXPORT int cuLaunchKernel(void* function, unsigned, unsigned, unsigned, uns
     case 1: return launch<spec::LevelArgs>(parameters, lanes, shared);
     case 2: return launch<spec::KeepArgs>(parameters, lanes, shared);
     case 3: return launch<spec::OutcomeArgs>(parameters, lanes, shared);
+    case 4: return launch<spec::ExtractArgs>(parameters, lanes, shared);
     default: return launch_step(parameters, lanes);
   }
 }

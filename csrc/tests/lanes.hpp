@@ -54,6 +54,12 @@ inline void run_on_host_lanes(const spec::KeepArgs& args) {
   keep_on_lanes(args, reinterpret_cast<char*>(memory.data()), lanes);
 }
 
+inline void run_on_host_lanes(const spec::ExtractArgs& args) {
+  auto memory = garbage(bytes_of(args));
+  RuleLanes lanes;
+  extract_on_lanes(args, reinterpret_cast<char*>(memory.data()), lanes);
+}
+
 inline void run_on_host_lanes(const spec::OutcomeArgs& args) {
   auto memory = garbage(bytes_of(args));
   RuleLanes lanes;

@@ -28,8 +28,8 @@ class Kernel(NamedTuple):
 
 
 STEP = Kernel("best_first.cu", "step_kernel", 256)  # kCapacity of csrc/spec/device_best_first.hpp
-LEVEL, KEEP, OUTCOME = (  # kRuleLanes of csrc/spec/device_worth.hpp
-    Kernel("worth.cu", name, 512) for name in ("level_kernel", "keep_kernel", "outcome_kernel")
+LEVEL, KEEP, EXTRACT, OUTCOME = (  # kRuleLanes of csrc/spec/device_worth.hpp
+    Kernel("worth.cu", name, 512) for name in ("level_kernel", "keep_kernel", "extract_kernel", "outcome_kernel")
 )
 PLAIN_SHARED = 48 * 1024  # bytes of a block's memory that a launch has without asking
 ASKS_FOR_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -103,6 +103,19 @@ class KeepArgs(ctypes.Structure):
         ("nodes", _L),
         ("most", _L),
         ("out", _P * 3),
+    )
+
+
+class ExtractArgs(ctypes.Structure):
+    """spec::ExtractArgs of csrc/spec/device_worth.hpp, member by member."""
+
+    _fields_ = (
+        ("tree", _P * 6),
+        ("words", _L),
+        ("nodes", _P * 2),  # and how many are live
+        ("rows", _L),
+        ("out", _P * 6),
+        ("words_out", _L),
     )
 
 

@@ -366,6 +366,10 @@ def _count_outcomes(device: torch.device) -> list[tuple[Any, ...]]:
     return [(tree, size, path, _whole(device, 8, 10, 99), *books)]
 
 
+def _extract(device: torch.device) -> list[tuple[Any, ...]]:
+    return [(_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3)) for capacity in (5, 70)]
+
+
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "add_rms_norm": _add_rms_norm,
@@ -376,6 +380,7 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "compact_kv": _compact_kv,
     "count_outcomes": _count_outcomes,
     "couple": _couple,
+    "extract": _extract,
     "gather_rows": _gather_rows,
     "grow_likely": _grow_likely,
     "keep_likely": _keep_likely,

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from specengine.errors import BackendError, InputError
 from specengine.ops import _nvrtc, queue, worth
+from specengine.ops._meanings import WORD_BITS
 from specengine.ops._registry import by_meaning
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates, Drafted, top_children
 from specengine.ops.tree import Arrays, Counters, Nodes
+from specengine.ops.tree import extract as extract_op
 from specengine.ops.worth import MEMORY, PLACES, Counts, Limits, Notes, Source, Throughput
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
@@ -39,6 +41,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CU
     "spec_queues_step": (*(_P,) * 7, _I, *(_P,) * 5, _I, *(_P,) * 5, _L, _L, _D, _I, *(_P,) * 7),
     "spec_worth_level": (_P, _P),
     "spec_worth_keep": (_P, _P),
+    "spec_worth_extract": (_P, _P),
     "spec_worth_outcome": (_P, _P),
 }
 
@@ -89,7 +92,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
     reason = why_not_built()
     if reason and _nvrtc.find() is None:
         raise ImportError(reason.partition(";")[0])  # ops adds the build command
-    return {run.__name__: run for run in (step_queues, start_search, grow_likely, keep_likely, count_outcomes)}
+    rule = start_search, grow_likely, keep_likely, count_outcomes
+    return {run.__name__: run for run in (step_queues, extract, *rule)}
 
 
 def why_not_built() -> str:
@@ -270,6 +274,27 @@ def keep_likely(
     )
     _rule(_nvrtc.KEEP, "spec_worth_keep", args, shared, size.device)
     return kept
+
+
+def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
+    rows, device = nodes.shape[0], nodes.device
+    if not rows or not all(part.is_contiguous() for part in arrays):
+        return by_meaning(extract_op, arrays, nodes, live)
+    nodes = nodes.contiguous()
+    tokens, parents, depths = torch.empty(3, rows, dtype=torch.int64, device=device).unbind()
+    edges, paths = torch.empty(2, rows, dtype=torch.float32, device=device).unbind()
+    words = torch.empty(rows, -(-rows // WORD_BITS), dtype=torch.int64, device=device)
+    out = tokens, parents, depths, edges, paths, words
+    args = _nvrtc.ExtractArgs(
+        tree=_addresses(*arrays),
+        words=arrays[5].shape[1],
+        nodes=_addresses(nodes, live),
+        rows=rows,
+        out=_addresses(*out),
+        words_out=words.shape[1],
+    )
+    _rule(_nvrtc.EXTRACT, "spec_worth_extract", args, _whole(4 * rows), device)
+    return out
 
 
 def count_outcomes(

@@ -220,6 +220,9 @@ def extract(tree: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
     if run := native.extract[nodes.device]:
         return run(tree, nodes, live)
     tokens, parents, depths, edges, paths, ancestors = tree
+    if run := kernels.extract[nodes.device]:
+        require("nodes: int64 [m]; live: int32 [1]", nodes, live)
+        return run(tree, nodes, live)
     parents, ancestors = subtree(parents, ancestors, nodes, live)
     tokens, depths, edges, paths = (part.index_select(0, nodes) for part in (tokens, depths, edges, paths))
     return tokens, parents, depths, edges, paths, ancestors

@@ -32,7 +32,8 @@ def take(library: Path, patch: pytest.MonkeyPatch) -> None:
 
 def take_by_nvrtc(library: Path, patch: pytest.MonkeyPatch) -> None:
     """Let the ops launch their kernels as those that NVRTC compiles, which this library stands in for."""
-    driver, kernels = ctypes.CDLL(str(library)), (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME)
+    driver = ctypes.CDLL(str(library))
+    kernels = _nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME, _nvrtc.EXTRACT
     patch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
     patch.setattr(_nvrtc, "_driver", lambda: driver)
 

@@ -19,8 +19,8 @@ from specengine.ops import cuda
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NVCC = shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the path")
-KERNELS = {"step_kernel", "level_kernel", "keep_kernel", "outcome_kernel"}
-OPS = {"step_queues", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
+KERNELS = {"step_kernel", "level_kernel", "keep_kernel", "extract_kernel", "outcome_kernel"}
+OPS = {"step_queues", "extract", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def ctype(argument: str) -> type:
 
 def test_signatures_are_those_of_the_header() -> None:
     declared = {name: [ctype(one.strip()) for one in rest.split(",") if one] for name, rest in declarations().items()}
-    assert len(declared) == 7
+    assert len(declared) == 8
     for name, arguments in cuda.SIGNATURES.items():
         assert list(arguments) == declared.pop(name), name
     assert set(declared) == {"spec_abi_version", "spec_error"}

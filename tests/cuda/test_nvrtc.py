@@ -11,11 +11,11 @@ from specengine import ops
 from specengine.errors import BackendError
 from specengine.ops import _nvrtc, cuda
 
-OPS = {"step_queues", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
+OPS = {"step_queues", "extract", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
 needs_nvrtc = pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 
-KERNELS = (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME)
+KERNELS = (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.EXTRACT, _nvrtc.OUTCOME)
 
 
 @needs_nvrtc
@@ -46,7 +46,7 @@ def test_without_the_library_the_op_is_there_as_nvrtc_is(monkeypatch: pytest.Mon
 
 def test_structures_have_the_size_of_the_headers() -> None:
     text = "".join(file.read_text() for file in (_nvrtc.sources() / "spec").glob("device_*.hpp"))
-    for structure in (_nvrtc.Step, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.OutcomeArgs):
+    for structure in (_nvrtc.Step, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.ExtractArgs, _nvrtc.OutcomeArgs):
         assert f"sizeof({structure.__name__}) == {ctypes.sizeof(structure) // 8} * 8" in text
     assert _nvrtc.STEP.lanes == cuda.CAPACITY
     assert f"kRuleLanes = {_nvrtc.LEVEL.lanes};" in text

@@ -150,6 +150,8 @@ def test_cycles_are_what_they_mean(device: str, shape: tuple[int, int, int, int]
             levels += 1
             frontier = search.grown(frontier, search.drafted(cycle % 2 == 0, cycle > 1), device, exact)
         kept = search.checked("keep_likely", device, exact, lambda books: (books[0], books[1][0], *books[2:], *keeps))
+        both = search.tree, *kept
+        alike(cuda.extract(*copied(both, device)), ops.by_meaning(ops.extract, *both), True, "extract")
         search.learnt(*search.outcome(kept), device, exact)
     assert levels > 3
 
@@ -187,7 +189,13 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
 def test_larger_searches_run_by_their_meaning(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block has not the memory."""
     monkeypatch.setattr(cuda, "MOST_SHARED", 100)
-    monkeypatch.setattr(cuda, "_rule", None)
+    run = cuda._rule
+
+    def extract_alone(kernel: _nvrtc.Kernel, *given: Any) -> None:
+        assert kernel is _nvrtc.EXTRACT
+        run(kernel, *given)
+
+    monkeypatch.setattr(cuda, "_rule", extract_alone)
     test_cycles_are_what_they_mean(device, SHAPES[1], 0, False)
 
 

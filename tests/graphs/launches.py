@@ -1,31 +1,40 @@
-"""python -m tests.graphs.launches [--write]: kernels that a captured cycle launches, counted on the pretended device.
+"""python -m tests.graphs.launches [--write]: launches and waits of captured cycles, counted on the pretended device.
 
-By policy the launches of root, level and the rest (verification, walk, commit) of a target of LAYERS layers behind an
-EAGLE-3 head, and what a further layer adds; views and uninitialised memory do not count. With kernels an op that Triton
-or CUDA serves counts as one, whatever is prepared for it, and its meaning runs in its place.
+Launches: by policy those of root, level and the rest (verification, walk, commit) of a bfloat16 target of LAYERS layers
+behind an EAGLE-3 head, and those that a further layer adds; views and uninitialised memory do not count. With kernels,
+the meaning of a served op runs in its place, and as many launches count as its launcher makes for the same arguments:
+kernels, and torch's operations that prepare them. `ops` has these, the most of a call.
+
+Waits: how often the host waits for the device in the cycles of an answer behind the first one, beside the number of
+these cycles and of their draft passes, by policy, draft and sampling.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine import Engine, ops, policies
 from specengine.drafters.eagle import Eagle
+from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.ops import _registry
+from specengine.ops import _nvrtc, _registry, cuda
 from tests import toy
 from tests.graphs import pretended
 from tests.ops.backends import choose
 
 TABLE = Path(__file__).with_name("launches.json")
-NAMES = ("eagle", "talon", "salf", "chain")
+NAMES = ("auto", "eagle", "talon", "salf", "chain")
 WAYS = {"meanings": "reference", "kernels": "triton,cuda"}
 SERVED = {
     "triton": (
@@ -44,18 +53,102 @@ SERVED = {
         "top_entropy",
         "walk",
     ),
-    "cuda": ("step_queues",),
+    "cuda": ("count_outcomes", "extract", "grow_likely", "keep_likely", "start_search", "step_queues"),
 }  # of what runs in captured cycles
 LAYERS = 4
-PARTS = ("root", "level", "finish")
-GOALS = {"level": 40, "layer": 12}  # at most, with kernels
+PARTS = ("first", "root", "level", "finish")
+GOALS = {"auto level": 60, "layer": 12, "auto finish without layers": 60}  # at most, with kernels
+REACHED = ("auto level", "auto finish without layers")  # of these
+
+PROMPT = [*range(40, 56), *range(40, 50)]
+TOKENS = 24  # of an answer whose waits are counted
+DRAFTS = ("head", "recycling")
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "top-p": {"temperature": 0.6, "top_p": 0.9, "seed": 5},
+}
 
 Counts = dict[str, dict[str, int]]
 
 
-def stand_ins(backend: str) -> dict[str, Any]:
-    def of(name: str) -> Any:
+# ---- what a served op launches
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a device would launch for the operations of torch that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        inside = {pretended.address(part) for part in pretended.of_class(Tensor, (args, kwargs))}
+        made = pretended.of_class(Tensor, found)
+        views = made and not func._schema.is_mutable and all(pretended.address(part) in inside for part in made)
+        if func.overloadpacket.__name__ not in pretended.UNWRITTEN and not views:
+            self.count += 1
+        return found
+
+
+class Kernel:
+    """Stands in for a Triton kernel."""
+
+    def __init__(self, launched: Callable[..., None]) -> None:
+        self.launched = launched
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.launched
+
+
+@contextmanager
+def launchers() -> Iterator[Callable[[str, tuple[Any, ...]], int]]:
+    """Yield a function that returns how many launches an op's launcher makes for these arguments, on the host."""
+    triton: Any = _registry._LOADERS["triton"]()
+    launched = 0
+
+    def launch(*_: Any, **__: Any) -> None:
+        nonlocal launched
+        launched += 1
+
+    def count(name: str, given: tuple[Any, ...]) -> int:
+        nonlocal launched
+        launched = 0
+        module = cuda if name in SERVED["cuda"] else triton
+        with Operations() as operations:
+            getattr(module, name)(*given)
+        return launched + operations.count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (part for part in vars(triton).values() if isinstance(part, ModuleType)):
+            if module.__name__.startswith("specengine_kernels."):
+                for name in [name for name, part in vars(module).items() if hasattr(part, "fn")]:
+                    patch.setattr(module, name, Kernel(launch))
+        patch.setattr(cuda, "LIBRARY", TABLE.with_name("none.so"))
+        patch.setattr(_nvrtc, "launch", launch)
+        patch.setattr(cuda, "top_children", triton.top_children)
+        yield count
+
+
+# ---- launches of a cycle
+
+
+class StandIns:
+    """Meanings in the place of served ops. more: launches while capturing beyond one a call; most: of a call, by op."""
+
+    def __init__(self, count: Callable[[str, tuple[Any, ...]], int]) -> None:
+        self.count, self.more, self.most = count, 0, dict[str, int]()
+
+    def loaded(self, backend: str) -> dict[str, Any]:
+        return {name: self._of(name) for name in SERVED[backend]} if backend in SERVED else ops.OPS
+
+    def _of(self, name: str) -> Any:
         def run(*given: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                launches = self.count(name, given)
+                self.more += launches - 1
+                self.most[name] = max(self.most.get(name, 0), launches)
             if name != "best_candidates":
                 return ops.by_meaning(ops.OPS[name], *given)
             limit, log_gate, bound, normalized = given[4:]
@@ -64,18 +157,19 @@ def stand_ins(backend: str) -> dict[str, Any]:
 
         return run
 
-    return {name: of(name) for name in SERVED[backend]} if backend in SERVED else ops.OPS
 
-
-def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -> dict[str, int]:
-    """Launches of each function of a cycle, by its capture."""
+def counted(
+    policy: str, most: dict[str, int], layers: int = LAYERS, parts: tuple[str, ...] = PARTS[1:]
+) -> dict[str, int]:
+    """Launches of each function of a cycle, by its capture; most: gets those of a call, by op."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
-        patch.setattr(_registry, "_loaded", stand_ins)
+        stand_ins = StandIns(device.enter_context(launchers()))
+        patch.setattr(_registry, "_loaded", stand_ins.loaded)
         device.enter_context(pretended.cuda())
         device.enter_context(torch.inference_mode())
-        model = toy.tiny("llama", num_hidden_layers=layers)
-        head = pretended.moved(toy.tiny_head(toy.head_config(3, model)))
+        model = toy.tiny("llama", num_hidden_layers=layers).bfloat16()
+        head = pretended.moved(toy.tiny_head(toy.head_config(3, model)).bfloat16())
         target = HuggingFaceTarget(pretended.moved(model), captured=True, merge=True)  # type: ignore[arg-type]
         engine = Engine(target, Eagle(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
         driver = engine.drivers.own.captured
@@ -88,31 +182,90 @@ def counted(policy: str, layers: int = LAYERS, parts: tuple[str, ...] = PARTS) -
         for part in parts:
             function = getattr(driver, f"_{part}")
             function()  # what is made on first use is not part of a graph
+            stand_ins.more = 0
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 function()
-            found[part] = sum(graph.launches.values())  # type: ignore[attr-defined]
+            found[part] = sum(graph.launches.values()) + stand_ins.more  # type: ignore[attr-defined]
+    for name, count in stand_ins.most.items():
+        most[name] = max(most.get(name, 0), count)
     return found
 
 
 def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
+    """Launches by policy, those that a layer adds, and those of a call of each served op."""
+    most = dict[str, int]()
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, backend)
-        counts = {name: counted(name) for name in names}
-        more = counted(names[0], LAYERS + 1, ("root", "finish"))["finish"] - counts[names[0]]["finish"]
-        return counts | {"a layer": {"finish": more}}
+        counts = {name: counted(name, most, parts=PARTS if name == "auto" else PARTS[1:]) for name in names}
+        more = counted(names[0], most, LAYERS + 1, ("root", "finish"))["finish"] - counts[names[0]]["finish"]
+        return counts | {"a layer": {"finish": more}} | ({"ops": dict(sorted(most.items()))} if most else {})
+
+
+def figures(counts: Counts) -> dict[str, int]:
+    """Return what the goals are about."""
+    layer, auto = counts["a layer"]["finish"], counts["auto"]
+    return {
+        "auto level": auto["level"],
+        "layer": layer,
+        "auto finish without layers": auto["finish"] - LAYERS * layer,
+    }
+
+
+# ---- waits
+
+
+def waits_of(policy: str, draft: str, sampling: str) -> dict[str, int]:
+    """Count the cycles of an answer behind its first one, their draft passes and the waits of the host."""
+    with pytest.MonkeyPatch.context() as patch, pretended.cuda() as device:
+        choose(patch, "reference")
+        model = pretended.moved(toy.tiny("llama", num_hidden_layers=LAYERS))
+        target = HuggingFaceTarget(model, captured=True)  # type: ignore[arg-type]
+        if draft == "head":
+            head = pretended.moved(toy.tiny_head(toy.head_config(3, toy.tiny("llama", num_hidden_layers=LAYERS))))
+            drafter: Any = Eagle(head, target.lm)  # type: ignore[arg-type]
+        else:
+            drafter = Recycling()
+        engine = Engine(target, drafter, toy.policy_for(policy, 3))
+        given = {"max_new_tokens": TOKENS, **SAMPLINGS[sampling]}
+        engine.generate(PROMPT, **given)  # captures
+        stream = engine.stream(PROMPT, **given)
+        cycles, passes, before = 0, 0, 0
+        for number, piece in enumerate(stream):
+            if number == 0:
+                before = device.waits
+                continue
+            cycles += 1
+            passes += (
+                piece.cycle.tree.passes if isinstance(piece.cycle.tree.passes, int) else int(piece.cycle.tree.passes)
+            )
+        return {"cycles": cycles, "passes": passes, "waits": device.waits - before}
+
+
+def waits(names: tuple[str, ...] = NAMES[:2]) -> Counts:
+    return {
+        f"{policy}, {draft}, {sampling}": waits_of(policy, draft, sampling)
+        for policy in names
+        for draft in DRAFTS
+        for sampling in SAMPLINGS
+    }
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {way: table(backend) for way, backend in WAYS.items()}
+    found = {way: table(backend) for way, backend in WAYS.items()} | {"waits": waits()}
     if "--write" in sys.argv[1:]:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
     print(" " * 20 + "".join(f"{part:>8}" for part in PARTS))
-    for way, counts in found.items():
-        for name, row in counts.items():
-            print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in PARTS))
-    print(f"goals with kernels: {', '.join(f'{most} a {part}' for part, most in GOALS.items())}")
+    for way in WAYS:
+        for name, row in found[way].items():
+            if name != "ops":
+                print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in PARTS))
+    print("launches of a call:", ", ".join(f"{name} {count}" for name, count in found["kernels"]["ops"].items()))
+    for name, figure in figures(found["kernels"]).items():
+        print(f"{name}: {figure}, goal {GOALS[name]}")
+    for name, row in found["waits"].items():
+        print(f"{name:24} {row['waits']} waits of {row['cycles']} cycles with {row['passes']} passes")
 
 
 if __name__ == "__main__":
