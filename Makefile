@@ -170,8 +170,8 @@ bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and gra
 # of a model for which each way takes minutes
 FEW := --ours --policy auto --policy eagle --per-set 2 --rounds 2
 
-# trees stand on the host there, and are built by C++
-ON_KERNELS := SPECENGINE_BACKEND=triton,cpp
+# without trials; trees that stand on the host are built by C++
+ON_KERNELS := SPECENGINE_BACKEND=triton,cuda,cpp
 
 # tried where no compiler is on the path, with the packages of .venv but for specengine's own
 TRIAL := build/trial
