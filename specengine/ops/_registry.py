@@ -240,7 +240,7 @@ def _is_there(kind: str) -> bool:
 
 def _numbered(device: torch.device) -> torch.device:
     """Name the card: two in one machine may be of different models."""
-    unnamed = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    unnamed = device == torch.device("cuda") and torch.cuda.is_available()
     return torch.device(device.type, torch.cuda.current_device()) if unnamed else device
 
 
