@@ -42,7 +42,6 @@ _WITHOUT_EFFECT = {
 }
 _TABLES = ("_parameters", "_buffers", *_HOOKS)
 _SCALARS = {int, float, str, bool, bytes, type(None), torch.dtype, torch.device}
-_BLOCK = (1 << 24) - 3  # numbers of a checksum in torch at once
 
 
 @dataclass
@@ -108,7 +107,21 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
         else:
             parts = _numbers_of(tensor)
             found.append(object() if parts is None else tuple(_checksum(part) for part in parts))
-    return [tuple(int(part) for part in value) if isinstance(value, tuple) else value for value in found]
+    return _read(found)
+
+
+def _read(found: list[Any]) -> list[Any]:
+    """Return the values with their tensors as numbers; a device is waited for once."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in (part for value in found if isinstance(value, tuple) for part in value if isinstance(part, Tensor)):
+        by_device.setdefault(part.device, []).append(part)
+    numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
+    return [
+        tuple(next(numbers[part.device]) if isinstance(part, Tensor) else part for part in value)
+        if isinstance(value, tuple)
+        else value
+        for value in found
+    ]
 
 
 def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
@@ -125,16 +138,35 @@ def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum, int64 [], of all numbers by place and bits; for devices, and without the extension."""
+    """Return a checksum, int64 [], of all numbers by place and bits; for devices, and without the extension.
+
+    Sums of the rows and of the columns of a table, weighted by odd numbers: a device reads the numbers twice, as fast
+    as its memory gives them.
+    """
     size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     numbers = tensor.contiguous().view(-1).view(size) if tensor.numel() else tensor.new_zeros(0, dtype=size)
+    whole = len(numbers) * numbers.element_size() // (8 * _COLUMNS) * _COLUMNS * 8 // numbers.element_size()
+    table = numbers[:whole].view(torch.int64).view(-1, _COLUMNS)
+    parts = table.sum(0), table.sum(1), numbers[whole:].to(torch.int64)
+    weights = _odd_numbers(max(map(len, parts)), tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for first in range(0, len(numbers), _BLOCK):
-        bits = numbers[first : first + _BLOCK].to(torch.int64)
-        places = torch.arange(first, first + len(bits), dtype=torch.int64, device=tensor.device).mul_(2)
-        mixed = (bits + 1) * places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)  # by odd numbers: no bit is lost
+    for salt, part in enumerate(parts, start=1):
+        mixed = (part + salt) * weights[: len(part)]
         total = total + (mixed ^ (mixed >> 29)).sum()
     return total
+
+
+_COLUMNS = 4096  # of 8 bytes each
+_odd: dict[torch.device, Tensor] = {}
+
+
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Return so many odd numbers, int64, the same ones for any count."""
+    known = _odd.get(device)
+    if known is None or len(known) < count:
+        places = torch.arange(max(count, _COLUMNS), dtype=torch.int64, device=device).mul_(2)
+        known = _odd[device] = places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)
+    return known
 
 
 class _Reading:

@@ -39,7 +39,7 @@ def attend_near(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: 
     groups = query.shape[0] // keys.shape[0]
     if not ops.is_free(rows.live):
         mask = _on_device(rows, keys.shape[1], window)
-        unwritten = torch.arange(keys.shape[1], device=keys.device, dtype=torch.int64) >= rows.slot + len(rows)
+        unwritten = torch.arange(keys.shape[1], device=keys.device, dtype=torch.int64) >= rows.slot + rows.live
         keys, values = (  # zeros where fresh memory may hold NaN, which a mask does not keep out of a sum
             cache.masked_fill(unwritten[:, None], 0).repeat_interleave(groups, 0) for cache in (keys, values)
         )

@@ -142,6 +142,7 @@ def test_cards_of_one_machine_are_tried_one_by_one(monkeypatch: pytest.MonkeyPat
     assert taken == ["fast", "reference", "fast"]
 
 
+@pytest.mark.filterwarnings("ignore:walk on cpu runs in torch")
 def test_trials_compile_in_threads_before_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[str]()
 
