@@ -25,6 +25,7 @@ def test_no_more_is_launched_than_the_table_says() -> None:
         assert not over, f"{name}: launches, and as many as there may be: {over}"
 
 
+@pytest.mark.slow
 def test_no_more_is_launched_by_meanings() -> None:
     with pytest.MonkeyPatch.context() as patch:
         launches.choose(patch, launches.WAYS["meanings"])
@@ -43,11 +44,13 @@ def test_goals_stay_reached() -> None:
     ("policy", "draft", "sampling"),
     [
         ("auto", "head", "greedy"),
-        ("auto", "head", "sampled"),
-        ("auto", "head", "top-p"),
-        ("auto", "recycling", "greedy"),
-        ("eagle", "head", "greedy"),
-        ("eagle", "recycling", "sampled"),
+        ("eagle", "recycling", "greedy"),
+        *(
+            pytest.param(policy, draft, sampling, marks=pytest.mark.slow)
+            for policy in ("auto", "eagle")
+            for draft in launches.DRAFTS
+            for sampling in launches.SAMPLINGS
+        ),
     ],
 )
 def test_the_host_waits_no_more_than_the_table_says(policy: str, draft: str, sampling: str) -> None:
@@ -57,10 +60,14 @@ def test_the_host_waits_no_more_than_the_table_says(policy: str, draft: str, sam
 
 
 def test_trees_that_grow_in_graphs_wait_for_their_passes_and_their_record_alone() -> None:
-    """auto reads whether the first pass pays, and whether another one follows each but the last that may be."""
+    """auto reads whether the first pass pays, and whether another one follows each but the last that may be.
+
+    At the end of the answer one more cycle is under way.
+    """
+    more = 2 + 4  # of a cycle of as many passes as there may be
     for sampling in ("greedy", "sampled"):
         auto, eagle = (KNOWN["waits"][f"{policy}, head, {sampling}"] for policy in ("auto", "eagle"))
-        assert auto["waits"] <= 2 * auto["cycles"] + auto["passes"] + 2
+        assert auto["waits"] <= 2 * auto["cycles"] + auto["passes"] + more
         assert eagle["waits"] <= eagle["cycles"] + 2
 
 
