@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -132,6 +133,7 @@ def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+@functools.cache
 def _version() -> str:
     try:
         return importlib.metadata.version("specengine")
