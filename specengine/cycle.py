@@ -27,7 +27,7 @@ from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding
-MOST_PUT_OFF = 256  # plain cycles that a drafter is handed at once
+MOST_PUT_OFF = 16  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
 
 @dataclass

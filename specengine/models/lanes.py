@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -28,9 +29,11 @@ from specengine.ops.tree import TokenTree
 
 GRACE = 0.002  # seconds that a forward waits for a text whose consumer has the turn
 LONGEST = 0.05  # seconds that a forward waits at most for texts that are being drafted for
-EPOCH, AGAIN = 0.25, 3.0  # seconds that a way is timed, and after which the other one is timed again: twice as long
-MAX_AGAIN = 48.0  # each time that it is the slower one, up to this
-IDLE = 0.1  # seconds without a forward, after which timing begins anew
+LOOK, TRIED, TIMED = 4, 16, 32  # forwards: a way is looked at every so many, tried for so many, and timed by the last
+DOUBT = 0.3  # share of a rate by which the ways must differ to be told apart after one forward
+AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
+SOON = 0.5  # seconds of serving after which the other way is tried with a number of texts that is new
+IDLE = 0.1  # seconds between forwards, if they take less themselves, after which timing begins anew
 PIECE = 64  # tokens of a prompt that are run at a time beside other texts
 
 
@@ -114,13 +117,29 @@ class _Rows(_Request):
     states: Tensor | None = None
 
 
-@dataclass
 class _Rate:
-    """What a way brings."""
+    """What a way brings, by its last forwards."""
 
-    tokens: float = 0.0  # per second
-    timed: float = -math.inf
-    again: float = AGAIN  # seconds after which it is timed again, if the other one is faster
+    def __init__(self) -> None:
+        self.timed, self.again = -math.inf, AGAIN  # when it was, and the seconds after which it is tried again
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the forwards so far: texts have changed since."""
+        self.forwards = 0
+        self._recent = deque[tuple[float, int]](maxlen=TIMED)
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Count a forward."""
+        self.forwards += 1
+        self._recent.append((seconds, tokens))
+
+    @property
+    def tokens(self) -> float:
+        """Return tokens per second, 0 if none was timed. What kept a single forward for long says nothing of a way."""
+        longest = 2 * statistics.median(seconds for seconds, _ in self._recent) if self._recent else 1.0
+        spent = sum(min(seconds, longest) for seconds, _ in self._recent)
+        return sum(tokens for _, tokens in self._recent) / spent if spent else 0.0
 
 
 class _Turn:
@@ -144,7 +163,8 @@ class Gathering:
     """Runs the rows that several threads ask for in one forward of `lm`.
 
     Whether texts draft or decode plainly is decided for all of them: one that rests gains nothing while others' drafts
-    are waited for. Both ways are timed, by number of texts, and the faster one is taken.
+    are waited for. Both ways are timed, by number of texts, and the faster one is taken. The slower one is tried for
+    a few forwards, ever more seldom: a try costs what the way loses, and drafts first take in what was put off.
 
     A forward begins once no text is expected any more: each one that is being drafted for asks soon, and so does one
     whose consumer has just taken a piece. It waits for these LONGEST and GRACE seconds at most.
@@ -167,8 +187,11 @@ class Gathering:
         self._served: list[_Request] = []  # that are run at present
         self.rests = False  # whether texts beside others decode plainly
         self._tokens = 0  # committed, of all texts
-        self._ran = -math.inf  # when the last forward ended
-        self._epoch = (time.perf_counter(), 0, 0)  # began, tokens then, texts as a power of two
+        self._began, self._ran = -math.inf, -math.inf  # when the last forward began, and the last one ended
+        self._before = 0  # tokens then
+        self._size, self._steady = 0, 0  # texts as a power of two, and forwards since that, or the way, has changed
+        self._arrived = False  # whether the way is yet to be chosen by what is known of so many texts
+        self._clocks = dict[int, float]()  # seconds that so many texts were served
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
     @contextmanager
@@ -249,26 +272,45 @@ class Gathering:
         if texts < 2:  # which decides for itself
             return
         now, size = time.perf_counter(), (texts + 1).bit_length()  # one bucket when a text has ended before the next
-        began, tokens, of = self._epoch
-        if now - self._ran > IDLE:
-            of = 0
-        self._ran = now
-        if of == size and now - began < EPOCH:
+        seconds, tokens = now - self._ran, self._tokens - self._before
+        idle = self._began - self._ran > max(IDLE, now - self._began)
+        self._ran, self._before = now, self._tokens
+        self._steady += 1
+        if size != self._size or idle:
+            self._size, self._steady, self._arrived = size, 0, True
+        if self._steady < 1:  # of several numbers of texts, or drafts took in what was put off
             return
-        rates = {way: self._rates.setdefault((way, size), _Rate()) for way in (True, False)}
-        own, other, turns = rates[self.rests], rates[not self.rests], False
-        if of == size:
-            rate = (self._tokens - tokens) / (now - began)
-            own.tokens, own.timed = (own.tokens + rate) / 2 if now - own.timed < 3 * EPOCH else rate, now
-            own.again = min(2 * own.again, MAX_AGAIN) if own.tokens < other.tokens else AGAIN
-            turns = now - other.timed > other.again or other.tokens > own.tokens
-        elif of != -size and own.timed == other.timed == -math.inf:
-            if (rests := self._known_beside(size)) is not None:
-                rates[not rests].timed, turns = now, rests != self.rests
-        elif of != -size:
-            turns = other.tokens > own.tokens > 0
-        self.rests ^= turns
-        self._epoch = now, self._tokens, -size if turns else size  # drafts take in first what was put off, untimed
+        own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
+        clock = self._clocks[size] = self._clocks.get(size, 0.0) + seconds
+        own.add(seconds, tokens)
+        own.timed = clock
+        if self._is_left(own, other, size, clock):
+            self.rests ^= True
+            self._steady = -1
+
+    def _is_left(self, own: _Rate, other: _Rate, size: int, clock: float) -> bool:
+        """Return whether to leave a way, after a forward of it."""
+        if self._arrived:
+            self._arrived = False
+            if other.timed == -math.inf and own.forwards == 1:
+                if (rests := self._known_beside(size)) is not None:
+                    (other if rests == self.rests else own).timed = clock
+                    return rests != self.rests
+                if {way for (way, at), rate in self._rates.items() if at != size and rate.tokens} == {True, False}:
+                    other.timed = clock + SOON - AGAIN  # so many are there for a moment only, mostly
+            return other.tokens > own.tokens and own.forwards >= TRIED
+        if own.forwards % LOOK:
+            return False
+        if clock - other.timed > other.again:
+            other.restart()
+            return True
+        tried = own.forwards == TRIED
+        if own.tokens < other.tokens * (1 if tried else 1 - DOUBT / math.sqrt(min(own.forwards, TIMED))):
+            own.again = min(2 * own.again, MAX_AGAIN)
+            return True
+        if tried:
+            own.again = AGAIN
+        return False
 
     def _known_beside(self, size: int) -> bool | None:
         """Return whether to rest by other numbers of texts: fewer ones that rest, more ones that draft; or None."""
@@ -378,6 +420,7 @@ class Gathering:
             if passes:
                 self._draft(passes)
             else:
+                self._began = time.perf_counter()
                 self._forward(cast("list[_Rows]", batch))
         except BaseException as error:
             for request in batch:

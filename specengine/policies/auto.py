@@ -340,14 +340,14 @@ class Auto(TreePolicy):
 
     @torch.inference_mode()  # a server reads the plan outside of it
     def _reprice(self) -> None:
-        if changed := self._find is not None and (found := self._find()) is not self._costs:
-            both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
+        found = self._costs if self._find is None else self._find()
+        both = isinstance(found, SharedCosts) and isinstance(self._costs, SharedCosts)
+        self._stale = both and self._rests  # nobody asks for prices now
+        if self._stale:
+            return
+        if found is not self._costs:
             self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
             self._count_experts()
-        if not changed and self._rests and isinstance(self._costs, SharedCosts):  # nobody asks for prices now
-            self._stale = True
-            return
-        self._stale = False
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify, non_blocking=True)  # whose host has other things to do

@@ -30,7 +30,7 @@ from specengine.engine.pool import bytes_held, bytes_used
 from specengine.errors import InputError
 from specengine.models import lanes
 from specengine.models.kv_cache import Rows
-from specengine.models.lanes import Gathering, LaneTarget
+from specengine.models.lanes import LOOK, Gathering, LaneTarget
 from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
@@ -399,6 +399,7 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]) -> None:
         self.gathering, self.now, self.rates = Gathering(lm_of("llama", "float32")), 0.0, rates
+        self.held: Callable[[], float] = lambda: 0.0  # seconds that a forward takes more
         monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def resting(self, texts: int, seconds: float, forward: float = 0.01) -> float:
@@ -406,8 +407,9 @@ class Served:
         rested, count = 0, round(seconds / forward)
         for _ in range(count):
             rested += self.gathering.rests
+            self.gathering._began = self.now
             self.gathering.committed(self.rates(self.gathering.rests, texts) * forward)  # type: ignore[arg-type]
-            self.now += forward
+            self.now += forward + self.held()
             self.gathering._choose_way(texts)
         return rested / count
 
@@ -435,8 +437,29 @@ def test_time_without_texts_counts_for_no_way(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(20):
         served.resting(8, 0.2)
         served.now += 60.0
-    assert all(rate.tokens == 0 for rate in served.gathering._rates.values())  # no way was ever timed
-    assert served.resting(8, 10.0) > 0.9
+    timed = {rests: rate.tokens for (rests, _), rate in served.gathering._rates.items()}
+    assert timed == {True: pytest.approx(100.0), False: pytest.approx(90.0)}
+    assert served.resting(8, 10.0) > 0.95  # it was not tried again for being old
+
+
+def test_a_try_is_short_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 80.0)
+    drafted = round((1 - served.resting(16, 2.0)) * 200)
+    assert 0 < drafted <= 2 * LOOK + 2
+    drafted = round((1 - served.resting(16, 30.0)) * 3000)
+    assert 0 < drafted <= 4 * (LOOK + 2)  # after 3, 6, 12 and 24 seconds
+
+
+def test_forwards_that_were_held_up_speak_for_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, draw = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 85.0), random.Random(0)
+    served.held = lambda: 0.08 if draw.random() < 0.1 else 0.0
+    assert served.resting(8, 30.0) > 0.9
+
+
+def test_long_forwards_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 10.0 if rests else 8.0)
+    served.resting(8, 20.0, forward=0.4)
+    assert served.resting(8, 40.0, forward=0.4) > 0.8
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])

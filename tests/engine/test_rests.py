@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -112,3 +113,17 @@ def test_a_text_that_is_left_leaves_nothing_to_the_next_one() -> None:
             next(stream)
     assert engine.drivers.own.eager._put_off == []
     assert engine.generate([4, 5], max_new_tokens=5, eos_token_id=[]).stats.num_generated_tokens == 5
+
+
+def test_few_objects_wait_for_the_drafter() -> None:
+    """Many that stay make the interpreter look through all objects, which takes longer than what they wait for."""
+    policy = Sometimes((3, 2))
+    policy.every = 10**6
+    engine = Engine(NativeTarget(weights()[0]), drafter_of("head with lookup and recycling"), policy)
+    gc.disable()
+    try:
+        stream = engine.stream([1, 2, 3], max_new_tokens=150, eos_token_id=[])
+        counts = [len(gc.get_objects()) for _ in stream]
+    finally:
+        gc.enable()
+    assert max(counts) - counts[0] < 700

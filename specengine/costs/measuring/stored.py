@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -160,6 +161,7 @@ def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+@functools.cache
 def _version(package: str = "specengine") -> str:
     try:
         return importlib.metadata.version(package)
