@@ -81,6 +81,25 @@ def test_masks_without_a_host_read_are_the_same(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(attend_near(query, keys, values, rows, 0.3, WINDOW), near)
 
 
+def test_padding_reads_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused layers store the keys of live rows alone: the slots of padding may hold NaN, which a mask does not keep out."""
+    lm, tree = CausalLM(tiny("mistral", sliding_window=WINDOW)), random_tree(5, 20, 90)
+    rows = rows_over(lm, tree, 50)
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(4, 24, 8), torch.randn(2, 256, 8), torch.randn(2, 256, 8)
+    expected = attend_near(query[:, :20], keys, values, rows, 0.3, WINDOW)
+    parts = (
+        torch.cat([part, part.new_zeros(4, *part.shape[1:])]) for part in (rows.tokens, rows.positions, rows.words)
+    )
+    padded = Rows(*parts, rows.slot, rows.prefix, rows.live)
+    padded.places = rows.places
+    keys[:, 70:] = values[:, 70:] = torch.nan
+    monkeypatch.setattr("specengine.models.windows.ops.is_free", lambda count: False)
+    found = attend_near(query, keys, values, padded, 0.3, WINDOW)
+    torch.testing.assert_close(found[:, :20], expected)
+    assert not found.isnan().any()
+
+
 def test_a_layer_that_keeps_its_window_to_itself_takes_the_dense_mask() -> None:
     model = tiny("Qwen2Moe", name="Qwen2Moe", num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, **HALF)
     lm = CausalLM(model)
