@@ -82,7 +82,7 @@ def test_masks_without_a_host_read_are_the_same(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_padding_reads_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused layers store the keys of live rows alone: the slots of padding may hold NaN, which a mask does not keep out."""
+    """Fused layers store the keys of live rows alone; NaN in the slots of padding would pass through a mask."""
     lm, tree = CausalLM(tiny("mistral", sliding_window=WINDOW)), random_tree(5, 20, 90)
     rows = rows_over(lm, tree, 50)
     torch.manual_seed(0)
