@@ -465,6 +465,64 @@ def model_shapes(*files: str) -> str:
     return table(("shape", "weights", "layers run", "1 row, ms", *costs, "experts read by 1, 8 rows"), rows, *files)
 
 
+def device(file: str) -> str:
+    """Return ways on a CUDA device, from bench.graphs: times behind the first token."""
+    found = {r["way"]: r for r in records(file) if r["record"] == "summary" and r["set"] == ALL}
+    body = []
+    for way, r in found.items():
+        between = r["latency"]["between_tokens"][0] if "latency" in r else None
+        plain = found["plain, graphs"]["latency"]["between_tokens"][0]
+        parts = r.get("median_ms", {})
+        body.append(
+            [
+                way,
+                NOTHING if between is None else f"{between:.2f}",
+                NOTHING if between is None else f"{plain / between:.2f}",
+                number(r, "tau", 2),
+                number(r, "delta", 1),
+                " + ".join(f"{parts[name]:.1f}" for name in ("draft", "verify")) if parts else NOTHING,
+                f"{r['prompts'] - r['diverging']} of {r['prompts']}",
+            ]
+        )
+    counts = ("tau", "delta", "cycle, ms: draft + rest", "equal to plain")
+    return table(("way", "ms between tokens", "over captured plain", *counts), body, file)
+
+
+def device_kernels(file: str) -> str:
+    """Return a case of each kernel and what torch has beside it, from bench.kernels."""
+    rows = [
+        [
+            r["record"],
+            f"{r['nodes']} nodes, {r['prefix']} slots" if "prefix" in r else f"{r['rows']} x {r['columns']}",
+            r["way"],
+            f"{r['median']:.1f}",
+            f"{max(r['bytes_us'], r['operations_us']):.1f}",
+        ]
+        for r in records(file)
+        if "median" in r and "way" in r
+    ]
+    return table(("kernel", "case", "way", "us", "floor, us"), rows, file)
+
+
+def device_layers(file: str) -> str:
+    """Return the time of a decoder layer by way and rows, from bench.layers."""
+    found = [r for r in records(file) if r["record"] == "layers"]
+    forwards = list(dict.fromkeys(r["forward"] for r in found))
+    times = {(r["way"], r["forward"]): r["us of a layer"] for r in found}
+    rows = [[way, *(f"{times[way, rows]:.0f}" for rows in forwards)] for way in dict.fromkeys(r["way"] for r in found)]
+    return table(("layers, us", *forwards), rows, file)
+
+
+def device_tests(file: str) -> str:
+    """Return the runs of the tests on a device, and the failures by reason."""
+    rows, found = list[list[str]](), records(file)
+    for run in (r for r in found if r["record"] == "tests"):
+        reasons = [r["reason"] for r in found if r["record"] == "failed test" and r["run"] == run["run"]]
+        said = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
+        rows.append([str(run["run"]), run["device"], str(run["passed"]), str(run["skipped"]), said])
+    return table(("run", "card", "passed", "skipped", "failed"), rows, file)
+
+
 def storm(file: str) -> str:
     """Return the outcomes of crowds of clients, from tests.serve.storm."""
     rows = [
@@ -547,5 +605,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
         *(load, servers, model_shapes, storm, memory),
+        *(device, device_kernels, device_layers, device_tests),
     )
 }
