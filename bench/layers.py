@@ -85,10 +85,11 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def kernels(run: Callable[[], Any]) -> int:
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize()
-    return sum(event.device_type is DeviceType.CUDA for event in profile.events())
+    return sum(event.device_type == DeviceType.CUDA for event in profile.events())
 
 
 def prompted(lm: CausalLM, cache: KVCache) -> None:
@@ -125,7 +126,7 @@ def records(kind: torch.dtype) -> Iterator[Record]:
                 "forward": what,
                 "dtype": str(kind).removeprefix("torch."),
                 "layers": DEPTHS[1],
-                "kernels of a layer": (count - few[what][0]) / more,
+                **({"kernels of a layer": (count - few[what][0]) / more} if count else {}),  # the profiler saw some
                 "us of a layer": round((time - few[what][1]) / more, 2),
                 "us": round(time, 1),
             }

@@ -336,8 +336,8 @@ def test_on_a_device_a_layer_has_few_launches(monkeypatch: pytest.MonkeyPatch) -
         counts[None, layers] = _kernels(own)  # type: ignore[index]
     a_layer = {merge: (counts[merge, 7] - counts[merge, 3]) / 4 for merge, _ in counts}
     print(f"kernels of a layer: modules {a_layer[None]}, fused {a_layer[False]}, merged {a_layer[True]}")  # type: ignore[index]
-    assert a_layer[True] <= 14
-    assert a_layer[False] <= 18
+    assert 0 < a_layer[True] <= 14
+    assert 0 < a_layer[False] <= 18
 
 
 @torch.inference_mode()
@@ -346,7 +346,8 @@ def _kernels(lm: CausalLM) -> int:
     lm.extend(cache, PROMPT)
     rows = Rows.of(toy.random_tree(3, 64, 100), cache.filled)
     lm.forward(rows, cache)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         lm.forward(rows, cache)
         torch.cuda.synchronize()
-    return sum(event.device_type is DeviceType.CUDA for event in profile.events())
+    return sum(event.device_type == DeviceType.CUDA for event in profile.events())
