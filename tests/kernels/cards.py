@@ -71,7 +71,7 @@ REST: list[list[Any]] = [
     ["gate", 64, 14336, "bfloat16"],
     ["gate", 64, 1536, "float32"],
 ]
-WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]  # the other tiles of heads of 256 channels
+WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]  # other tiles; 3.7 spills a little
 SHIPPED = ATTENTION + REST + WIDE
 
 Needs = dict[str, list[int]]

@@ -73,7 +73,7 @@ def test_what_needs_more_than_the_table_says_is_seen() -> None:
 
 
 def test_the_table_holds_the_tried_versions_and_all_cards() -> None:
-    assert "triton 3.6" in table()
+    assert {"triton 3.6", "triton 3.7"} <= set(table())
     for version, found in table().items():
         assert set(found) == {card for card in ROOM if card.startswith("sm_") or version.startswith("triton")}
         assert len({frozenset(programs) for programs in found.values()}) == 1  # on each the same programs
