@@ -31,8 +31,14 @@ class Origins(Wrapped):
         return self
 
     def of(self, tree: TokenTree) -> list[str | None]:
-        """Return the source of each node of the last tree, None for the root and nodes grown without this drafter."""
-        found = list(map(self._origin, tree.parents.tolist(), tree.tokens.tolist()))
+        """Return the source of each node of the last tree, None for the root and nodes grown without this drafter.
+
+        Below a node that was not drafted from, the distribution is that of the node of its depth that was (`ddtree`).
+        """
+        parents, depths = tree.parents.tolist(), tree.depths.tolist()
+        by_depth = {depths[node]: node for node in self._passed if node < len(depths)}
+        lenders = [by_depth.get(depths[parent], parent) if parent not in self._passed else parent for parent in parents]
+        found = list(map(self._origin, parents, lenders, tree.tokens.tolist()))
         self._forget()
         return found
 
@@ -58,9 +64,10 @@ class Origins(Wrapped):
     def _forget(self) -> None:
         self._passed, self._marks, self._free = set(), {}, {}
 
-    def _origin(self, parent: int, token: int) -> str | None:
-        edge = parent, token
-        mark = self._free.get(edge) or self._marks.get(edge)
+    def _origin(self, parent: int, lender: int, token: int) -> str | None:
+        if parent < 0:
+            return None
+        mark = self._free.get((parent, token)) or self._marks.get((parent, token)) or self._marks.get((lender, token))
         if mark is None:
-            return self.inner.about.origin if parent in self._passed else None
+            return self.inner.about.origin if lender in self._passed else None
         return "copied" if mark & COPIED else "recycled" if mark & RECYCLED else "forced"

@@ -50,6 +50,9 @@ class Watched(Lookup):
         return plan is not None and 0 in plan[1]
 
 
+LENDING = ("ddtree", "caddtree")  # below a node that was not drafted from, they take another node's distribution
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from([name for name in policies.names() if name != "plain"]),
@@ -84,9 +87,10 @@ def test_origins_are_what_the_sources_say(name: str, sources: str, seed: int, sa
         assert len(cycle.origins) == cycle.drafted + 1
         assert cycle.origins[0] is None
         for origin, of_copies, of_recycling in zip(cycle.origins[1:], copied, recycled, strict=True):
-            assert (origin == "copied") == of_copies
+            if name not in LENDING:
+                assert (origin == "copied") == of_copies
             assert origin in ("copied", own, "recycled")
-            assert origin != "recycled" or own == "recycled" or of_recycling
+            assert origin != "recycled" or own == "recycled" or of_recycling or name in LENDING
 
 
 @pytest.mark.parametrize(("draft", "origin"), [(NGram(3, 1), "copied"), (Recycling(), "recycled")])

@@ -252,7 +252,7 @@ def test_graphs_that_were_asked_for_are_an_error(device: pretended.Device, monke
 def test_a_capture_may_fail_while_costs_are_measured(device: pretended.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, asked = expected("eagle"), list[bool]()
 
-    def find(target: Any, drafter: Any) -> Any:
+    def find(target: Any, drafter: Any, driver: Any = None) -> Any:
         asked.append(target.captured)
         if target.captured:
             raise CaptureError("graphs: verify cannot be captured (no); load with graphs=False")
