@@ -257,7 +257,8 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
 
 @pytest.mark.parametrize("policy", ["eagle", "plain"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"])
-def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> None:
+def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "GRACE", 0.2)
     lm = native_lm(tiny(family))
     draft = Recycling() if policy == "eagle" else None
     engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)

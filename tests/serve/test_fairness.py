@@ -168,6 +168,7 @@ def test_rows_of_prompts_go_to_who_was_served_least() -> None:
 @needs_extension
 def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least served first, PIECE rows a forward for all of them; each answer is that given alone."""
+    monkeypatch.setattr("specengine.models.lanes.GRACE", 0.5)  # seconds: this thread waits for its turns
     engine = native_engine(4096)
     pool, run = Pool(engine, 3), Gathering._run
     prompts = [[(number * i + 3) % 250 for i in range(1500)] for number in (7, 11)]
