@@ -62,13 +62,13 @@ def test_the_host_waits_no_more_than_the_table_says(policy: str, draft: str, sam
 def test_trees_that_grow_in_graphs_wait_for_their_passes_and_their_record_alone() -> None:
     """auto reads whether the first pass pays, and whether another one follows each but the last that may be.
 
-    At the end of the answer one more cycle is under way.
+    At the end of the answer one more cycle is under way, and the table's cycles leave out the first.
     """
     more = 2 + 4  # of a cycle of as many passes as there may be
     for sampling in ("greedy", "sampled"):
         auto, eagle = (KNOWN["waits"][f"{policy}, head, {sampling}"] for policy in ("auto", "eagle"))
         assert auto["waits"] <= 2 * auto["cycles"] + auto["passes"] + more
-        assert eagle["waits"] <= eagle["cycles"] + 2
+        assert eagle["waits"] <= eagle["cycles"] + 3
 
 
 def test_the_table_has_every_way() -> None:
