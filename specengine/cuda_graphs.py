@@ -161,7 +161,7 @@ class Graphs:
         try:
             with torch.cuda.stream(self._stream):
                 for run in range(WARM_UPS):
-                    if run == WARM_UPS - 1:
+                    if 0 < run == WARM_UPS - 1:  # a first run may move to the device what is to stay there
                         torch.cuda.set_sync_debug_mode("error")
                     function()
         finally:

@@ -52,7 +52,7 @@ def learn(table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, com
     """
     if (best := cycle.successors) is not None:
         tokens, shares = best.tokens, best.logits.softmax(1)  # NaN in a row without any
-        if not ops.is_free(tokens):  # one transfer for both
+        if tokens.device.type != "cpu":  # one transfer for both
             tokens, bits = torch.cat([tokens, shares.view(torch.int32).long()]).cpu().chunk(2)
             shares = bits.int().view(torch.float32)
         table.learn(cycle.tree.tokens.cpu(), cycle.path, tokens, shares, copies, committed)

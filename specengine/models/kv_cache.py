@@ -129,7 +129,12 @@ class KVCache:
     def commit(self, path: Sequence[int]) -> None:
         """Keep the slots of a path that the host knows, as `keep` does."""
         if path[-1] >= len(path):
-            self.keep(Nodes.of(ops.sent(path, torch.int64, self.slab.device)))
+            device = self.slab.device
+            on_host = device.type == "cpu"
+            ids = (
+                torch.tensor(path, dtype=torch.int64, device=device) if on_host else ops.sent(path, torch.int64, device)
+            )
+            self.keep(Nodes.of(ids))
         else:  # all of them are in place
             self.filled += len(path)
 

@@ -144,8 +144,8 @@ def test_graphs_of_each_policy_are_captured_once() -> None:
     captures = [part.captured.graphs.captures for part in drivers]
     assert [set(counts.values()) for counts in captures] == [{1}, {1}]
     grows = {"root", "level", "root coupled", "level coupled"}
-    assert set(captures[0]) == {*grows, "finish greedy", "finish sampled", "verify"}
-    assert set(captures[1]) == {"finish greedy", "finish sampled", "verify"}
+    assert set(captures[0]) == {*grows, "finish greedy", "finish sampled", "finish truncated", "verify"}
+    assert set(captures[1]) == {"finish greedy", "finish sampled", "finish truncated", "verify"}
 
 
 def test_an_answer_without_text_and_a_certificate_take_one_too() -> None:
