@@ -154,7 +154,7 @@ class Graphs:
     def _warm_up(self, function: Callable[[], Any]) -> None:
         """Run the function as often as a capture needs; in the last run it is an error to wait for the device.
 
-        What waits cannot be captured either, and a capture that has begun and fails costs more than a run.
+        A function that waits cannot be captured. A capture that fails costs more than a run.
         """
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)

@@ -46,7 +46,7 @@ struct LevelArgs {
   int64_t begins;
 };
 
-// Whom to verify of a tree.
+// Select the nodes of a tree to verify.
 struct KeepArgs {
   const float* paths;
   const int32_t* size;
@@ -143,7 +143,7 @@ struct Chosen {
 
 SPEC_HD inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// What is divided is of 32 bits: a device divides no wider numbers.
+// Divide in 32 bits: a device has no instruction for wider integers.
 SPEC_HD inline int narrow(int64_t value) { return static_cast<int>(value); }
 
 // ---- a level: children

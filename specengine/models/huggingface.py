@@ -212,7 +212,7 @@ class CausalLM:
 
     @property
     def modules(self) -> str:
-        """What runs the layers: `fused`, `fused, merged products`, `compiled`, or `the model's own`."""
+        """Return how layers run: `fused`, `fused, merged products`, `compiled`, or `the model's own`."""
         if self._fused is not None:
             return "fused, merged products" if self._fused.merged else "fused"
         return "compiled" if self._compiles else "the model's own"

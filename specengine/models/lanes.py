@@ -118,7 +118,7 @@ class _Rows(_Request):
 
 
 class _Rate:
-    """What a way brings, by its last forwards."""
+    """Hold the rate of a way over its last forwards."""
 
     def __init__(self) -> None:
         self.timed, self.again = -math.inf, AGAIN  # when it was, and the seconds after which it is tried again

@@ -132,7 +132,7 @@ def measure(
 def _warm(cycles: SyntheticCycles) -> float:
     """Run the narrowest and the widest cycles until the device is warm; return the time then.
 
-    What is compiled, captured or allocated on first use is so before anything is measured.
+    Compiles, captures and allocates before anything is measured.
     """
     cycles.begin(contexts(cycles.target)[0])
     plan = cycles.plan(SMALLEST_PLAN)
