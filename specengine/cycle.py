@@ -27,7 +27,7 @@ from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding
-MOST_PUT_OFF = 16  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
+MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
 
 @dataclass
@@ -68,6 +68,15 @@ class Lane:
         self.stats.elapsed_s = elapsed
         self.stats.num_generated_tokens += len(cycle.tokens)
         self.stats.add(cycle)
+
+
+class PutOff(NamedTuple):
+    """What a drafter takes in of a plain cycle; root: its token; token: the one behind it."""
+
+    root: int
+    token: int
+    features: Tensor | None
+    successors: Successors | None
 
 
 class Draft(NamedTuple):
@@ -150,7 +159,7 @@ def draft_tree(
     `seconds`. plan: the policy's for this cycle, if it was asked already.
     """
     if drafter is None or policy is None or (plan := plan or policy.plan()).rests:
-        alone = TokenTree.root(token, device=device)
+        alone = TokenTree.alone(token, device)
         return Draft(alone, alone)
     tree = TokenTree.root(token, policy.capacity, device)
     tree.free = drafter.free
@@ -206,7 +215,7 @@ class EagerDriver:
         self.longest = 1 if policy is None else longest_path(policy)
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
-        self._put_off: list[Cycle] = []  # plain cycles that the drafter has yet to take in
+        self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
@@ -230,9 +239,9 @@ class EagerDriver:
         self.inspected = len(draft.grown) > 1
         return draft
 
-    def put_off(self, cycle: Cycle) -> None:
-        """Hand the drafter a plain cycle later, with others: several at once take less time."""
-        self._put_off.append(cycle)
+    def put_off(self, root: int, cycle: Cycle) -> None:
+        """Hand the drafter a plain cycle later, with others: several at once take less time. root: its token."""
+        self._put_off.append(PutOff(root, cycle.tokens[0], cycle.features, cycle.successors))
         if len(self._put_off) >= MOST_PUT_OFF:
             self.catch_up()
 
@@ -241,7 +250,7 @@ class EagerDriver:
         """Hand the drafter what was put off."""
         cycles, self._put_off = self._put_off, []
         if cycles and self.drafter is not None:
-            self.drafter.accept(cycles[0] if len(cycles) == 1 else joined(cycles))
+            self.drafter.accept(joined(cycles, self.device))
 
     def forget(self) -> None:
         """Drop what was put off: its text has ended early."""
@@ -379,26 +388,26 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs, driver.target.experts)
     if driver.drafter is not None and driver.policy is not None:
         if plan.rests:
-            driver.put_off(cycle)
+            driver.put_off(lane.root, cycle)
         else:
             driver.drafter.accept(cycle)
     lane.root = tokens[-1]
     return cycle
 
 
-def joined(cycles: Sequence[Cycle]) -> Cycle:
+def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:
     """Return plain cycles of one text as one cycle, whose tree is the chain of their roots, all accepted."""
-    tokens = torch.cat([cycle.tree.tokens for cycle in cycles])
-    nodes = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device)
-    blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
+    tokens = torch.tensor([cycle.root for cycle in cycles], dtype=torch.int64, device=device)
+    nodes = torch.arange(len(cycles), dtype=torch.int64, device=device)
+    blank = torch.zeros(len(cycles), dtype=torch.float32, device=device)
     features = [cycle.features for cycle in cycles if cycle.features is not None]
     successors = [cycle.successors for cycle in cycles if cycle.successors is not None]
     return Cycle(
         TokenTree.of(tokens, nodes - 1, nodes, blank, blank),
-        list(range(len(tokens))),
-        [cycle.tokens[0] for cycle in cycles],
+        list(range(len(cycles))),
+        [cycle.token for cycle in cycles],
         Seconds(),
-        len(tokens) - 1,
+        len(cycles) - 1,
         torch.cat(features) if features else None,
         successors=Successors(*map(torch.cat, zip(*successors, strict=True))) if successors else None,
     )

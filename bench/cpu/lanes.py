@@ -8,6 +8,7 @@ Every round asks the same prompts of all ways in turn, so that load on the machi
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -54,6 +55,8 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     answers: dict[tuple[str, int], list[list[int]]] = {}
     for pool in made.values():
         run(pool, prompts[: len(pool.engines)], 8)
+    gc.collect()
+    gc.freeze()  # as the server does
     for turn in range(args.rounds):
         for key in list(made) if turn % 2 == 0 else list(made)[::-1]:
             rate, width, answers[key] = run(made[key], prompts, args.max_new_tokens)

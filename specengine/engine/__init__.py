@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -105,8 +104,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.drivers = KeptDrivers(target, drafter, policy)
-        self._tokenizer = tokenizer
-        self._copied: Any = None  # another engine's tokenizer, of which this one needs a copy
+        self.tokenizer = tokenizer
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self._busy, self._making = threading.Lock(), threading.Lock()
         self.vocabularies = Vocabularies(tokenizer, target.vocab_size)
@@ -121,21 +119,6 @@ class Engine:
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer. Engines beside another copy its own when they first need it: copies take long."""
-        if (copied := self._copied) is not None:
-            self._tokenizer, self._copied = copy.deepcopy(copied), None
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
-        self._tokenizer, self._copied = tokenizer, None
-
-    def read_as(self, other: Engine) -> None:
-        """Take another engine's vocabularies, and of its tokenizer a copy, for answers in another thread."""
-        self._copied, self.vocabularies = other.tokenizer, other.vocabularies
 
     @property
     def policy(self) -> TreePolicy | None:

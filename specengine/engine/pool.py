@@ -19,6 +19,7 @@ from specengine.models.lanes import Gathering, LaneTarget, Ticket, free_memory
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
+from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
     from specengine.engine import Engine
@@ -48,6 +49,7 @@ class Pool:
             raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
         self.memory = free_memory() // 2 if memory is None else memory
         self.gathering = Gathering(engine.target.lm)
+        self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count)]
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
@@ -150,9 +152,8 @@ class Pool:
         target = LaneTarget(self.gathering)
         if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
             target.join(head)
-        made = type(engine)(target, draft, policy)
-        made.notes, made.pool = list(engine.notes), self
-        made.read_as(engine)
+        made = type(engine)(target, draft, policy, self.tokenizer)
+        made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
         return made
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:

@@ -484,7 +484,7 @@ class Gathering:
         for request in batch:
             end = row + len(request.tokens)
             if request.features and states is not None:
-                request.states = states[row:end].clone()
+                request.states = states[row:end]
             if request.logits is not None and logits is not None:
                 request.logits.copy_(logits[rated : rated + len(request.logits)])
                 rated += len(request.logits)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -591,6 +591,15 @@ class TokenTree:
         return cls(capacity, device, token)
 
     @classmethod
+    def alone(cls, token: int, device: torch.device) -> TokenTree:
+        """Return a tree of the root alone that stays one. All but its token is what other such trees have too."""
+        if device.type != FREE:
+            return cls(1, device, token)
+        arrays, counters = _blank_alone()
+        tokens = torch.tensor([token], dtype=torch.int64, device=device)
+        return _fill(cls.__new__(cls), (tokens, *arrays), counters)
+
+    @classmethod
     def of(
         cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor, passes: int = 0
     ) -> TokenTree:
@@ -770,6 +779,13 @@ def _blank(capacity: int, device: torch.device | str) -> tuple[Tensor, Tensor, T
     ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
     ancestors[0, 0] = 1
     return nodes, ancestors, torch.tensor([[1], [0], [0]], dtype=torch.int32, device=device)
+
+
+@cache
+def _blank_alone() -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Counters]:
+    """Return what trees of a root alone on the host have in common: arrays but the tokens, and counters."""
+    tree = TokenTree(1, torch.device(FREE))
+    return (tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors), tree.counters
 
 
 CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +89,47 @@ class Decoder:
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+READS = "encode", "apply_chat_template"  # of a tokenizer, beside calls
+
+
+class SharedTokenizer:
+    """A tokenizer for several threads: one copy of it reads, a text at a time, and another one does all else.
+
+    What reads is set anew for each text, which fails where anyone else uses it meanwhile. Copies are made when needed.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._given, self._reads, self._copies_alone = tokenizer, threading.Lock(), threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> SharedTokenizer | None:
+        """Return a tokenizer, which may be None, for several threads."""
+        return None if tokenizer is None else (_SharedCallable if callable(tokenizer) else cls)(tokenizer)
+
+    @functools.cached_property
+    def _copies(self) -> tuple[Any, Any]:
+        with self._copies_alone:
+            return vars(self).get("_copies") or (copy.deepcopy(self._given), copy.deepcopy(self._given))
+
+    def read(self, name: str, *given: Any, **options: Any) -> Any:
+        with self._reads:
+            return getattr(self._copies[0], name)(*given, **options)
+
+    def ready(self) -> None:
+        """Make the copies now."""
+        _ = self._copies
+
+    def __len__(self) -> int:
+        return len(self._copies[1])
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self.read, name) if name in READS else getattr(self._copies[1], name)
+
+
+class _SharedCallable(SharedTokenizer):
+    __call__ = functools.partialmethod(SharedTokenizer.read, "__call__")
 
 
 def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import math
 import threading
@@ -214,9 +215,12 @@ class Worker:
             if self.parallel > 1:
                 self._pool = Pool(self.engine, self.parallel)
                 self._idle = [*self._pool.engines]
-                _ = self._idle[0].tokenizer  # made now: the first answer need not wait for it
+                if self._pool.tokenizer is not None:
+                    self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
             self.limits, self._short = limits_of(self.engine), limits_of(self.engine)
+            gc.collect()
+            gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
         except BaseException as error:  # told by whoever waits for the engine
             self.failure, self.state = error, "failed"
             self.failed()
