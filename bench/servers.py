@@ -1,6 +1,6 @@
-"""Compare servers at several numbers of clients: a queue, answers at once, and llama.cpp's server on the same file.
+"""Compare servers at several numbers of clients: a queue, answers at once, and the servers of llama.cpp and vLLM.
 
-    python -m bench.servers [--llama-server PATH] [--clients 1 2 4 8 16] --out FILE
+    python -m bench.servers [--llama-server PATH] [--vllm PATH] [--clients 1 2 4 8 16] --out FILE
 
 All servers run all the time, and one of them is asked at a time: every round asks all in turn, so that load on the
 machine meets all of them. A client streams greedy answers of one length, each after the one before has ended. A number
@@ -30,7 +30,8 @@ from bench.arguments import add_arguments
 from specengine.checkpoints import embedded
 
 Record = dict[str, Any]
-CONTEXT = 2048  # tokens of a conversation in llama.cpp, which wants to know them before
+CONTEXT = 2048  # tokens of a conversation in llama.cpp and vLLM, which want to know them before
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2"}  # its setting of memory for caches, in GiB
 
 
 @dataclass
@@ -84,6 +85,10 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
         llama = [args.llama_server, "-m", str(file), *batched, "-t", str(args.threads), "--no-webui"]
         found[f"llama.cpp, -np {most}"] = llama
         found[f"llama.cpp, -np {most}, ngram drafts"] = [*llama, "--spec-type", "ngram-simple"]
+    if args.vllm is not None:
+        sizes = ["--max-num-seqs", str(most), "--max-model-len", str(CONTEXT)]
+        served = ["--model", str(args.vllm_model or embedded.path()), "--served-model-name", "default", *sizes]
+        found[f"vLLM, --max-num-seqs {most}"] = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", *served]
     return found
 
 
@@ -164,11 +169,11 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
 
 
 @contextlib.contextmanager
-def _server(words: list[str], port: int, seconds: float = 120) -> Iterator[str]:
+def _server(words: list[str], port: int, seconds: float = 300) -> Iterator[str]:
     """Run a server until it is left; yields its address once it is ready."""
     address = f"http://127.0.0.1:{port}"
     with subprocess.Popen(
-        [*words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | VLLM
     ) as server:
         try:
             end = time.monotonic() + seconds
@@ -178,6 +183,9 @@ def _server(words: list[str], port: int, seconds: float = 120) -> Iterator[str]:
                 time.sleep(0.2)
             yield address
         finally:
+            server.terminate()  # vLLM ends processes of its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(10)
             server.kill()
 
 
@@ -195,6 +203,8 @@ def _public(words: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.servers", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; default: it is left out")
+    parser.add_argument("--vllm", metavar="PATH", help="the Python that has vLLM for CPUs; default: it is left out")
+    parser.add_argument("--vllm-model", metavar="FOLDER", help="a model's folder for it; default: the embedded one's")
     parser.add_argument("--file", type=Path, help="a GGUF file; default: the embedded model's, with its head")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--requests", type=int, default=16, help="of a cell, but two for each client at least")

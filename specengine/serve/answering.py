@@ -206,7 +206,8 @@ async def events(
     try:
         while True:
             try:
-                come = await asyncio.wait_for(inbox.get(), queue.seconds)
+                async with asyncio.timeout(queue.seconds):  # `wait_for` makes a task of every wait
+                    come = await inbox.get()
             except TimeoutError:
                 for silent in queue.look():
                     yield silent

@@ -34,9 +34,11 @@ def test_percentiles() -> None:
 
 
 def test_command_lines_name_no_folder() -> None:
-    args = Namespace(clients=[1, 4], file=Path("/there/m.gguf"), threads=2, llama_server="/here/llama-server")
+    peers = {"llama_server": "/here/llama-server", "vllm": "/here/python", "vllm_model": "/there/m"}
+    args = Namespace(clients=[1, 4], file=Path("/there/m.gguf"), threads=2, **peers)
     found = servers.commands(args)
-    assert len(found) == 5
+    assert len(found) == 6
+    assert found["vLLM, --max-num-seqs 4"][-2:] == ["--max-model-len", str(servers.CONTEXT)]
     public = [servers._public(words) for words in found.values()]
     assert not any("/there" in words or "/here" in words for words in public)
     assert sum("--parallel 4" in words for words in public) == 2
