@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers papers bench-server docs test-gpu test-gpu-offline bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -114,6 +114,11 @@ test-gpu: $(VENV)/.installed-gpu  ## the tests that need a CUDA device
 # part ends within nine minutes, and leaves what it has found so far
 OFFLINE := build/offline
 ON_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/$(OFFLINE)$(if $(PYTHONPATH),:$(PYTHONPATH))
+define LINK_SOURCES
+mkdir -p $(OFFLINE)
+ln -sfn $(CURDIR)/kernels $(OFFLINE)/specengine_kernels
+ln -sfn $(CURDIR)/csrc $(OFFLINE)/specengine_csrc
+endef
 NINE_MINUTES := timeout --signal=INT --kill-after=20 540
 PARTS ?= kernels graphs
 test-gpu-offline: $(OFFLINE)/.built  ## the same for kernels, then graphs, with the packages that PYTHON has
@@ -121,9 +126,7 @@ test-gpu-offline: $(OFFLINE)/.built  ## the same for kernels, then graphs, with 
 
 # without the forward on CPUs, which takes longest to compile
 $(OFFLINE)/.built: $(INSTALL_FILES)
-	mkdir -p $(OFFLINE)
-	ln -sfn $(CURDIR)/kernels $(OFFLINE)/specengine_kernels
-	ln -sfn $(CURDIR)/csrc $(OFFLINE)/specengine_csrc
+	$(LINK_SOURCES)
 	-SPECENGINE_CUDA=1 SPECENGINE_CPU=0 SPECENGINE_JOBS=$$(nproc) $(PYTHON) setup.py -q build_ext --inplace
 	@touch $@
 
@@ -151,6 +154,19 @@ bench-gpu-offline-8b: $(OFFLINE)/.built $(MODEL)/config.json
 	$(ON_KERNELS) $(MEASURE) bench.graphs --model build/8b --draft build/8b/head $(FEW) --out $(RESULTS)/graphs-8b-gpu.jsonl
 build/smollm2-135m-instruct/config.json: $(OFFLINE)/.built
 	$(ON_PATH) $(PYTHON) -m bench.offline join build/parts $(@D)
+
+# torch's CUDA build runs without a device, from some 6 GB of packages
+PINS := .venv-pins
+PINS_PYTHON ?= python3.12
+PINS_TESTS ?= tests/graphs tests/cuda tests/ops tests/kernels
+test-device-pins: $(PINS)/.installed  ## with the packages of a device's image, tests that stand for a device
+	$(LINK_SOURCES)
+	$(PINS)/bin/python setup.py -q build_ext --inplace
+	$(ON_PATH) $(PINS)/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not model" $(PINS_TESTS)
+$(PINS)/.installed: tests/cuda/pins.txt
+	$(PINS_PYTHON) -m venv $(PINS)
+	$(PINS)/bin/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
 
 # each writes a record as soon as it has it, and what fails does not end the rest; kernels first
 bench-gpu: $(VENV)/.installed-gpu  ## the same on a CUDA device, kernels and graphs first, into bench/results
