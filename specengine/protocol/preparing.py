@@ -17,7 +17,7 @@ from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedCh
 from specengine.protocol.settings import Settings
 from specengine.protocol.thoughts import thought_marks
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
-from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
+from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, schemas_of, tools_for
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import WRITTEN, Constraint, compiled
@@ -204,8 +204,9 @@ class CheckedRequest:
     def _prompt_ids(self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]) -> list[int]:
         if self._functions:
             format_of(limits.tokenizer)
+        tools = self._functions
         if isinstance(self.request, ChatRequest):
-            require_written(limits.tokenizer, self.conversation, self._functions)
+            tools = tools_for(limits.tokenizer, self.conversation, tools)
         room = self._room(limits, still_wanted)
         prompt = self.conversation
         if isinstance(self.request, CompletionRequest) and (around := self.request.infill) is not None:
@@ -221,7 +222,7 @@ class CheckedRequest:
             vocab_size=engine.target.vocab_size,
             max_context=engine.target.max_context,
             allow_special_text=live,
-            tools=self._functions,
+            tools=tools,
             template=self._template,
             room=room,
         )

@@ -23,7 +23,7 @@ from specengine.protocol.preparing import CheckedRequest, ModelLimits
 from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.settings import Settings
-from specengine.protocol.tools import format_of
+from specengine.protocol.tools import format_of, tools_for
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
 from specengine.serve import shapes
@@ -156,8 +156,9 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
         raise InputError("messages: this model has no chat template")
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
+    tools = tools_for(tokenizer, messages, request.template_tools)
     try:
-        text = tokenizer.apply_chat_template(messages, tools=request.template_tools, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     except Exception as error:  # a template raises what it likes
         said = " ".join(str(error).split())
         raise InputError(f"messages: the chat template does not take these messages ({said:.300})") from error
