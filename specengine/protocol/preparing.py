@@ -321,10 +321,10 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
     if isinstance(choice, NamedChoice):
         rules.append(f"start: {opening} body")
     elif choice == "required" or answer is not None:
-        several = request.parallel_tool_calls if choice == "required" else request.parallel_tool_calls is not False
-        more = f'("\\n" {opening} body)*' if several else ""
-        other = "" if choice == "required" else f"| %json {json.dumps({**(answer or {}), 'x-guidance': WRITTEN | STRICT})}"
-        rules.append(f"start: {opening} body {more} {other}")
+        free, several = choice != "required", request.parallel_tool_calls
+        more = f'("\\n" {opening} body)*' if several or (free and several is None) else ""
+        told = json.dumps({**(answer or {}), "x-guidance": WRITTEN | STRICT})
+        rules.append(f"start: {opening} body {more} {f'| %json {told}' if free else ''}")
     elif OPENING in added:
         others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
         written = [token for token in others if token not in tokenizer.all_special_tokens]

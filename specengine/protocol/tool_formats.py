@@ -15,7 +15,8 @@ TEMPLATE = (
     "{% set system = 'You are a helpful assistant.' %}{% set turns = messages %}"
     "{% if messages and messages[0].role == 'system' %}"
     "{% set system = messages[0].content %}{% set turns = messages[1:] %}{% endif %}"
-    "<|im_start|>system\n{{ system }}{% if tools %}{{ '\n\n' }}You can call these tools. Each line describes one, in JSON:\n"
+    "<|im_start|>system\n{{ system }}"
+    "{% if tools %}{{ '\n\n' }}You can call these tools. Each line describes one, in JSON:\n"
     "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}\n"
     "To call a tool, answer with its name and its arguments, and nothing else:\n"
     '<tool_call>\n{"name": "NAME", "arguments": {"NAME": VALUE}}\n</tool_call>{% endif %}<|im_end|>\n'
