@@ -28,7 +28,7 @@ from specengine.request.prompts import Room
 from specengine.request.text import decoder
 from specengine.serve import shapes
 from specengine.serve.answering import require_model, require_ready
-from specengine.serve.worker import Worker, limits_of
+from specengine.serve.worker import Worker
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,6 @@ class Texts:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
         self._lock = threading.Lock()
-        self._limits: ModelLimits | None = None
 
     @property
     def engine(self) -> Engine:
@@ -49,12 +48,12 @@ class Texts:
 
     async def read(self, work: Callable[[Engine, ModelLimits], Result]) -> Result:
         """Return the result of `work`, in a thread; RequestError."""
-        engine = self.engine
+        engine, limits = self.engine, self.worker.beside
+        assert limits is not None
 
         def run() -> Result:
             with self._lock:
-                self._limits = self._limits or limits_of(engine)
-                return work(engine, self._limits)
+                return work(engine, limits)
 
         try:
             return await asyncio.to_thread(run)

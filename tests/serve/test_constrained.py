@@ -106,6 +106,12 @@ def test_any_object_and_plain_text(server: Served) -> None:
     assert free == server.post(CHAT).json()["choices"][0]["message"]
 
 
+def test_the_vocabulary_is_read_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+        monkeypatch.delattr("llguidance.hf.from_tokenizer")
+        assert server.post(CHAT | {"response_format": FORMAT, "max_tokens": 5}).status_code == 200
+
+
 def test_an_answer_cut_short_ends_with_length(server: Served) -> None:
     choice = server.post(CHAT | {"response_format": FORMAT, "max_tokens": 5}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ('{"nam', "length")
