@@ -37,10 +37,12 @@ def test_an_answer_whole_and_streamed(scripted: Any) -> None:
 
 
 def test_texts(tiny_server: str) -> None:
-    text = OpenAILike(api_base=f"{tiny_server}/v1", is_chat_model=False, temperature=0, **BASE | {"model": "tiny"})
-    whole = text.complete("Once", max_tokens=8)
+    text = OpenAILike(
+        api_base=f"{tiny_server}/v1", is_chat_model=False, temperature=0, **BASE | {"model": "tiny", "max_tokens": 8}
+    )
+    whole = text.complete("Once")
     assert whole.raw.usage.completion_tokens <= 8
-    assert "".join(part.delta or "" for part in text.stream_complete("Once", max_tokens=8)) == whole.text
+    assert "".join(part.delta or "" for part in text.stream_complete("Once")) == whole.text
 
 
 def test_tools_and_structured_output(scripted: Any) -> None:
