@@ -52,9 +52,14 @@ test-sanitized: $(VENV)/.installed-dev  ## all tests, extensions built to watch 
 
 # some clients want other versions than specengine: they have environments of their own, and speak to a server's process
 CLIENTS := .venv-clients
+OPENAI_2 := .venv-clients-openai-2
+NODE := tests/clients/node
 LOAD := .venv-load
-test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## clients of the server that others wrote, against a server
-	SPECENGINE_SERVER_PYTHON=$(CURDIR)/$(RUN) $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+TEST_CLIENTS = -m pytest --confcutdir=tests/clients --durations=10
+test-clients: export SPECENGINE_SERVER_PYTHON = $(CURDIR)/$(RUN)
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed $(OPENAI_2)/.installed $(if $(shell command -v npm),$(NODE)/node_modules/.installed)  ## clients of the server that others wrote, against a server
+	$(CLIENTS)/bin/python $(TEST_CLIENTS) tests/clients --ignore=tests/clients/openai_2
+	$(OPENAI_2)/bin/python $(TEST_CLIENTS) tests/clients/openai_2
 
 # other engines, each in an environment of its own: `specengine bench --way peer:NAME`; what cannot be had is left out
 PEERS ?= $(basename $(notdir $(wildcard bench/peers/*.txt)))
@@ -102,6 +107,7 @@ papers: $(VENV)/.installed-run  ## the row of each paper's claim, and whether it
 bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under load, and under badly behaved clients
 	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl
 	$(RUN) -m tests.serve.storm --out build/results/server-storm.jsonl
+	$(RUN) -m tests.serve.hostile --out build/results/server-hostile.jsonl
 
 docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its figures and links checked
 	$(RUN) -m docs.build --check
@@ -214,13 +220,15 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
+$(OPENAI_2)/.installed: tests/clients/openai_2/requirements.txt
+$(LOAD)/.installed: bench/load-requirements.txt
+$(CLIENTS)/.installed $(OPENAI_2)/.installed $(LOAD)/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -r $<
 	@touch $@
 
-$(LOAD)/.installed: bench/load-requirements.txt
-	$(PYTHON) -m venv $(LOAD)
-	$(LOAD)/bin/python -m pip install --disable-pip-version-check -r $<
+$(NODE)/node_modules/.installed: $(NODE)/package-lock.json
+	cd $(NODE) && npm ci
 	@touch $@
 
 $(VENV)/.installed-run: $(INSTALL_FILES) | $(VENV)/bin/pip

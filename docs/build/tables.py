@@ -544,6 +544,16 @@ def memory(file: str) -> str:
     return table(("requests", "MB resident"), rows, file)
 
 
+def hostile(file: str) -> str:
+    """Return how long another user waits beside bodies that take long to read, from tests.serve.hostile."""
+    rows = [
+        [r["body"], number(r, "megabytes", 2), str(r["status"]), number(r, "seconds", 2), number(r, "longest", 2)]
+        for r in records(file)
+        if r["record"] == "hostile"
+    ]
+    return table(("body", "MB", "status", "its own answer, s", "the other user waits longer by, s"), rows, file)
+
+
 def replicas(file: str) -> str:
     """Return the throughput of replicas that share the cores of a machine."""
     rows = [
@@ -604,7 +614,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
-        *(load, servers, model_shapes, storm, memory),
+        *(load, servers, model_shapes, storm, hostile, memory),
         *(device, device_kernels, device_layers, device_tests),
     )
 }

@@ -34,7 +34,7 @@ DOUBT = 0.3  # share of a rate by which the ways must differ to be told apart af
 AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
 SOON = 0.5  # seconds of serving after which the other way is tried with a number of texts that is new
 IDLE = 0.1  # seconds between forwards, if they take less themselves, after which timing begins anew
-PIECE = 64  # tokens of a prompt that are run at a time beside other texts
+PIECE, NEAR, LEAST = 64, 2048, 16  # tokens of a prompt that are run at a time beside other texts; see `piece_at`
 
 
 @dataclass(eq=False)
@@ -576,9 +576,9 @@ class LaneTarget(NativeTarget):
         states: list[Tensor] = []
         while tokens:
             self.ticket.check()
-            size = PIECE if self.others else PREFILL_ROWS
-            piece, tokens = tokens[:size], tokens[size:]
             length = self.cache.length
+            size = piece_at(length) if self.others else PREFILL_ROWS
+            piece, tokens = tokens[:size], tokens[size:]
             self.cache.reserve(length + len(piece))
             ids = torch.tensor(piece, dtype=torch.int64, device="cpu")
             positions = torch.arange(length, length + len(piece), dtype=torch.int64, device="cpu")
@@ -590,6 +590,11 @@ class LaneTarget(NativeTarget):
             self.ticket.client.served += len(piece)
             states += [] if found is None else [found]
         return torch.cat(states) if states else None
+
+
+def piece_at(length: int) -> int:
+    """Return how many tokens of a prompt are run at a time behind so many: the further behind, the longer one takes."""
+    return max(LEAST, PIECE * NEAR // max(NEAR, length))
 
 
 def free_memory() -> int:

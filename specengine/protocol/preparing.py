@@ -17,10 +17,10 @@ from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedCh
 from specengine.protocol.settings import Settings
 from specengine.protocol.thoughts import thought_marks
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
-from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, require_written, schemas_of
+from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, schemas_of, tools_for
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
-from specengine.request.grammars import WRITTEN, Constraint, compiled
+from specengine.request.grammars import STRICT, WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import decoder
@@ -204,8 +204,9 @@ class CheckedRequest:
     def _prompt_ids(self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]) -> list[int]:
         if self._functions:
             format_of(limits.tokenizer)
+        tools = self._functions
         if isinstance(self.request, ChatRequest):
-            require_written(limits.tokenizer, self.conversation, self._functions)
+            tools = tools_for(limits.tokenizer, self.conversation, tools)
         room = self._room(limits, still_wanted)
         prompt = self.conversation
         if isinstance(self.request, CompletionRequest) and (around := self.request.infill) is not None:
@@ -221,7 +222,7 @@ class CheckedRequest:
             vocab_size=engine.target.vocab_size,
             max_context=engine.target.max_context,
             allow_special_text=live,
-            tools=self._functions,
+            tools=tools,
             template=self._template,
             room=room,
         )
@@ -266,18 +267,26 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
-    """Return the options that keep an answer to these fields; RequestError where the fields contradict each other."""
+    """Return the options that keep an answer to these fields; RequestError where the fields contradict each other.
+
+    Beside tools, `response_format` is for the answer that calls none.
+    """
     asked = request.constraints
     if len(asked) > 1:
         name, other = sorted(asked)[:2]
         raise RequestError(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
-    calls = calls_grammar(request, tokenizer) if isinstance(request, ChatRequest) else None
-    if calls is not None and asked:
+    own = next(iter(asked.values()), {})
+    if not isinstance(request, ChatRequest):
+        return own
+    formats = own if "response_format" in asked else {}
+    answer = {"type": "object"} if "json_object" in formats else formats.get("json_schema")
+    calls = calls_grammar(request, tokenizer, answer)
+    if calls is not None and asked.keys() - {"response_format"}:
         name = next(iter(asked))
         raise RequestError(
             400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name
         )
-    return next(iter(asked.values()), {}) if calls is None else {"grammar": calls}
+    return own if calls is None else {"grammar": calls}
 
 
 def constraint_names(request: Sampling) -> dict[str, str]:
@@ -286,18 +295,22 @@ def constraint_names(request: Sampling) -> dict[str, str]:
     return dict.fromkeys(("json_schema", "json_object", "grammar"), field)
 
 
-def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
+def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any] | None = None) -> str | None:
     """Return a Lark grammar of the calls that `tool_choice` and strict tools allow, or None where any text is allowed.
 
     In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
-    `required` is one call, unless the client says that there may be several.
+    `required` is one call, unless the client says that there may be several. Text that is no call meets the schema
+    `answer`, if there is one.
     """
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, NamedChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    elif choice == "none" or (choice != "required" and not any(tool.function.strict for tool in tools)):
+    elif not tools or choice == "none":
         return None
-    if not isinstance(format_of(tokenizer), Hermes):
+    hermes = isinstance(format_of(tokenizer), Hermes)
+    if choice in (None, "auto") and not any(tool.function.strict for tool in tools) and (answer is None or not hermes):
+        return None
+    if not hermes:
         name = "tool_choice" if choice not in (None, "auto") else "tools"
         message = f"{name}: calls can be forced, and kept to their schema, where they are written as {Hermes.title}"
         raise RequestError(400, message, name, "unsupported_field")
@@ -307,9 +320,11 @@ def calls_grammar(request: ChatRequest, tokenizer: Any) -> str | None:
     rules += [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
     if isinstance(choice, NamedChoice):
         rules.append(f"start: {opening} body")
-    elif choice == "required":
-        more = f'("\\n" {opening} body)*' if request.parallel_tool_calls else ""
-        rules.append(f"start: {opening} body {more}")
+    elif choice == "required" or answer is not None:
+        free, several = choice != "required", request.parallel_tool_calls
+        more = f'("\\n" {opening} body)*' if several or (free and several is None) else ""
+        told = json.dumps({**(answer or {}), "x-guidance": WRITTEN | STRICT})
+        rules.append(f"start: {opening} body {more} {f'| %json {told}' if free else ''}")
     elif OPENING in added:
         others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
         written = [token for token in others if token not in tokenizer.all_special_tokens]

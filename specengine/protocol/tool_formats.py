@@ -15,10 +15,11 @@ TEMPLATE = (
     "{% set system = 'You are a helpful assistant.' %}{% set turns = messages %}"
     "{% if messages and messages[0].role == 'system' %}"
     "{% set system = messages[0].content %}{% set turns = messages[1:] %}{% endif %}"
-    "<|im_start|>system\n{{ system }}\n\nYou can call these tools. Each line describes one, in JSON:\n"
-    "{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}\n"
+    "<|im_start|>system\n{{ system }}"
+    "{% if tools %}{{ '\n\n' }}You can call these tools. Each line describes one, in JSON:\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}\n"
     "To call a tool, answer with its name and its arguments, and nothing else:\n"
-    '<tool_call>\n{"name": "NAME", "arguments": {"NAME": VALUE}}\n</tool_call><|im_end|>\n'
+    '<tool_call>\n{"name": "NAME", "arguments": {"NAME": VALUE}}\n</tool_call>{% endif %}<|im_end|>\n'
     "{% for turn in turns %}{% if turn.role == 'tool' %}"
     "<|im_start|>user\n<tool_response>\n{{ turn.content }}\n</tool_response>"
     "{% else %}<|im_start|>{{ turn.role }}\n{{ turn.content or '' }}"

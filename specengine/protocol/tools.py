@@ -112,29 +112,36 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {function["name"]: function.get("parameters") for function in functions}
 
 
-def require_written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-    """Raise RequestError for calls of tools, and their results, in a conversation whose template leaves them out."""
+def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> Any:
+    """Return the tools to fill the template with: `tools`, or [] for a conversation whose calls it else leaves out.
+
+    [] selects a template for tools that stands beside the plain one: clients leave `tools` out behind a tool's answer.
+    RequestError for calls of tools, and their results, that no template of the tokenizer writes.
+    """
     called = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
     result = next((place for place, message in enumerate(messages) if message["role"] == "tool"), None)
-    if (called is None and result is None) or not getattr(tokenizer, "chat_template", None):
-        return
+    template = getattr(tokenizer, "chat_template", None)
+    if (called is None and result is None) or not template:
+        return tools
 
-    def same(*conversations: list[dict[str, Any]]) -> bool:
+    def same(given: Any, *conversations: list[dict[str, Any]]) -> bool:
         try:
-            texts = [str(tokenizer.apply_chat_template(each, tools=tools, tokenize=False)) for each in conversations]
+            texts = [str(tokenizer.apply_chat_template(each, tools=given, tokenize=False)) for each in conversations]
         except Exception:  # a template raises what it likes; what it says of the messages themselves comes later
             return False
         return texts[0] == texts[1]
 
-    if called is not None and same([_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
-        place = f"messages[{called}].tool_calls"
-        raise RequestError(400, f"{place}: this model's chat template does not write calls of tools", place)
-    told = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
-    if result is not None and same(
-        [_USER, _SAID, told | {"content": "one"}], [_USER, _SAID, told | {"content": "two"}]
-    ):
-        place = f"messages[{result}].role"
-        raise RequestError(400, f"{place}: this model's chat template does not write results of tools", place)
+    for given in (tools, []) if tools is None and isinstance(template, dict) else (tools,):
+        told = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
+        if called is not None and same(given, [_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
+            place, kind = f"messages[{called}].tool_calls", "calls"
+        elif result is not None and same(
+            given, [_USER, _SAID, told | {"content": "one"}], [_USER, _SAID, told | {"content": "two"}]
+        ):
+            place, kind = f"messages[{result}].role", "results"
+        else:
+            return given
+    raise RequestError(400, f"{place}: this model's chat template does not write {kind} of tools", place)
 
 
 def marks(known: Format, tokenizer: Any) -> list[int]:

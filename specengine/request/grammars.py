@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 # JSON as json.dumps writes it: one way to write each value forces more tokens, and no model gets lost in blanks.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_STRICT = {"lenient": False, "coerce_one_of": False}
+STRICT = {"lenient": False, "coerce_one_of": False}
 MAX_TEXT = 1 << 18  # characters of a schema or a grammar
 # Of a schema, all its objects together: the library compares each with each.
 MAX_PROPERTIES, MAX_PATTERNS = 1500, 50
@@ -55,7 +55,7 @@ def _compiled(field: str, text: str) -> str:
         if field == "grammar":
             made = library().grammar_from("grammar", text)
         else:
-            made = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | _STRICT)
+            made = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
         return made, *library().LLMatcher.validate_grammar_with_warnings(made, limits=_limits())
 
     try:

@@ -23,12 +23,12 @@ from specengine.protocol.preparing import CheckedRequest, ModelLimits
 from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.settings import Settings
-from specengine.protocol.tools import format_of
+from specengine.protocol.tools import format_of, tools_for
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
 from specengine.serve import shapes
 from specengine.serve.answering import require_model, require_ready
-from specengine.serve.worker import Worker, limits_of
+from specengine.serve.worker import Worker
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,6 @@ class Texts:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
         self._lock = threading.Lock()
-        self._limits: ModelLimits | None = None
 
     @property
     def engine(self) -> Engine:
@@ -49,12 +48,12 @@ class Texts:
 
     async def read(self, work: Callable[[Engine, ModelLimits], Result]) -> Result:
         """Return the result of `work`, in a thread; RequestError."""
-        engine = self.engine
+        engine, limits = self.engine, self.worker.beside
+        assert limits is not None
 
         def run() -> Result:
             with self._lock:
-                self._limits = self._limits or limits_of(engine)
-                return work(engine, self._limits)
+                return work(engine, limits)
 
         try:
             return await asyncio.to_thread(run)
@@ -156,8 +155,9 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
         raise InputError("messages: this model has no chat template")
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
+    tools = tools_for(tokenizer, messages, request.template_tools)
     try:
-        text = tokenizer.apply_chat_template(messages, tools=request.template_tools, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     except Exception as error:  # a template raises what it likes
         said = " ".join(str(error).split())
         raise InputError(f"messages: the chat template does not take these messages ({said:.300})") from error

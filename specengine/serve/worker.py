@@ -20,6 +20,7 @@ from specengine.errors import InputError, QueueFullError, UnsupportedModelError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
+from specengine.request.options import GenerationOptions
 from specengine.request.prompts import longest_token
 from specengine.serve.clients import Clients
 from specengine.serve.metrics import Metrics
@@ -94,6 +95,7 @@ class Worker:
         self.metrics = metrics
         self.engine: Engine | None = None
         self.limits: ModelLimits | None = None
+        self.beside: ModelLimits | None = None  # for whoever reads texts without an answer; copied at the start, slowly
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
         self._clients = Clients()
@@ -218,7 +220,8 @@ class Worker:
                 if self._pool.tokenizer is not None:
                     self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
-            self.limits, self._short = limits_of(self.engine), limits_of(self.engine)
+            self.limits, self._short, self.beside = (limits_of(self.engine) for _ in range(3))
+            _read_vocabulary(self.engine)
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
         except BaseException as error:  # told by whoever waits for the engine
@@ -410,6 +413,13 @@ def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]
     expected = prepared.prediction
     found = found_again(expected, answer.token_ids) if expected else 0
     return found, len(expected) - found
+
+
+def _read_vocabulary(engine: Engine) -> None:
+    """Read the tokenizer as constraints need it, which holds up all threads, before there are requests."""
+    target = engine.target
+    with contextlib.suppress(Exception):  # whoever asks for a constraint is told
+        engine.constraint(GenerationOptions.of({"json_object": True}, target.generation_config, 1, target.max_context))
 
 
 def limits_of(engine: Engine) -> ModelLimits:

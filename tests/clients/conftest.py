@@ -47,6 +47,20 @@ def calling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def scripted_server() -> Iterator[str]:
+    """Serve a model that says what tests.serve.scripted makes it say: it calls tools where it may, and ends."""
+    _require_extra()
+    command, pipe = [PYTHON, "-m", "tests.serve.scripted"], subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
     """Serve the default model, named `smol`, for tests marked `model`. KEY is needed."""
     _require_extra()

@@ -256,11 +256,12 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"])
 def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "GRACE", 0.2)
+    monkeypatch.setattr(lanes, "LONGEST", 5.0)  # seconds: threads of a busy machine wait for their turns
     lm = native_lm(tiny(family))
     draft = Recycling() if policy == "eagle" else None
     engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)
     asked = [*prompts(5), [(7 * i + 3) % VOCABULARY for i in range(150)]]  # the last one is taken in by pieces
-    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": [], "logprobs": 1}
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": [], "logprobs": 1}
     alone = [engine.generate(prompt, **options) for prompt in asked]
     pool = Pool(engine, 3)
     many = pool.generate(asked, **options)
@@ -271,6 +272,16 @@ def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str, monkey
     assert pool.gathering.forwards < 0.7 * sum(result.stats.num_spec_steps for result in alone)
     again = pool.generate(asked[:3], **options)  # on states that were kept, or taken in anew
     assert [result.token_ids for result in again] == [result.token_ids for result in alone[:3]]
+
+
+def test_the_further_behind_the_fewer_tokens_of_a_prompt_are_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [lanes.piece_at(length) for length in (0, 2048, 4096, 100_000)] == [64, 64, 32, 16]
+    engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
+    asked = [[(7 * i + 3) % VOCABULARY for i in range(150)], [1, 2, 3]]
+    alone = [engine.generate(prompt, max_new_tokens=20, eos_token_id=[]).token_ids for prompt in asked]
+    monkeypatch.setattr(lanes, "NEAR", 32)
+    found = engine.generate_many(asked, max_new_tokens=20, eos_token_id=[])
+    assert [result.token_ids for result in found] == alone
 
 
 @pytest.mark.parametrize("policy", ["smart", "ddtree", "caddtree", "cast"])

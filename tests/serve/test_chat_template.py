@@ -58,6 +58,18 @@ def test_a_template_of_its_own_for_requests_with_tools() -> None:
         result = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
         told = prompt(server, user, {"role": "assistant", "tool_calls": [CALL]}, result, tools=[TOOL])
         assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in told
+        history = [user, {"role": "assistant", "tool_calls": [CALL]}, result]
+        told = prompt(server, *history)  # some clients leave `tools` out once a tool has answered
+        assert told.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi")
+        assert call in told
+        assert "<tool_response>\n2\n</tool_response>" in told
+        for fields in ({}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
+            assert prompt(server, *history, **fields) == told
+            answer = server.post(CHAT | {"messages": history, "max_tokens": 1, "return_token_ids": True, **fields})
+            assert server.post({"tokens": answer.json()["prompt_token_ids"]}, "/detokenize").json()["content"] == told
+        for path in ("/v1/chat/completions", "/apply-template"):
+            refused = plain.post({"messages": history}, path)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[1].tool_calls")
         forced = server.post(CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}).json()
         assert forced["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
         assert server.client.get("/props").json()["chat_template"] == plain.client.get("/props").json()["chat_template"]

@@ -11,7 +11,7 @@ from transformers import AddedToken
 pytest.importorskip("llguidance")
 
 from specengine import Engine
-from specengine.protocol.preparing import calls_grammar
+from specengine.protocol.preparing import calls_grammar, constraint_options
 from specengine.protocol.requests import ChatRequest
 from specengine.request.grammars import Vocabularies, compiled
 from tests.engine.engines import engine_of
@@ -106,6 +106,12 @@ def test_any_object_and_plain_text(server: Served) -> None:
     assert free == server.post(CHAT).json()["choices"][0]["message"]
 
 
+def test_the_vocabulary_is_read_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+        monkeypatch.delattr("llguidance.hf.from_tokenizer")
+        assert server.post(CHAT | {"response_format": FORMAT, "max_tokens": 5}).status_code == 200
+
+
 def test_an_answer_cut_short_ends_with_length(server: Served) -> None:
     choice = server.post(CHAT | {"response_format": FORMAT, "max_tokens": 5}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ('{"nam', "length")
@@ -172,6 +178,32 @@ def test_a_strict_tool_constrains_calls_and_no_other_text(added: list[str]) -> N
         assert ">" not in goes_on("I ask.<tool_call")  # the tag's token alone opens a call
 
 
+@pytest.mark.parametrize("tool", [TOOL, STRICT])
+@pytest.mark.parametrize("asked", [FORMAT, {"type": "json_object"}])
+def test_a_format_beside_tools_is_for_answers_that_call_none(
+    caller: Served, tool: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    both = CHAT | {"tools": [tool], "response_format": asked}
+    choice = caller.post(both | {"tool_choice": "required", "max_tokens": 99}).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] in ('{"city": "Bern"}', '{"city": "Oslo"}')
+    tokenizer = byte_tokenizer(TEMPLATE)
+    names = Vocabularies(tokenizer, len(tokenizer))
+
+    def goes_on(text: str, **fields: Any) -> str:
+        grammar = constraint_options(ChatRequest.model_validate(both | fields), tokenizer)["grammar"]
+        allowed = names.constraint("grammar", compiled("grammar", grammar), [259]).allowed(tokenizer(text)["input_ids"])
+        return "".join(tokenizer.decode([token]) for token in allowed.nonzero()[0])
+
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    assert goes_on("") == "<{"
+    assert goes_on('<tool_call>\n{"name": "weather", "arguments": {"city": "') == "BO"
+    assert goes_on(call) == "\n<|end|>"
+    assert goes_on(call, parallel_tool_calls=False) == "<|end|>"
+    if asked is FORMAT:
+        assert goes_on('{"name": "A') == "dl"
+        assert goes_on('{"name": "Ada", "born": 1815}') == "<|end|>"
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -199,7 +231,8 @@ def test_a_strict_tool_constrains_calls_and_no_other_text(added: list[str]) -> N
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_choice": ["a"], "grammar": 'start: "a"'}, "grammar"),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": FORMAT}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required", "grammar": 'start: "a"'}, "grammar"),
+        ({"tools": [TOOL], "response_format": {"type": "json_schema", "schema": {"not": {}}}}, "response_format"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (

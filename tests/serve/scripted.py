@@ -1,0 +1,33 @@
+"""A server whose model calls the tool that it is offered, tells what the tool said, and edits a file as aider asks.
+
+python -m tests.serve.scripted prints its address, and ends with its standard input.
+"""
+
+import sys
+
+from specengine.protocol.requests import ChatRequest, NamedChoice, Sampling
+from tests.serve.saying import saying
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"river": "Po"}}\n</tool_call>'
+EDIT = "sum.py\n```\ndef add(a, b):\n    return a + b\n```"
+
+
+def answer_to(request: Sampling) -> str | None:
+    """Return the answer, or None for one that the model makes up within a constraint."""
+    if not isinstance(request, ChatRequest) or request.tool_choice == "required":
+        return None
+    last = request.messages[-1]
+    if last.role != "tool" and request.template_tools:
+        return None if isinstance(request.tool_choice, NamedChoice) else CALL
+    if request.constraints:
+        return '{"river": "Po"}'
+    if last.role == "tool":
+        return f"It is {last.text}."
+    return EDIT if "Mend the sum" in last.text else f"You said: {last.text}"
+
+
+if __name__ == "__main__":
+    with saying(context=16384) as made:
+        made.said = answer_to
+        print(made.server.address, flush=True)
+        sys.stdin.read()
