@@ -327,7 +327,6 @@ def top_entropy(
             columns,
             top,
             **tiled,
-            **EVEN,
         )
     _add_up[(rows,)](
         tile_peak,

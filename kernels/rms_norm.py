@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from specengine_kernels.candidate_selection import EVEN
 from torch import Tensor
 
 LARGEST_ROW = 32768  # channels; a row stands in the registers of one program
@@ -92,6 +91,5 @@ def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: f
         ADDS=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-        **EVEN,
     )
     return out, total
