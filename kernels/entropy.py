@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from specengine_kernels.candidate_selection import EVEN, LARGEST, _read, aligned
+from specengine_kernels.candidate_selection import LARGEST, _read, aligned
 from torch import Tensor
 
 TILE = 4096  # columns per program; fewer where that leaves multiprocessors idle
@@ -348,7 +348,6 @@ def top_entropy(
         WHOLE=whole,
         NORMALIZED=normalized,
         num_warps=8,
-        **EVEN,
     )
     return out
 

@@ -30,6 +30,7 @@ compiles = pytest.mark.skipif(
 )
 VERSION = "triton " + ".".join(triton.__version__.split(".")[:2])
 LARGEST = [["attention", 64, 4, size, "bfloat16"] for size in (128, 256)]
+OF_ONE_LANE = ("_add_up",)  # what it makes of its sums is one number a row, which one lane stores
 H100 = tree_attention.Tiles(128, 64, 8, 3)
 
 
@@ -47,7 +48,8 @@ def test_heads_of_128_and_256_channels_fit_the_smallest_cards(card: str) -> None
 def test_programs_of_a_card(card: str) -> None:
     programs = compiled(SHIPPED, card)
     assert not more(needs(programs), table().get(VERSION, {}).get(card, {}), ROOM[card])
-    assert not [program for program in programs if program["races"] or program.get("lopsided")]
+    assert not [program for program in programs if program["races"]]
+    assert not [each for each in programs if each.get("lopsided") and each["kernel"] not in OF_ONE_LANE]
 
 
 @pytest.mark.slow
