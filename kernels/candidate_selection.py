@@ -23,6 +23,9 @@ ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_STATISTICS = 2048  # tile or group maxima, of all rows, that a program of `_filter` holds
 RANKED, RIVALS = 128, 32  # candidates per program of `_rank`, and how many others it compares them with at a time
 MOST_RANKERS = 128
+# Launch options of kernels that sum products over lanes. Of two lanes that exchange their products, each would fuse its
+# own into the addition, without rounding it, so that one sum would come out differently in each lane.
+EVEN = {"enable_fp_fusion": False}
 
 
 class Selection(NamedTuple):
@@ -440,6 +443,7 @@ def select_candidates(
         BUDGET_ON_DEVICE=isinstance(wanted, Tensor),
         LARGEST=LARGEST,
         num_warps=max(4, cut.tile // 256),  # with fewer, registers spill
+        **EVEN,
     )
     _rank[(min(triton.cdiv(capacity, RANKED), MOST_RANKERS),)](
         path_keys,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from specengine_kernels.candidate_selection import (
+    EVEN,
     LARGEST,
     RANKED,
     RIVALS,
@@ -252,6 +253,7 @@ def top_children(
         RIVALS=RIVALS,
         NORMALIZED=normalized,
         num_warps=4,
+        **EVEN,
     )
     return out
 

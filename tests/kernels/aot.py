@@ -129,6 +129,7 @@ def facts_of(cubin: bytes) -> dict[str, Any]:
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
         "code": hashlib.sha256(cubin).hexdigest(),
+        "lopsided": lopsided(code),
         "registers": registers,
         "stack": stack,
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
@@ -138,6 +139,29 @@ def facts_of(cubin: bytes) -> dict[str, Any]:
         "load_16_bytes": len(re.findall(r"\bLDG\.E\S*\.128\b", code)),
         "load_narrow": len(re.findall(r"\bLDG\.E(?!\S*\.(?:128|64))", code)),
     }
+
+
+EXCHANGED = re.compile(r"\bSHFL\.BFLY \S+, (R\d+),")
+WRITTEN = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?U?P\d+ )?[A-Z0-9.]+ (?:U?P\w+, )*(R\d+)")
+FUSED = re.compile(r"\b[FD]FMA\S* R\d+, .*, \|?(R\d+)(?:\.reuse)?\|? ;")
+
+
+def lopsided(code: str) -> list[str]:
+    """Return the fused products of machine code that add another lane's product to their own.
+
+    That lane's was rounded, the own is not, so each lane of a butterfly ends with another sum. What a kernel then makes
+    of that sum, the same for all lanes as it says, depends on the lane.
+    """
+    exchanged: set[str] = set()
+    found = []
+    for line in code.splitlines():
+        if (fused := FUSED.search(line)) and fused[1] in exchanged:
+            found.append(" ".join(line.split()[1:-1]))
+        if written := WRITTEN.search(line):
+            exchanged.discard(written[1])
+        if shuffled := EXCHANGED.search(line):
+            exchanged.add(shuffled[1])
+    return found
 
 
 def facts_of_amd(text: str) -> dict[str, Any]:
