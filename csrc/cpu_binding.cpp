@@ -570,7 +570,7 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
-  module.attr("INTERFACE") = 17;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 18;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -692,13 +692,15 @@ PYBIND11_MODULE(_cpu, module) {
         for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.own_embedding(ids[row], found.at() + row * width);
       });
   py::class_<Draft>(module, "Eagle")
-      // sizes: hidden, draft vocabulary, query heads, key-value heads, head size; flags: norm_before_residual,
-      // norm_logits, norm_recurrent
+      // sizes: hidden, draft vocabulary, query heads, key-value heads, head size, window or 0; flags:
+      // norm_before_residual, norm_logits, norm_recurrent
       .def(py::init([](const std::string& kernels, const std::string& numerics, const std::vector<int64_t>& sizes,
-                       const std::vector<bool>& flags, float eps, std::shared_ptr<cpu::Weights> weights, std::vector<float> frequencies, float factor) {
-        require_sizes(sizes, 5);
+                       const std::vector<bool>& flags, float eps, std::shared_ptr<cpu::Weights> weights,
+                       std::vector<float> frequencies, float factor) {
+        require_sizes(sizes, 6);
         require(flags.size() == 3, "flags", static_cast<int64_t>(flags.size()), "3");
-        const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2]), eps, flags[0], flags[1], flags[2]};
+        const cpu::EagleShape shape{sizes[0], sizes[1], heads_of(&sizes[2]), eps, flags[0], flags[1], flags[2],
+                                    sizes[5]};
         require_frequencies(frequencies, shape.heads.size / 2, shape.heads);
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);

@@ -14,13 +14,14 @@ struct EagleShape {
   Heads heads;
   float eps;
   bool norm_before_residual, norm_logits, norm_recurrent;
+  int64_t window = 0;  // places that a row sees, its own included; 0: all
 };
 
 class Eagle {
  public:
   Eagle(const Kernels& kernels, const EagleShape& shape, const Weights& weights, Rope rope)
-      : shape_(shape), ropes_{std::move(rope)}, space_(kernels, {{0, shape.heads.groups()}}),
-        layer_(weights.layer("layers.0.", shape.heads, shape.hidden, 2 * shape.hidden)),
+      : shape_(shape), ropes_{std::move(rope)}, space_(kernels, {{shape.window, shape.heads.groups()}}),
+        layer_(windowed(weights.layer("layers.0.", shape.heads, shape.hidden, 2 * shape.hidden), shape.window)),
         fusion_(weights.matrix("fc", shape.hidden)), head_(weights.matrix("lm_head", shape.vocabulary, shape.hidden)),
         input_norm_(weights.needed("layers.0.input_layernorm.weight", shape.hidden)),
         hidden_norm_(weights.needed("layers.0.hidden_norm.weight", shape.hidden)),
@@ -154,6 +155,11 @@ class Eagle {
       if (call.logits) Readout(space_, head_, call.first_logits).run(team, normed, call.logits);
     };
     Pool::shared().run(threads, run_all, space_.around());
+  }
+
+  static Layer windowed(Layer layer, int64_t window) {
+    layer.window = window;
+    return layer;
   }
 
   const EagleShape shape_;

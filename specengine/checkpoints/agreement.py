@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine.models.eagle import EagleConfig, EagleHead, causal, default_layer_ids, embed_for
+from specengine.models.eagle import EagleConfig, EagleHead, default_layer_ids, embed_for, within
 from specengine.models.huggingface import CausalLM
 from specengine.models.native import NativeLM
 
@@ -91,7 +91,7 @@ def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, emb
     """Return the head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))
     positions = torch.arange(len(hidden), device=hidden.device, dtype=torch.int64)
-    states = head(hidden[None], embeddings[None], positions[None], causal)[0]
+    states = head(hidden[None], embeddings[None], positions[None], within(head.config.sliding_window))[0]
     logits = head.logits(states)
     if logits is None:
         logits = target.head(head.readout(states))

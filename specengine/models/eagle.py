@@ -59,6 +59,7 @@ class EagleConfig:
     norm_before_residual the residual is the normalised input instead of the input itself
     norm_logits          logits are read behind the final norm
     norm_recurrent       children read their parent's state behind the final norm
+    sliding_window       positions that a row of the layer sees, its own included; 0: all
     temperatures         divisors of the logits when the head serves, by depth from the root's children on; the last
                          one also holds below, none changes nothing. They change the probabilities that policies read,
                          not the order of tokens
@@ -91,6 +92,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     norm_logits: bool = True
     norm_recurrent: bool = False
+    sliding_window: int = 0
     temperatures: tuple[float, ...] = ()
 
     @property
@@ -128,6 +130,19 @@ def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dty
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend over a whole sequence: each row sees itself and the rows before it."""
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def within(window: int) -> Attend:
+    """Return `causal` for rows that see the last `window` positions, their own included; 0: all before them."""
+    if not window:
+        return causal
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = query.shape[-2]
+        seen = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
+        return scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+
+    return attend
 
 
 class EagleHead(nn.Module, ABC):

@@ -15,6 +15,7 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM
 from specengine.models.twins import Packed, worth_packing
+from specengine.models.windows import note_places
 
 
 class TorchHead:
@@ -28,6 +29,7 @@ class TorchHead:
         self._packed: Packed | None = Packed(head) if (worth_packing(head) if pack is None else pack) else None
         self._runs: Any = head
         self._tables = head.rope.tables(0, device)
+        self._window = self.config.sliding_window or None
 
     @property
     def weights(self) -> tuple[torch.nn.Module, ...]:
@@ -61,7 +63,7 @@ class TorchHead:
             positions = torch.arange(length, length + rows, device=hidden.device, dtype=torch.int64)
             embeddings = embed_for(self.module, self._target, piece)
             inputs = hidden[first : first + rows], embeddings, positions
-            self._runs(*(tensor[None] for tensor in inputs), _PromptAttention(self.cache, length))
+            self._runs(*(tensor[None] for tensor in inputs), _PromptAttention(self.cache, length, self._window))
             self.cache.length = length + rows
 
     def forward(
@@ -77,7 +79,10 @@ class TorchHead:
             states = self._runs.fuse(features.to(self.dtype))
         hidden, embeddings = self._inputs(states, sources, rows)
         inputs = hidden, embeddings.to(self.dtype), rows.positions
-        recurrent = self._runs(*(tensor[None] for tensor in inputs), _RowAttention(self.cache, rows, self._tables))[0]
+        if self._window is not None:
+            note_places(self.cache, rows)
+        attention = _RowAttention(self.cache, rows, self._tables, self._window)
+        recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
         recurrent = recurrent if one is None else recurrent.index_select(0, one)
         logits = self._runs.logits(recurrent)
         return self._target.head(self._runs.readout(recurrent)) if logits is None else logits, recurrent
@@ -94,27 +99,27 @@ class TorchHead:
 class _PromptAttention:
     """Attention of consecutive rows behind `before` others, whose keys and values go to the cache."""
 
-    def __init__(self, cache: KVCache, before: int) -> None:
-        self.slab, self.before = cache.slab[0], before
+    def __init__(self, cache: KVCache, before: int, window: int | None) -> None:
+        self.slab, self.before, self.window = cache.slab[0], before, window
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = key.shape[2]
         keys, values = self.slab[:, :, : self.before + rows]
         keys[:, self.before :], values[:, self.before :] = key[0], value[0]
-        if not self.before:
+        if not self.before and (self.window is None or self.window >= rows):
             return causal(query, key, value)
-        mask = Prompt(self.before).packed_mask(rows, query.shape[1] // key.shape[1], query)
+        mask = Prompt(self.before).packed_mask(rows, query.shape[1] // key.shape[1], query, self.window)
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
 
 class _RowAttention(RotatingAttend):
     """Attention of rows, which rotates them and puts their keys and values where they belong."""
 
-    def __init__(self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor]) -> None:
-        self.slab, self.rows, self.tables = cache.slab[0], rows, tables
+    def __init__(self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor], window: int | None) -> None:
+        self.slab, self.rows, self.tables, self.window = cache.slab[0], rows, tables, window
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = self.rows
         at = rows.positions, self.tables, self.slab, rows.slot, rows.live
         rotated = ops.rope_store(query[0], key[0], value[0], *at)
-        return attend(rotated, self.slab[0], self.slab[1], rows)[None]
+        return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specengine.errors import BackendError
 
-INTERFACE = 17  # as in csrc/cpu_binding.cpp
+INTERFACE = 18  # as in csrc/cpu_binding.cpp
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
 except ImportError:  # no compiler was there at installation

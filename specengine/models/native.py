@@ -787,6 +787,7 @@ class NativeHead:
         self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
         sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
+        sizes.append(config.sliding_window)
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
             target.instruction_set,

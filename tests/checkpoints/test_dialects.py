@@ -204,6 +204,7 @@ def test_rotary_sets_are_read_with_all_that_they_say(tmp_path: Path, rope: dict[
     assert load_head(write(tmp_path, raw, official(config, random_state(config)))).config == config
 
 
+NEAR, FULL = "sliding_attention", "full_attention"
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "hidden_size: got None, accepted a whole number, 1 to 16777216"),
     ({"vocab_size": "many"}, "vocab_size: got 'many'"),
@@ -263,6 +264,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"draft_temperatures": [True]}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
     ({"draft_temperatures": [1.0] * 65}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
     ({"attention_bias": "no"}, "attention_bias: got 'no', accepted true or false"),
+    ({"layer_types": [NEAR], "sliding_window": 0}, "sliding_window: got 0, accepted a whole number"),
 ]
 
 
@@ -278,7 +280,11 @@ BAD_NESTED: list[tuple[dict[str, Any], str]] = [
     ({"speculators_model_type": "mlp"}, "speculators_model_type: got 'mlp', known are eagle, eagle3"),
     ({"transformer_layer_config": None}, "transformer_layer_config: is missing"),
     ({"transformer_layer_config": {**FLAT, "model_type": None}}, r"model_type: got None, accepted llama or qwen3"),
-    ({"transformer_layer_config": {**FLAT, "layer_types": ["sliding_attention"]}}, "sliding-window drafts are not"),
+    ({"transformer_layer_config": {**FLAT, "layer_types": [FULL, NEAR]}}, "drafts of several layers are not"),
+    (
+        {"transformer_layer_config": {**FLAT, "layer_types": [NEAR]}},
+        "sliding_window: got None, accepted a whole number",
+    ),
     ({"speculators_model_type": ["eagle3"]}, r"speculators_model_type: got \['eagle3'\], known are"),
     ({"transformer_layer_config": "x"}, "transformer_layer_config: got 'x', accepted an object"),
     ({"transformer_layer_config": {**FLAT, "layer_types": 1}}, "layer_types: got 1, accepted a list of text"),

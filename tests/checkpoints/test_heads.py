@@ -32,6 +32,8 @@ BOTH = [
     head_config(qkv_bias=True, o_bias=True),
     head_config(temperatures=(0.85, 1.0, 1.25)),
     head_config(1, temperatures=(0.9,)),
+    head_config(1, sliding_window=9),
+    head_config(sliding_window=7),
 ]
 ONE = {
     "official": [head_config(norm_logits=False), head_config(1, qkv_bias=True)],

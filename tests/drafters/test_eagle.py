@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -18,7 +18,16 @@ from specengine.checkpoints.agreement import Convention, conventions, one_step_a
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models.eagle import EagleConfig, EagleHead, Rope, causal, default_layer_ids, head_from, make_head
+from specengine.models.eagle import (
+    Attend,
+    EagleConfig,
+    EagleHead,
+    Rope,
+    causal,
+    default_layer_ids,
+    head_from,
+    make_head,
+)
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -55,6 +64,9 @@ VARIANTS: dict[str, EagleConfig] = {
     "eagle-3 temperatures": head_config(temperatures=(0.5, 2.0)),
     "eagle-1 temperatures": head_config(1, temperatures=(2.0, 0.5, 0.25, 1.5, 3.0)),
     "eagle-3 own width": head_config(hidden_size=24, own_embeddings=True),
+    "eagle-3 window": head_config(sliding_window=6),
+    "eagle-3 window of two": head_config(sliding_window=2),
+    "eagle-1 window": head_config(1, sliding_window=14),
 }
 
 
@@ -66,6 +78,14 @@ def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -
 
 
 # ---------------------------------------------------------------------------------------------------- tree nodes
+
+
+def seen(head: EagleHead, rows: int) -> Attend:
+    """Attention by a dense mask, row by row."""
+    mask = torch.zeros(rows, rows, dtype=torch.bool)
+    for row in range(rows):
+        mask[row, max(0, row - (head.config.sliding_window or rows) + 1) : row + 1] = True
+    return lambda query, key, value: scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
 
 
 @torch.inference_mode()
@@ -85,7 +105,7 @@ def dense_logits(
     embeddings = embedding(torch.tensor(tokens[1:]), table.weight)
     while True:
         rows = len(hidden)
-        recurrent = head(hidden[None], embeddings[None, :rows], torch.arange(rows)[None], causal)[0, -1:]
+        recurrent = head(hidden[None], embeddings[None, :rows], torch.arange(rows)[None], seen(head, rows))[0, -1:]
         if rows == len(tokens) - 1:
             break
         hidden = torch.cat([hidden, recurrent])

@@ -15,8 +15,8 @@ import torch
 from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
 from specengine.models import Successors, native
-from specengine.models.eagle import head_from
-from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
+from specengine.models.eagle import EagleConfig, head_from
+from specengine.models.native import WITH_PAIRS, NativeHead, NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.models.native_engines import (
     DRAFTS,
@@ -191,22 +191,25 @@ def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instruction
         assert all(map(torch.equal, chosen.successors, Successors.of(logits, min(count, VOCABULARY))))
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_heads_draft_as_torch_does(version: int) -> None:
+HEADS: dict[str, EagleConfig] = {
+    "eagle-1": head_config(1),
+    "eagle-3": head_config(),
+    "window": head_config(sliding_window=5),
+    "window of one": head_config(sliding_window=1),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_as_torch_does(kind: str) -> None:
     """On a native target's features; EAGLE-3 by the native forward, whose float32 sums stand in another order."""
-    lm = lm_of("llama", None, torch.float32)
-    ours = drafter_of(f"eagle-{version}", lm, "llama", None)
-    assert isinstance(ours.head, NativeHead) == (version == 3)
+    lm, config = lm_of("llama", None, torch.float32), HEADS[kind]
+    state = random_state(config)
+    native_head = NativeHead(config, state, lm) if config.version == 3 else head_from(config, state, lm.dtype, CPU)
     runs = []
-    for drafter in (ours, torch_head(lm, version)):
-        engine = Engine(NativeTarget(lm), drafter, policies.make("eagle", width=4, expansions=4, budget=20))
+    for head in (native_head, head_from(config, state, lm.dtype, CPU)):
+        engine = Engine(NativeTarget(lm), Eagle(head, lm), policies.make("eagle", width=4, expansions=4, budget=20))
         pieces = list(engine.stream(PROMPT, max_new_tokens=24))
         runs.append([(piece.cycle.tree.tokens.tolist(), piece.cycle.tree.log_probs) for piece in pieces])
     for (tokens, scores), (their_tokens, their_scores) in zip(*runs, strict=True):
         assert tokens == their_tokens
         assert torch.allclose(scores, their_scores, atol=1e-3)
-
-
-def torch_head(lm: NativeLM, version: int) -> Eagle:
-    config = head_config(version, lm.model)  # type: ignore[arg-type]
-    return Eagle(head_from(config, random_state(config), lm.dtype, CPU), lm)

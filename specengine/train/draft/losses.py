@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
 from specengine.errors import InputError
-from specengine.models.eagle import EagleHead, causal, embed
+from specengine.models.eagle import EagleHead, embed, within
 from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Reading, Teacher
 
@@ -192,7 +192,7 @@ class Unrolling:
 
     def first(self) -> Tensor:
         """Return recurrent states of all rows, [batch, length - 1, hidden size]."""
-        attend = _Recorded(causal)
+        attend = _Recorded(within(self._head.config.sliding_window))
         tokens = self._tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(tokens.shape)
         hidden = self._head.fuse(self._features[:, :-1].to(self._head.dtype))
@@ -211,7 +211,10 @@ class Unrolling:
         count, width = tokens.shape[1:]
         hidden = _of_parents(self._states.detach() if detach else self._states, parents)
         self._path = [(_of_parents(key, parents), _of_parents(value, parents)) for key, value in self._path]
-        attend = _Recorded(_PathAttention(self._prefix, self._path, self._anchors, width))
+        window = self._head.config.sliding_window
+        path = self._path[max(self._depth - window, 0) if window else 0 :]
+        begin = self._anchors + (self._depth - window + 1) if window else torch.zeros_like(self._anchors)
+        attend = _Recorded(_PathAttention(self._prefix, path, begin, self._anchors, width))
         positions = (self._anchors + self._depth)[:, :, None].expand(tokens.shape)
         embeddings = embed(self._head, self._model, tokens.flatten(1))
         states = self._head(hidden.flatten(1, 2), embeddings, positions.flatten(1), attend)
@@ -240,15 +243,24 @@ class _Recorded:
         return self._attend(query, key, value)
 
 
+_Pair = tuple[Tensor, Tensor]  # keys and values
+
+
 class _PathAttention:
-    """Attention of nodes to the rows up to their anchor, to their ancestors and to themselves."""
+    """Attention of nodes to the rows from `begin` to their anchor, to their ancestors and to themselves."""
 
     def __init__(
-        self, prefix: tuple[Tensor, Tensor], path: list[tuple[Tensor, Tensor]], anchors: Tensor, width: int
+        self,
+        prefix: tuple[Tensor, Tensor],
+        path: list[tuple[Tensor, Tensor]],
+        begin: Tensor,
+        anchors: Tensor,
+        width: int,
     ) -> None:
         self._prefix, self._path = prefix, path
         rows = torch.arange(prefix[0].shape[2], device=anchors.device, dtype=torch.int64)
-        self._hidden = (rows > anchors[..., None]).repeat_interleave(width, dim=1)[:, None, None]
+        hidden = (rows > anchors[..., None]) | (rows < begin[..., None])
+        self._hidden = hidden.repeat_interleave(width, dim=1)[:, None, None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # softmax computes half precision in float32 internally; autocast would copy.

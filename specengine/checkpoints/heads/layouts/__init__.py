@@ -31,6 +31,7 @@ MAX_DEPTHS = 64
 MAX_FEATURES = 64
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
+_NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
 # Numbers of rotary sets beside rope_theta: range, and by type the required and the optional ones.
 _ROPE_RANGES = {
     "factor": (1.0, 1e6),
@@ -167,6 +168,7 @@ class Layout(ABC):
             "rope": self._rope(fields),
             "max_position_embeddings": fields.size("max_position_embeddings", 2048, MAX_POSITIONS),
             "temperatures": tuple(fields.numbers(_TEMPERATURES, count=MAX_DEPTHS, least=0.05, most=20.0)),
+            "sliding_window": fields.size("sliding_window") if fields.raw.get("layer_types") == [_NEAR] else 0,
         }
 
     def read_fusion(self, ids: list[int], stated: list[int]) -> dict[str, Any]:
@@ -241,7 +243,9 @@ class Layout(ABC):
         """Return the fields of the decoder layer."""
         rope = dict(config.rope)
         scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-        ours = {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
+        ours: dict[str, Any] = {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
+        if config.sliding_window:
+            ours |= {"layer_types": [_NEAR], "sliding_window": config.sliding_window}
         return {
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,

@@ -39,8 +39,8 @@ class Speculators(Layout):
         if kind not in ("llama", "qwen3"):
             # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
             raise CheckpointError(f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3")
-        if "sliding_attention" in layer.texts("layer_types"):
-            raise CheckpointError("transformer_layer_config.layer_types: sliding-window drafts are not supported")
+        if "sliding_attention" in layer.texts("layer_types")[1:]:
+            raise CheckpointError("transformer_layer_config.layer_types: drafts of several layers are not supported")
         bias = layer.flag("attention_bias")
         common = self.read_layer(layer) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": kind == "qwen3"}
         if self.version == 1:
