@@ -216,9 +216,12 @@ class CapturedDriver(EagerDriver):
                 return
         self._run("root")
         for number in range(1, self.passes):
-            if self.policy.ends_early and not int(self.frontier.live):
-                self._drafts = number > 1 or int(self.tree.passes) > 0
-                return
+            if self.policy.ends_early:
+                read = [self.frontier.live, self.tree.passes][: 2 if number == 1 else 1]
+                live, *passes = torch.cat(read).tolist()  # of the first pass both at once: one wait
+                if not live:
+                    self._drafts = number > 1 or passes[0] > 0
+                    return
             self._run("level")
         self._drafts = self.passes > 1
 
