@@ -41,6 +41,9 @@ class Eagle(RowDraft):
     """
 
     about = About(lookup=True)
+    learnt: Any = None  # a checkpoints.learnt.Learnt, where it learns from use
+    _stamp = 0  # of the head in use
+    _pack: bool | None = None
 
     def __init__(
         self,
@@ -88,7 +91,16 @@ class Eagle(RowDraft):
             return None
         name = embedded.HEAD if folder == shipped else folder.name
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
-        return lambda target, _: cls.of(heads.load_head(folder, **read), target.lm, name, pack=options.pack)
+
+        def make(target: Any, _: Any) -> Eagle:
+            made = cls.of(base := heads.load_head(folder, **read), target.lm, name, pack=options.pack)
+            if options.learn is not None:
+                made.learnt = checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base)
+                made._pack = options.pack
+                made.renew()
+            return made
+
+        return make
 
     @classmethod
     def of(cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None) -> Eagle:
@@ -102,6 +114,17 @@ class Eagle(RowDraft):
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
                 return cls(NativeHead(config, state, target), target, name=name)
         return cls(head_from(config, state, target.dtype, target.device), target, name=name, pack=pack)
+
+    def renew(self) -> bool:
+        """Take the head that was learnt since, with an empty cache. Return whether there was one."""
+        if (stamp := self.learnt.stamp) == self._stamp:
+            return False
+        if self.learnt.made[0] != stamp:  # drafts of texts at once share its weights
+            self.learnt.made = stamp, self.of(self.learnt.head(), self.target, "", pack=self._pack)
+        made = copy.copy(self.learnt.made[1])
+        made.name, made.learnt, made._stamp, made._pack = self.name, self.learnt, stamp, self._pack
+        self.__dict__.update(made.__dict__)
+        return True
 
     @property
     def traits(self) -> Traits:

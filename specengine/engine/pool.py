@@ -151,7 +151,7 @@ class Pool:
         if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
             target.join(head)
         made = type(engine)(target, draft, policy)
-        made.notes, made.pool = list(engine.notes), self
+        made.notes, made.pool, made.ring = list(engine.notes), self, engine.ring
         made.read_as(engine)
         return made
 
