@@ -98,7 +98,7 @@ def split(prompts: list[str], fresh: int = FRESH) -> tuple[list[str], list[str]]
 
 TREE = {"width": 10, "expansions": 6, "budget": 60}  # EAGLE's
 ASKED = {"german": {"raw": True, "temperature": 0.8, "seed": 1}}  # this model answers requests in German in English
-WAYS = {"in use": {}, "alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}}
+WAYS: dict[str, dict[str, Any]] = {"in use": {}, "alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}}
 
 
 def measured(sets: dict[str, list[str]], tokens: int, folder: Path | None) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -143,8 +143,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     learner.general()
     spent, began = time.process_time(), time.monotonic()
     rounds = learner.learn(60 * args.minutes)
-    yield {"record": "learning", "seconds": round(time.monotonic() - began), "cpu_seconds": round(time.process_time() - spent),
-           "tokens": sum(len(text.tokens) for text in learner.learnt.texts())}  # fmt: skip
+    seconds, cpu_seconds = round(time.monotonic() - began), round(time.process_time() - spent)
+    tokens = sum(len(text.tokens) for text in learner.learnt.texts())
+    yield {"record": "learning", "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
     for each in rounds:
         yield {"record": "round", "own": each.own._asdict(), "general": each.general._asdict(), "swapped": each.swapped,
                "renewed": each.renewed, "seconds": round(each.seconds)}  # fmt: skip
@@ -153,7 +154,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for (name, way), counts in before.items():
         yield compared(name, way, list(zip(counts, after[name, way], strict=True)))
     for (name, way), names in others.items():
-        yield compared(name, way, [pair for one in names for pair in zip(before[one, way], after[one, way], strict=True)])
+        yield compared(
+            name, way, [pair for one in names for pair in zip(before[one, way], after[one, way], strict=True)]
+        )
 
 
 def compared(name: str, way: str, pairs: list[tuple[tuple[int, int], tuple[int, int]]]) -> dict[str, Any]:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"
-CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, learnt=learnt, mtp=mtp, pretrained=pretrained)
+CHECKPOINTS = SimpleNamespace(
+    checks=checks, eagle=eagle, embedded=embedded, learnt=learnt, mtp=mtp, pretrained=pretrained
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 

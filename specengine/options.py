@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +56,8 @@ class LoadOptions:
                        has for it; rank 0 drafts, and the others do not return from loading
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
-    learn              a folder: keep prompts and answers there as token ids, and draft by the head that `specengine learn`
-                       trains on them; with an EAGLE head, without graphs
+    learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
+                       learn` has made of it there, without graphs
     progress           called with lines about what takes long; by default they go to stderr
     """
 
@@ -108,14 +107,12 @@ class LoadOptions:
         if self.compile_blocks and not self.graphs:
             raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self._check_tokenizer()
-        if self.learn is not None:
-            if not isinstance(self.learn, os.PathLike | str):
-                raise InputError(f"learn: got {shown(self.learn)}, accepted a folder or none")
-            self.learn = Path(self.learn)
         self.device = _device(self.device) if self.device is not None else None
         return self
 
     def _check_tokenizer(self) -> None:
+        if self.learn is not None and not isinstance(self.learn, os.PathLike | str):
+            raise InputError(f"learn: got {shown(self.learn)}, accepted a folder or none")
         given = self.tokenizer
         named = isinstance(given, os.PathLike | str)
         if given is not None and not named and not (callable(given) and hasattr(given, "decode")):

@@ -13,6 +13,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -54,10 +55,14 @@ class Learnt:
     others, or is none of these.
     """
 
-    def __init__(self, folder: Path, lm: Any, name: str, base: eagle.Checkpoint) -> None:
-        self.folder, self.base = folder, base
+    def __init__(self, folder: str | os.PathLike[str], lm: Any, name: str, base: eagle.Checkpoint) -> None:
+        self.folder, self.base = (folder := Path(folder)), base
         self.made: tuple[int, Any] = 0, None  # the draft of a stamp
-        begun = {"format": FORMAT, "target": likeness.record(lm, Path(name).name), "base": digest(base.state)}
+        begun: dict[str, Any] = {
+            "format": FORMAT,
+            "target": likeness.record(lm, Path(name).name),
+            "base": digest(base.state),
+        }
         try:
             if not (folder / FILE).exists():
                 if folder.is_dir() and any(folder.iterdir()):

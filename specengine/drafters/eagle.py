@@ -95,9 +95,7 @@ class Eagle(RowDraft):
         def make(target: Any, _: Any) -> Eagle:
             made = cls.of(base := heads.load_head(folder, **read), target.lm, name, pack=options.pack)
             if options.learn is not None:
-                made.learnt = checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base)
-                made._pack = options.pack
-                made.renew()
+                made.learn_from(checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base), options.pack)
             return made
 
         return make
@@ -115,15 +113,19 @@ class Eagle(RowDraft):
                 return cls(NativeHead(config, state, target), target, name=name)
         return cls(head_from(config, state, target.dtype, target.device), target, name=name, pack=pack)
 
+    def learn_from(self, learnt: Any, pack: bool | None) -> None:
+        """Draft by the head in use of a checkpoints.learnt.Learnt from here on. pack: as in `of`."""
+        self.learnt, self._pack = learnt, pack
+        self.renew()
+
     def renew(self) -> bool:
         """Take the head that was learnt since, with an empty cache. Return whether there was one."""
         if (stamp := self.learnt.stamp) == self._stamp:
             return False
         if self.learnt.made[0] != stamp:  # drafts of texts at once share its weights
-            self.learnt.made = stamp, self.of(self.learnt.head(), self.target, "", pack=self._pack)
-        made = copy.copy(self.learnt.made[1])
-        made.name, made.learnt, made._stamp, made._pack = self.name, self.learnt, stamp, self._pack
-        self.__dict__.update(made.__dict__)
+            self.learnt.made = stamp, self.of(self.learnt.head(), self.target, self.name, pack=self._pack)
+        kept = {"name": self.name, "learnt": self.learnt, "_stamp": stamp, "_pack": self._pack}
+        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | kept)
         return True
 
     @property

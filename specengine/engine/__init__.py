@@ -519,9 +519,8 @@ class Engine:
         reuse_cache: bool,
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
-        if self.ring is not None and drafter is not None and (draft := cast(Any, innermost(drafter))).renew():
-            if self.pool is not None and isinstance(draft.head, NativeHead):
-                cast(LaneTarget, self.target).join(draft.head)
+        if self.ring is not None and drafter is not None:
+            self._renew(cast(Any, innermost(drafter)))
         if policy is not None:
             own = functools.cache(lambda: stored.find(self.target, drafter, drivers.captured))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
@@ -549,6 +548,11 @@ class Engine:
         stats.notes += self.notes + self.target.notes
         stats.notes += [] if drivers.captured is None else drivers.captured.notes
         return lane
+
+    def _renew(self, draft: Any) -> None:
+        """Let the draft take a head that was learnt meanwhile."""
+        if draft.renew() and self.pool is not None and isinstance(draft.head, NativeHead):
+            cast(LaneTarget, self.target).join(draft.head)
 
     def _run_eagerly(self, error: CaptureError) -> None:
         """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""

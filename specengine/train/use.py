@@ -36,9 +36,10 @@ from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
 
 LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)  # as the head that ships was trained
-GENERAL = SynthesisOptions(tokens=24_000, rows=8, length=512)  # text by the target itself
+GENERAL = SynthesisOptions(tokens=12_000, rows=8, length=512)  # text by the target itself
 FEWEST = 20, 4  # texts to train on, and held back
 COMPARED = 64  # held-back texts of the user, the newest
+CALIBRATED = 12  # texts that temperatures are fitted to
 AHEAD, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
 SLOWEST = 1 / 16  # of the rate: from there on learning waits for new texts
 
@@ -57,10 +58,10 @@ class UseOptions:
                    more
     """
 
-    steps: int = 48
+    steps: int = 24
     step_tokens: int = 1024
     general: float = 0.25
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     renewed: int = 512
 
     def __post_init__(self) -> None:
@@ -141,7 +142,13 @@ class Learner:
         config = self.learnt.base.config
         if not config.own_head:
             raise InputError("learn: this head reads the target's vocabulary head, so it cannot learn from use")
-        self.engine, self.options, self.loss, self.turn, self.progress = engine, options or UseOptions(), loss, turn, progress
+        self.engine, self.options, self.loss, self.turn, self.progress = (
+            engine,
+            options or UseOptions(),
+            loss,
+            turn,
+            progress,
+        )
         self.target = engine.target
         self.teacher: Any = ServingTeacher(engine.target, config.feature_ids(engine.target.lm.layers))  # type: ignore[attr-defined]
         self._general = None if general is None else list(general)
@@ -179,11 +186,11 @@ class Learner:
         candidate = self.trained(current._replace(state=state), texts, trained, rate)
         others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
         mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
-        compared = [self.compared(current, candidate, named) for named in (mine, others)]
-        better = compared[0].gain > 2 * compared[0].error and compared[1].gain >= -compared[1].error
+        on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
+        better = on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error
         if better:
             self.swap(candidate, [text for _, text in (*mine, *others)])
-        done = Round(*compared, better, renewed, time.monotonic() - began)
+        done = Round(on_own, on_others, better, renewed, time.monotonic() - began)
         self.rounds += 1
         self.progress(
             f"round {self.rounds}: tokens per cycle {done.own}, on other text {done.general}: "
@@ -196,13 +203,22 @@ class Learner:
         if self._general is None:
             self.progress("writing text to compare with, once")
             folder = self.learnt.folder / "general"
-            corpus: Corpus = write_corpus(self.engine, self.engine.tokenizer, folder, GENERAL, name=self.target.name, progress=lambda line: self.turn())
+            corpus: Corpus = write_corpus(
+                self.engine,
+                self.engine.tokenizer,
+                folder,
+                GENERAL,
+                name=self.target.name,
+                progress=lambda line: self.turn(),
+            )
             self._general = [text for text in corpus if text.answers[2:].any()]
         return self._general
 
     # ---- training
 
-    def trained(self, found: eagle.Checkpoint, own: Sequence[Text], general: Sequence[Text], rate: float) -> eagle.Checkpoint:
+    def trained(
+        self, found: eagle.Checkpoint, own: Sequence[Text], general: Sequence[Text], rate: float
+    ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
         options, order = self.options, random.Random(time.time_ns())
         head = head_from(found.config, found.state, torch.float32, self.teacher.device).train().requires_grad_(True)
@@ -231,13 +247,13 @@ class Learner:
         for text in texts:
             self.turn()
             readings.append(self.teacher.read(text.tokens.long()[None]))
-        parts = zip(*((*(part[0] for part in reading[:3]),) for reading in readings), strict=True)
-        padded = (pad_sequence(list(part), batch_first=True) for part in parts)
-        return Reading(*padded, None), pad_sequence([text.answers for text in texts], batch_first=True)
+        tokens, features, states = (
+            pad_sequence([reading[part][0] for reading in readings], batch_first=True)
+            for part in range(3)  # type: ignore[index]
+        )
+        return Reading(tokens, features, states, None), pad_sequence([text.answers for text in texts], batch_first=True)
 
-    def _renewed(
-        self, state: eagle.State, own: Sequence[Text], general: Sequence[Text]
-    ) -> tuple[eagle.State, int]:
+    def _renewed(self, state: eagle.State, own: Sequence[Text], general: Sequence[Text]) -> tuple[eagle.State, int]:
         """Return the head with tokens of the user's answers in the place of such as no text has.
 
         A token has to stand there twice. It begins with its row of the target's head. Of those that no text has, the
@@ -276,7 +292,9 @@ class Learner:
         self, current: eagle.Checkpoint, candidate: eagle.Checkpoint, texts: Sequence[tuple[str, Text]]
     ) -> Comparison:
         """Compare two heads on texts, by name."""
-        was = torch.stack([self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts])
+        was = torch.stack(
+            [self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts]
+        )
         self._scores |= {name: row for (name, _), row in zip(texts, was, strict=True)}
         now = torch.stack([self._score(candidate, text) for _, text in texts])
         rows = was[:, 1]
@@ -294,7 +312,9 @@ class Learner:
     def swap(self, found: eagle.Checkpoint, texts: Sequence[Text]) -> None:
         """Put a head into use, with temperatures fitted to these held-back texts."""
         head = head_from(found.config, found.state, torch.float32, self.teacher.device)
-        temperatures = fit_temperatures(head, self.teacher, texts) or found.config.temperatures
+        temperatures = (
+            fit_temperatures(head, self.teacher, texts[:: -(-len(texts) // CALIBRATED)]) or found.config.temperatures
+        )
         self.learnt.swap(replace(found.config, temperatures=temperatures), found.state)
         self._scores.clear()
 
