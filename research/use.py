@@ -24,7 +24,7 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research import bootstrap
 from specengine import Engine
-from specengine.train.use import Learner, UseOptions
+from specengine.train.draft.use import Learner, UseOptions
 
 FRESH = 5  # every fifth prompt is for measuring alone
 MODULES = 60  # of Python's library

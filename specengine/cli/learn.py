@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.minutes < math.inf:
         raise InputError(f"minutes: got {arguments.minutes:g}, accepted above 0")
     _stand_back()
-    from specengine.train.use import Learner
+    from specengine.train.draft.use import Learner
 
     rounds = Learner(given.load_engine(arguments), progress=say).learn(60 * arguments.minutes)
     print(f"{sum(each.swapped for each in rounds)} of {len(rounds)} rounds gave a better head")
@@ -87,7 +87,7 @@ def _newer(folder: Path, last: str) -> list[str]:
 def _learn(recipe: given.Recipe, said: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the answer
     _stand_back()
-    from specengine.train.use import Learner
+    from specengine.train.draft.use import Learner
 
     with contextlib.suppress(InputError, EOFError):  # too few texts, learnt elsewhere, or there is nobody to learn for
         Learner(recipe.load(), turn=functools.partial(_turn, said)).learn(math.inf)

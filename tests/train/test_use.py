@@ -23,20 +23,20 @@ from specengine.models.eagle import embed, head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.use import AHEAD, Comparison, Learner, ServingTeacher, UseOptions, as_text, chain_lengths
 from specengine.train.text.corpus import Text
-from specengine.train.use import AHEAD, Comparison, Learner, ServingTeacher, UseOptions, as_text, chain_lengths
 from tests.toy import CPU, VOCABULARY, byte_tokenizer, head_config, random_state, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS = 6
 LOSS = make_loss("ttt", steps=2)
-OPTIONS = UseOptions(steps=30, step_tokens=400, learning_rate=1e-2, renewed=8)
+OPTIONS = UseOptions(steps=20, step_tokens=400, learning_rate=1e-2, renewed=8)
 BACKENDS = ("native", "huggingface")
 
 
 class Made:
-    """Folders of a model and of a head, and what is learnt from them."""
+    """Folders of a model and of a head, of their use, and text beside it."""
 
     def __init__(self, root: Path) -> None:
         self.model, self.head = root / "model", root / "head"
@@ -48,6 +48,14 @@ class Made:
         byte_tokenizer().save_pretrained(self.model)
         config = head_config(model=model)
         save_head(config, random_state(config), self.head)
+        self.use, engine = root / "use", self.engine(root / "use")
+        for prompt in prompts(48):
+            engine.generate(prompt, max_new_tokens=32, temperature=0.0)
+        engine.ring = None
+        answers = [engine.generate(each, max_new_tokens=32, temperature=0.0).token_ids for each in prompts(10, 1)]
+        self.general = [
+            Text(torch.tensor(each, dtype=torch.int32), torch.ones(32, dtype=torch.bool)) for each in answers
+        ]
 
     def engine(self, folder: Path | None, **options: Any) -> Engine:
         given = {"draft": str(self.head), "policy": "chain", "lookup": False, "learn": folder, **options}
@@ -64,26 +72,14 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return torch.randint(VOCABULARY, (count, 4), generator=random).tolist()
 
 
-def used(made: Made, folder: Path, count: int = 48, **options: Any) -> Engine:
+def used(made: Made, folder: Path, **options: Any) -> Engine:
     """An engine that was used."""
-    engine = made.engine(folder, **options)
-    for prompt in prompts(count):
-        engine.generate(prompt, max_new_tokens=32, temperature=0.0)
-    return engine
+    shutil.copytree(made.use, folder)
+    return made.engine(folder, **options)
 
 
-def general(engine: Engine, count: int = 10) -> list[Text]:
-    answers = [engine.generate(prompt, max_new_tokens=32, temperature=0.0).token_ids for prompt in prompts(count, 1)]
-    return [
-        Text(torch.tensor(answer, dtype=torch.int32), torch.ones(len(answer), dtype=torch.bool)) for answer in answers
-    ]
-
-
-def learner(engine: Engine, **changes: Any) -> Learner:
-    ring, engine.ring = engine.ring, None
-    texts = general(engine)
-    engine.ring = ring
-    return Learner(engine, OPTIONS, loss=LOSS, general=texts, **changes)
+def learner(engine: Engine, made: Made) -> Learner:
+    return Learner(engine, OPTIONS, loss=LOSS, general=made.general)
 
 
 def taught(one: Learner) -> bool:
@@ -142,7 +138,7 @@ def test_held_back_texts_are_never_trained_on(made: Made, tmp_path: Path, monkey
     ring = engine.ring.texts()
     held = {tuple(text.tokens) for text in ring if text.held_back}
     assert 4 <= len(held) < len(ring) / 2
-    one = learner(engine)
+    one = learner(engine, made)
     read, compares = [], []
     train, score = one.trained, one._score
 
@@ -174,7 +170,7 @@ def test_a_better_head_is_put_into_use_and_answers_stay(made: Made, tmp_path: Pa
     asked = [*prompts(48)[:6], *prompts(3, 5)]
     before = [engine.generate(prompt, max_new_tokens=16, temperature=0.0) for prompt in asked]
     sampled = engine.generate(asked[0], max_new_tokens=16, temperature=1.0, seed=3)
-    teaching = learner(made.engine(tmp_path / "use", backend=backend))
+    teaching = learner(made.engine(tmp_path / "use", backend=backend), made)
     assert taught(teaching)
     after = [engine.generate(prompt, max_new_tokens=16, temperature=0.0) for prompt in asked]
     assert [each.token_ids for each in after] == [each.token_ids for each in before]
@@ -186,7 +182,7 @@ def test_a_better_head_is_put_into_use_and_answers_stay(made: Made, tmp_path: Pa
 
 def test_a_worse_head_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = used(made, tmp_path / "use")
-    one = learner(engine)
+    one = learner(engine, made)
     assert taught(one)
     kept = one.learnt.head()
     monkeypatch.setattr(one, "trained", lambda found, *_: ruined(found))
@@ -197,7 +193,7 @@ def test_a_worse_head_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_head_that_loses_on_other_text_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = learner(used(made, tmp_path / "use"))
+    one = learner(used(made, tmp_path / "use"), made)
     compared = one.compared
 
     def losing(current: Checkpoint, candidate: Checkpoint, texts: Any) -> Comparison:
@@ -211,14 +207,14 @@ def test_a_head_that_loses_on_other_text_is_not(made: Made, tmp_path: Path, monk
 
 
 def test_learning_ends_where_nothing_is_better(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = learner(used(made, tmp_path / "use"))
+    one = learner(used(made, tmp_path / "use"), made)
     monkeypatch.setattr(one, "trained", lambda found, *_: ruined(found))
     assert len(one.learn(600.0)) == 5, "each half as fast as the one before"
 
 
 def test_missing_tokens_of_the_answers_enter_the_vocabulary(made: Made, tmp_path: Path) -> None:
     engine = used(made, tmp_path / "use")
-    one = learner(engine)
+    one = learner(engine, made)
     state = one.learnt.base.state
     texts = [as_text(text) for text in one.learnt.texts()]
     new, count = one._renewed(state, texts, [])
@@ -252,7 +248,7 @@ def test_the_teacher_is_the_target_as_it_serves(made: Made, backend: str) -> Non
 
 def test_chains_are_as_long_as_a_chain_policys(made: Made, tmp_path: Path) -> None:
     """At every place of an answer, against drafting from there, by a head that knows a little."""
-    one = learner(used(made, tmp_path / "use"))
+    one = learner(used(made, tmp_path / "use"), made)
     assert taught(one)
     engine = made.engine(tmp_path / "use", policy_options={"length": AHEAD})
     prompt = prompts(1)[0]
@@ -364,7 +360,7 @@ def test_drafts_that_do_not_learn_are_refused(made: Made, tmp_path: Path) -> Non
 
 
 def test_one_process_learns_at_a_time(made: Made, tmp_path: Path) -> None:
-    one, other = (learner(made.engine(tmp_path / "use")) for _ in range(2))
+    one, other = (learner(made.engine(tmp_path / "use"), made) for _ in range(2))
     with one.learnt.alone(), pytest.raises(InputError, match="another process is learning"):
         other.learn(1.0)
     with pytest.raises(InputError, match="too few"):
@@ -375,7 +371,7 @@ def test_one_process_learns_at_a_time(made: Made, tmp_path: Path) -> None:
 
 
 def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Path) -> None:
-    engine = used(made, tmp_path / "use", 8)
+    engine = used(made, tmp_path / "use")
     ring, asked = engine.ring, prompts(12, 3)
     plain = [made.engine(None).generate(prompt, max_new_tokens=12, temperature=0.0).token_ids for prompt in asked]
     pool = Pool(engine, 3)
@@ -396,7 +392,7 @@ def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Pat
         thread.join()
     assert [[each.token_ids for each in found] for found in answers] == [plain] * 3
     assert len({one.drafter._stamp for one in pool.engines}) >= 1
-    assert len(ring.texts()) == 8 + 12
+    assert len(ring.texts()) == 48 + 12
 
 
 def test_the_command(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,8 +402,8 @@ def test_the_command(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytes
     assert "too few" in capsys.readouterr().err
     assert main(["learn", folder, *model, "--minutes", "0"]) == 2
     assert "minutes: got 0" in capsys.readouterr().err
-    used(made, Path(folder))
-    monkeypatch.setattr("specengine.train.use.GENERAL", made_general())
+    used(made, Path(folder := str(tmp_path / "used")))
+    monkeypatch.setattr("specengine.train.draft.use.GENERAL", made_general())
     assert main(["learn", folder, *model, "--minutes", "0.0001"]) == 0
     printed = capsys.readouterr()
     assert printed.out in ("0 of 1 rounds gave a better head\n", "1 of 1 rounds gave a better head\n")
@@ -417,7 +413,7 @@ def test_the_command(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytes
 def made_general() -> Any:
     from specengine.train.text.options import SynthesisOptions
 
-    return SynthesisOptions(tokens=300, rows=8, length=40)
+    return SynthesisOptions(tokens=100, rows=6, length=24)
 
 
 def test_chat_keeps_what_was_said(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +447,7 @@ def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch:
     """With a pretended process: begun once there are new texts and it is quiet, told to wait and to go on, ended."""
     told: list[Any] = []
 
-    class Process:
+    class Child:
         def __init__(self, **given: Any) -> None:
             self.start = lambda: told.append("begun")
             self.terminate = lambda: told.append("ended")
@@ -459,7 +455,7 @@ def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch:
             self.join = lambda: None
 
     class Context:
-        Process = staticmethod(Process)
+        Process = Child
         Pipe = staticmethod(lambda duplex: (Said(), Said()))
 
     class Said:
@@ -475,7 +471,6 @@ def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch:
     (tmp_path / "texts" / "1.json").touch()
     # by look: busy, quiet with one text, another comes, busy, quiet
     steps = iter([False, *[True] * 5, False, False, *[True] * 5])
-    ended = threading.Event()
     looks = 0
 
     class Ended:
@@ -488,4 +483,3 @@ def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch:
 
     command._watch(None, tmp_path, lambda: next(steps), Ended())  # type: ignore[arg-type]
     assert told == ["begun", False, True, "ended"]
-    assert not ended.is_set()

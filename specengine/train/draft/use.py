@@ -60,8 +60,8 @@ class UseOptions:
 
     steps: int = 24
     step_tokens: int = 1024
-    general: float = 0.25
-    learning_rate: float = 5e-4
+    general: float = 0.4
+    learning_rate: float = 2e-4
     renewed: int = 512
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class Learner:
         """
         end, rounds, rate = time.monotonic() + seconds, list[Round](), self.options.learning_rate
         with self.learnt.alone():
-            while time.monotonic() < end and rate >= self.options.learning_rate * SLOWEST:
+            while not rounds or (time.monotonic() < end and rate >= self.options.learning_rate * SLOWEST):
                 rounds.append(self.round(rate))
                 if not rounds[-1].swapped:
                     rate /= 2
