@@ -1,7 +1,8 @@
 """Acceptance before and after a draft has learnt from use, on texts of one domain and on others.
 
 A folder of use is filled as `--learn` fills it: the default engine answers the domain's prompts. Then the head learns
-for `--minutes`, and both heads answer fresh prompts of the domain, and prompts of other kinds.
+for `--minutes`, and both heads answer fresh prompts of the domain and of other kinds. `specengine learn FOLDER`
+beforehand counts too.
 
     python -m research.use code --folder FOLDER --minutes 30 --prompts PROMPTS --per-set 8 --out FILE
     python -m research.use document --document TEXT --folder FOLDER --minutes 30 --prompts PROMPTS --out FILE
@@ -14,7 +15,6 @@ import ast
 import random
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -141,14 +141,14 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     before = dict(measured(sets, args.max_new_tokens, None))
     learner = Learner(engine, progress=lambda line: print(line, file=sys.stderr, flush=True))
     learner.general()
-    spent, began = time.process_time(), time.monotonic()
-    rounds = learner.learn(60 * args.minutes)
-    seconds, cpu_seconds = round(time.monotonic() - began), round(time.process_time() - spent)
+    if args.minutes:
+        learner.learn(60 * args.minutes)
+    rounds = learner.learnt.rounds()
+    seconds, cpu_seconds = (round(sum(each[name] for each in rounds)) for name in ("seconds", "cpu_seconds"))
     tokens = sum(len(text.tokens) for text in learner.learnt.texts())
     yield {"record": "learning", "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
     for each in rounds:
-        yield {"record": "round", "own": each.own._asdict(), "general": each.general._asdict(), "swapped": each.swapped,
-               "renewed": each.renewed, "seconds": round(each.seconds)}  # fmt: skip
+        yield {"record": "round", **each}
     after = dict(measured(sets, args.max_new_tokens, args.folder))
     others = {("others", way): [name for name in sets if name != args.domain] for way in WAYS}
     for (name, way), counts in before.items():
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("domain", choices=("code", "german", "document"))
     parser.add_argument("--folder", type=Path, required=True, help="of use: new, or of a run that broke off")
     parser.add_argument("--document", type=Path, help="the text of domain document")
-    parser.add_argument("--minutes", type=float, default=30, help="to learn for")
+    parser.add_argument("--minutes", type=float, default=30, help="to learn for; 0: measure what is learnt")
     parser.add_argument("--fresh", type=int, default=24, help="prompts of the domain that are measured")
     add_arguments(parser, "prompts", "per_set", "max_new_tokens", "out")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
     use.json          whose texts these are: the target, the head that learning began with; and the head in use by name
     texts/*.json      {"tokens": [...], "prompt": count}, the oldest first by name
     heads/N/          the head in use, as any other
+    rounds.jsonl      a line per round of learning
 
 Every file appears whole or not at all, and `use.json` names a head only once it is whole.
 """
@@ -129,6 +130,21 @@ class Learnt:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 read = read_object(file)
                 found.append(UsedText(file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])))
+        return found
+
+    # ---- rounds
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Append the record of a round."""
+        with (self.folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the records of all rounds, without a line that a kill has cut."""
+        file, found = self.folder / "rounds.jsonl", []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
         return found
 
     # ---- the head

@@ -115,7 +115,9 @@ class Round(NamedTuple):
     general: Comparison
     swapped: bool
     renewed: int
+    rate: float
     seconds: float
+    cpu_seconds: float
 
 
 class Learner:
@@ -170,7 +172,7 @@ class Learner:
 
     def round(self, rate: float) -> Round:
         """Train a candidate, compare it, and put it into use where it is better."""
-        began = time.monotonic()
+        began = time.monotonic(), time.process_time()
         ring = self.learnt.texts()
         own, held = ([text for text in ring if text.held_back is back] for back in (False, True))
         if len(own) < FEWEST[0] or len(held) < FEWEST[1]:
@@ -190,7 +192,9 @@ class Learner:
         better = on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error
         if better:
             self.swap(candidate, [text for _, text in (*mine, *others)])
-        done = Round(on_own, on_others, better, renewed, time.monotonic() - began)
+        spent = time.monotonic() - began[0], time.process_time() - began[1]
+        done = Round(on_own, on_others, better, renewed, rate, *(round(seconds, 1) for seconds in spent))
+        self.learnt.note(done._asdict() | {"own": on_own._asdict(), "general": on_others._asdict()})
         self.rounds += 1
         self.progress(
             f"round {self.rounds}: tokens per cycle {done.own}, on other text {done.general}: "
