@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.errors import InputError
@@ -101,7 +103,7 @@ def _turn(said: Connection) -> None:
 
 
 def _stand_back() -> None:
-    """Leave the processors to everybody else, and torch's threads without spinning."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Leave the processors to everybody else. Where others run, two threads mostly wait for each other."""
+    torch.set_num_threads(1)
     if hasattr(os, "nice"):
         os.nice(19)

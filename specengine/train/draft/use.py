@@ -54,22 +54,18 @@ class UseOptions:
     step_tokens    tokens per step, 1 or more
     general        share of them that the target wrote by itself, 0 to below 1
     learning_rate  peak learning rate, above 0; it rises and falls within a round
-    renewed        most tokens of the draft's vocabulary that a round exchanges for missing ones of the answers, 0 or
-                   more
     """
 
     steps: int = 24
     step_tokens: int = 1024
     general: float = 0.4
-    learning_rate: float = 2e-4
-    renewed: int = 512
+    learning_rate: float = 1e-4
 
     def __post_init__(self) -> None:
         for name in ("steps", "step_tokens"):
             require(name, value := getattr(self, name), "1 or more", value >= 1)
         require("general", self.general, "0 to below 1", 0 <= self.general < 1)
         require("learning_rate", self.learning_rate, "above 0", 0 < self.learning_rate < math.inf)
-        require("renewed", self.renewed, "0 or more", self.renewed >= 0)
 
 
 class ServingTeacher:
@@ -114,7 +110,6 @@ class Round(NamedTuple):
     own: Comparison
     general: Comparison
     swapped: bool
-    renewed: int
     rate: float
     seconds: float
     cpu_seconds: float
@@ -184,8 +179,7 @@ class Learner:
         trained = [text for number, text in enumerate(general) if number % HELD_BACK]
         current = self.learnt.head()
         texts = [as_text(text) for text in own]
-        state, renewed = self._renewed(current.state, texts, trained)
-        candidate = self.trained(current._replace(state=state), texts, trained, rate)
+        candidate = self.trained(current, texts, trained, rate)
         others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
         mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
         on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
@@ -193,7 +187,7 @@ class Learner:
         if better:
             self.swap(candidate, [text for _, text in (*mine, *others)])
         spent = time.monotonic() - began[0], time.process_time() - began[1]
-        done = Round(on_own, on_others, better, renewed, rate, *(round(seconds, 1) for seconds in spent))
+        done = Round(on_own, on_others, better, rate, *(round(seconds, 1) for seconds in spent))
         self.learnt.note(done._asdict() | {"own": on_own._asdict(), "general": on_others._asdict()})
         self.rounds += 1
         self.progress(
@@ -256,39 +250,6 @@ class Learner:
             for part in range(3)  # type: ignore[index]
         )
         return Reading(tokens, features, states, None), pad_sequence([text.answers for text in texts], batch_first=True)
-
-    def _renewed(self, state: eagle.State, own: Sequence[Text], general: Sequence[Text]) -> tuple[eagle.State, int]:
-        """Return the head with tokens of the user's answers in the place of such as no text has.
-
-        A token has to stand there twice. It begins with its row of the target's head. Of those that no text has, the
-        highest ids go first: a byte-pair vocabulary has its rarest pieces there.
-        """
-        if "d2t" not in state:
-            return state, 0
-        size, count = self.target.vocab_size, len(state["d2t"])
-        ids = state["d2t"] + torch.arange(count, dtype=torch.int64, device="cpu")
-        used, seen = (
-            torch.cat([text.tokens[text.answers].long() for text in texts]).bincount(minlength=size)
-            for texts in (own, [*own, *general])
-        )
-        missing = used.clone()
-        missing[ids] = 0
-        wanted = missing.argsort(descending=True, stable=True)
-        wanted = wanted[missing[wanted] > 1][: self.options.renewed]
-        idle = (seen[ids] == 0).nonzero()[:, 0].flip(0)[: len(wanted)]  # columns
-        wanted = wanted[: len(idle)]
-        if not len(wanted):
-            return state, 0
-        name = next(name for name in state if name.endswith("lm_head.weight"))
-        one = torch.eye(self.teacher.model.config.hidden_size, dtype=torch.float32, device=self.teacher.device)
-        with torch.inference_mode():
-            rows = self.teacher.head(one)[:, wanted].T.clone()
-        weight = state[name].clone()
-        weight[idle] = rows.to(weight)
-        ids = ids.index_copy(0, idle, wanted)
-        order = ids.argsort()
-        offsets = ids[order] - torch.arange(count, dtype=torch.int64, device="cpu")
-        return {**state, name: weight[order], "d2t": offsets.to(state["d2t"])}, len(wanted)
 
     # ---- comparing
 
