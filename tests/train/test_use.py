@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS = 6
 LOSS = make_loss("ttt", steps=2)
-OPTIONS = UseOptions(steps=20, step_tokens=400, learning_rate=1e-2)
+OPTIONS = UseOptions(steps=60, step_tokens=400, general=0.1, learning_rate=1e-2)
 BACKENDS = ("native", "huggingface")
 
 

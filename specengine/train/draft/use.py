@@ -218,7 +218,7 @@ class Learner:
         self, found: eagle.Checkpoint, own: Sequence[Text], general: Sequence[Text], rate: float
     ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
-        options, order = self.options, random.Random(time.time_ns())
+        options, order = self.options, random.Random(len(self.learnt.rounds()))
         head = head_from(found.config, found.state, torch.float32, self.teacher.device).train().requires_grad_(True)
         learns = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
         optimizer = torch.optim.AdamW(learns, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -246,8 +246,7 @@ class Learner:
             self.turn()
             readings.append(self.teacher.read(text.tokens.long()[None]))
         tokens, features, states = (
-            pad_sequence([reading[part][0] for reading in readings], batch_first=True)
-            for part in range(3)  # type: ignore[index]
+            pad_sequence([reading[part][0] for reading in readings], batch_first=True) for part in range(3)
         )
         return Reading(tokens, features, states, None), pad_sequence([text.answers for text in texts], batch_first=True)
 
