@@ -219,7 +219,10 @@ class Learner:
     ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
         options, order = self.options, random.Random(len(self.learnt.rounds()))
-        head = head_from(found.config, found.state, torch.float32, self.teacher.device).train().requires_grad_(True)
+        state = {
+            name: tensor.clone() for name, tensor in found.state.items()
+        }  # float32 weights would be taken as they are
+        head = head_from(found.config, state, torch.float32, self.teacher.device).train().requires_grad_(True)
         learns = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
         optimizer = torch.optim.AdamW(learns, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
         for step in range(options.steps):
