@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.checkpoints import checks, eagle, embedded, likeness, mtp, pretrained
+from specengine.checkpoints import checks, eagle, embedded, learnt, likeness, mtp, pretrained
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker, innermost
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"
-CHECKPOINTS = SimpleNamespace(checks=checks, eagle=eagle, embedded=embedded, mtp=mtp, pretrained=pretrained)
+CHECKPOINTS = SimpleNamespace(
+    checks=checks, eagle=eagle, embedded=embedded, learnt=learnt, mtp=mtp, pretrained=pretrained
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -116,6 +118,10 @@ def load(
             raise
         resolved = dataclasses.replace(options, graphs=False)
         target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, policy, drafts, resolved)
+    if options.learn is not None and getattr(drafter, "learnt", None) is None:
+        raise InputError(f"learn: draft {draft or 'none'!r} does not learn from use; accepted with an EAGLE head")
+    if options.learn is not None and resolved.graphs:
+        raise InputError("learn: accepted without graphs, which read one head's weights; add graphs=False")
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)

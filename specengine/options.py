@@ -56,6 +56,8 @@ class LoadOptions:
                        has for it; rank 0 drafts, and the others do not return from loading
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
+    learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
+                       learn` has made of it there, without graphs
     progress           called with lines about what takes long; by default they go to stderr
     """
 
@@ -75,6 +77,7 @@ class LoadOptions:
     compile_blocks: bool = False
     tp_plan: str | None = None
     strict: bool = False
+    learn: Any = None
     progress: Callable[[str], None] | None = None
 
     @classmethod
@@ -108,6 +111,8 @@ class LoadOptions:
         return self
 
     def _check_tokenizer(self) -> None:
+        if self.learn is not None and not isinstance(self.learn, os.PathLike | str):
+            raise InputError(f"learn: got {shown(self.learn)}, accepted a folder or none")
         given = self.tokenizer
         named = isinstance(given, os.PathLike | str)
         if given is not None and not named and not (callable(given) and hasattr(given, "decode")):

@@ -56,8 +56,14 @@ class Match(NamedTuple):
 
 def write(folder: Path, lm: Any, name: str) -> None:
     """Write the record of a head's target beside it. lm: CausalLM or NativeLM."""
+    with atomic(folder / FILE) as file:
+        file.write_text(json.dumps(record(lm, name), indent=1) + "\n", encoding="utf-8")
+
+
+def record(lm: Any, name: str) -> dict[str, Any]:
+    """Return the sizes of a model and some rows of its embeddings, under this name."""
     ids = _ids(lm.vocab_size)
-    record = {
+    return {
         "model": name,
         "hidden_size": int(lm.config.hidden_size),
         "layers": int(lm.layers),
@@ -65,8 +71,6 @@ def write(folder: Path, lm: Any, name: str) -> None:
         "tokens": ids,
         "embeddings": base64.b64encode(_rows(lm, ids).numpy().tobytes()).decode(),
     }
-    with atomic(folder / FILE) as file:
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def known() -> Iterator[KnownHead]:

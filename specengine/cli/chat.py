@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specengine.cli import given, line_input
+from specengine.cli import given, learn, line_input
 from specengine.cli.commands import CHAT_COMMANDS
 from specengine.cli.markdown import Markdown
 from specengine.cli.terminal import say, write
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     given.generation_options(arguments)  # which checks them before anything is loaded
     engine = given.load_engine(arguments)
-    with given.open_trace(arguments, engine) as trace:
+    waits = learn.beside(given.recipe(arguments), lambda: not engine.is_busy)
+    with waits, given.open_trace(arguments, engine) as trace:
         Chat(engine, arguments, trace, interactive=interactive).run()
     return 0
 

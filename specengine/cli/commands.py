@@ -74,7 +74,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_file(parser)
     add_model(parser)
-    add_draft_and_policy(parser)
+    add_learning(add_draft_and_policy(parser))
     add_generation(parser)
 
 
@@ -169,7 +169,27 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     replicas.add_argument(
         "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
     )
-    add_draft_and_policy(parser)
+    add_learning(add_draft_and_policy(parser))
+
+
+def add_learning(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--learn",
+        type=Path,
+        metavar="DIR",
+        help="keep prompts and answers in this folder as token ids, and let the draft's head learn from them while "
+        "nothing is asked; answers stay the same (default: nothing is kept)",
+    )
+
+
+def add_learn(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="specengine.cli.learn:run", policy=None, policy_option=[])
+    parser.add_argument("learn", type=Path, metavar="DIR", help="a folder that chat or serve filled with --learn DIR")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, metavar="N", help="to learn for; fewer once nothing helps (default 10)"
+    )
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
@@ -430,6 +450,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
     "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),
     "train": (add_train, "train a draft for a model, on text that the model writes itself"),
+    "learn": (add_learn, "train the draft's head on the texts that chat and serve kept with --learn"),
     "list": (add_list, "show the models, heads and measured costs that are kept on the disk, with their sizes"),
     "clean": (add_clean, "delete what the cache folder holds, after saying what and asking"),
     "export": (add_export, "write an EAGLE head for vLLM, speculators or SGLang"),

@@ -200,7 +200,7 @@ def add_access(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
 
 
-def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> None:
+def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("draft and policy")
     add_draft(group)
     known = ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
@@ -218,6 +218,7 @@ def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: b
         metavar="KEY=VALUE",
         help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
     )
+    return group
 
 
 def add_draft(parser: argparse._ActionsContainer) -> None:

@@ -14,7 +14,7 @@ import jinja2
 import torch
 
 from specengine.checkpoints import embedded
-from specengine.cli import given
+from specengine.cli import given, learn
 from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.engine import Engine
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     if (scale := _scale(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
-        server.run(templated(lambda: given.load_engine(arguments), template, own=own), settings, listening)
+        recipe = given.recipe(arguments)
+        beside = functools.partial(learn.beside, recipe)
+        server.run(templated(recipe.load, template, own=own), settings, listening, beside)
         return 0
     from specengine.serve import front
 

@@ -41,6 +41,9 @@ class Eagle(RowDraft):
     """
 
     about = About(lookup=True)
+    learnt: Any = None  # a checkpoints.learnt.Learnt, where it learns from use
+    _stamp = 0  # of the head in use
+    _pack: bool | None = None
 
     def __init__(
         self,
@@ -88,7 +91,14 @@ class Eagle(RowDraft):
             return None
         name = embedded.HEAD if folder == shipped else folder.name
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
-        return lambda target, _: cls.of(heads.load_head(folder, **read), target.lm, name, pack=options.pack)
+
+        def make(target: Any, _: Any) -> Eagle:
+            made = cls.of(base := heads.load_head(folder, **read), target.lm, name, pack=options.pack)
+            if options.learn is not None:
+                made.learn_from(checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base), options.pack)
+            return made
+
+        return make
 
     @classmethod
     def of(cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None) -> Eagle:
@@ -102,6 +112,21 @@ class Eagle(RowDraft):
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
                 return cls(NativeHead(config, state, target), target, name=name)
         return cls(head_from(config, state, target.dtype, target.device), target, name=name, pack=pack)
+
+    def learn_from(self, learnt: Any, pack: bool | None) -> None:
+        """Draft by the head in use of a checkpoints.learnt.Learnt from here on. pack: as in `of`."""
+        self.learnt, self._pack = learnt, pack
+        self.renew()
+
+    def renew(self) -> bool:
+        """Take the head that was learnt since, with an empty cache. Return whether there was one."""
+        if (stamp := self.learnt.stamp) == self._stamp:
+            return False
+        if self.learnt.made[0] != stamp:  # drafts of texts at once share its weights
+            self.learnt.made = stamp, self.of(self.learnt.head(), self.target, self.name, pack=self._pack)
+        kept = {"name": self.name, "learnt": self.learnt, "_stamp": stamp, "_pack": self._pack}
+        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | kept)
+        return True
 
     @property
     def traits(self) -> Traits:

@@ -93,7 +93,7 @@ class Lookup(Wrapped):
 
     @property
     def traits(self) -> Traits:
-        return self._traits
+        return self._traits._replace(sharpness=self.inner.traits.sharpness)
 
     def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
         self.inner.begin(prompt, features, hints)

@@ -21,7 +21,7 @@ from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import CaptureError, Graphs, sharing
 from specengine.cycle import EagerDriver, Lane, make_room, run_eager
-from specengine.drafters import Drafter, Hints, Traits
+from specengine.drafters import Drafter, Hints, Traits, innermost
 from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
 from specengine.drafters._origins import Origins
@@ -42,7 +42,7 @@ from specengine.models.kv_cache import KVCache
 from specengine.models.lanes import Client as Client
 from specengine.models.lanes import GivenUpError, LaneTarget
 from specengine.models.lanes import Ticket as Ticket
-from specengine.models.native import NativeTarget
+from specengine.models.native import NativeHead, NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import (
@@ -111,6 +111,7 @@ class Engine:
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
+        self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
         self._beside: tuple[tuple[Any, ...], queue.SimpleQueue[Engine]] | None = None  # idle ones that answer `astream`
         found = (getattr(part, "lm", None) for part in (target, drafter))
         self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
@@ -160,6 +161,7 @@ class Engine:
         parts = recipe.load()
         self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
         self._recipe, self._models, self.notes = recipe, parts.models, parts.notes
+        self.ring = getattr(None if parts.drafter is None else innermost(parts.drafter), "learnt", None)
         return self
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
@@ -500,6 +502,8 @@ class Engine:
         reuse_cache: bool,
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
+        if self.ring is not None and drafter is not None:
+            self._renew(cast(Any, innermost(drafter)))
         if policy is not None:
             own = functools.cache(lambda: stored.find(self.target, drafter, drivers.captured))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
@@ -527,6 +531,11 @@ class Engine:
         stats.notes += self.notes + self.target.notes
         stats.notes += [] if drivers.captured is None else drivers.captured.notes
         return lane
+
+    def _renew(self, draft: Any) -> None:
+        """Let the draft take a head that was learnt meanwhile."""
+        if draft.renew() and self.pool is not None and isinstance(draft.head, NativeHead):
+            cast(LaneTarget, self.target).join(draft.head)
 
     def _run_eagerly(self, error: CaptureError) -> None:
         """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""
@@ -667,7 +676,7 @@ class TextGeneration:
         self._started = False
         self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
-        self._target = target
+        self._target, self._ring = target, engine.ring
         self._cycles, self._stopper, self.policy, self._origins = engine.start(
             self.prompt,
             self.options,
@@ -756,6 +765,11 @@ class TextGeneration:
     def _finish(self, reason: str) -> str:
         if reason == "length" and self.options.cut:
             self.stats.notes += [self.options.cut]
+        if self._ring is not None:
+            try:
+                self._ring.add(self.prompt, self._tokens)
+            except OSError as error:
+                self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
         text = cut_after_stop(self._decode(self._tokens), self.options.stops)
         text = text[: len(text) - self._stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs

@@ -154,6 +154,7 @@ class Pool:
             target.join(head)
         made = type(engine)(target, draft, policy, self.tokenizer)
         made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
+        made.ring = engine.ring
         return made
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:

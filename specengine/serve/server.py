@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -129,10 +130,19 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str], None]) -> None:
+Beside = Callable[[Callable[[], bool]], AbstractContextManager[None]]
+
+
+def run(
+    load: Callable[[], Engine],
+    settings: Settings,
+    listening: Callable[[str], None],
+    beside: Beside = lambda idle: nullcontext(),
+) -> None:
     """Serve until a signal says to stop; what `load` raises comes out here.
 
-    load: makes the engine, in the worker's thread; listening: told the address before anything is loaded.
+    load: makes the engine, in the worker's thread; listening: told the address before anything is loaded; beside:
+    returns a context for serving, told how to ask whether nothing is answered.
     InputError where the address cannot be had.
     """
     opened, address = open_socket(settings)
@@ -144,7 +154,7 @@ def run(load: Callable[[], Engine], settings: Settings, listening: Callable[[str
         server.should_exit = True
 
     worker.failed = give_up
-    with opened:
+    with opened, beside(lambda: worker.state == "ready" and worker.idle):
         server.run(sockets=[opened])
     if worker.failure is not None:
         raise worker.failure

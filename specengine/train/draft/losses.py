@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, smooth_l1_loss
 
 from specengine.errors import InputError
-from specengine.models.eagle import EagleHead, embed, within
+from specengine.models.eagle import EagleHead, within
 from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import Reading, Teacher
 
@@ -184,7 +184,7 @@ class Unrolling:
 
     def __init__(self, head: EagleHead, teacher: Teacher, features: Tensor, tokens: Tensor, anchors: Tensor) -> None:
         """features: [batch, length, ...]; tokens: int64 [batch, length]; anchors: rows, -1 for none."""
-        self._head, self._model = head, teacher.model
+        self._head, self._teacher = head, teacher
         self._features, self._tokens = features, tokens
         self._anchors = anchors.clamp(min=0)
         self._depth = 0
@@ -196,7 +196,7 @@ class Unrolling:
         tokens = self._tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(tokens.shape)
         hidden = self._head.fuse(self._features[:, :-1].to(self._head.dtype))
-        states = self._head(hidden, embed(self._head, self._model, tokens), positions, attend)
+        states = self._head(hidden, self._teacher.embed(self._head, tokens), positions, attend)
         self._prefix = attend.key, attend.value
         rows = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)[:, None]
         self._states = states[rows, self._anchors][:, :, None]
@@ -216,7 +216,7 @@ class Unrolling:
         begin = self._anchors + (self._depth - window + 1) if window else torch.zeros_like(self._anchors)
         attend = _Recorded(_PathAttention(self._prefix, path, begin, self._anchors, width))
         positions = (self._anchors + self._depth)[:, :, None].expand(tokens.shape)
-        embeddings = embed(self._head, self._model, tokens.flatten(1))
+        embeddings = self._teacher.embed(self._head, tokens.flatten(1))
         states = self._head(hidden.flatten(1, 2), embeddings, positions.flatten(1), attend)
         own = (part.transpose(1, 2).unflatten(1, (count, width)) for part in (attend.key, attend.value))
         self._path.append(tuple(own))

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
+from specengine.models.eagle import EagleHead, embed
 
 
 def _as_stored(method: Any) -> Any:
@@ -74,6 +75,10 @@ class Teacher:
     def head(self) -> torch.nn.Linear:
         """The language-model head, which reads states after the final norm."""
         return self.model.get_output_embeddings()
+
+    def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
+        """Return token embeddings as the head reads them, [..., hidden size]."""
+        return embed(head, self.model, tokens)
 
     @_as_stored
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:

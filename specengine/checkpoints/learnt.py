@@ -1,0 +1,192 @@
+"""A folder of a draft that learns from use: a bounded ring of texts as token ids, and the head learnt from them.
+
+    use.json          whose texts these are: the target, the head that learning began with; and the head in use by name
+    texts/*.json      {"tokens": [...], "prompt": count}, the oldest first by name
+    heads/N/          the head in use, as any other
+    rounds.jsonl      a line per round of learning
+
+Every file appears whole or not at all, and `use.json` names a head only once it is whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import filelock
+import torch
+from torch import Tensor
+
+from specengine.checkpoints import eagle, likeness
+from specengine.errors import CheckpointError, InputError
+from specengine.files import atomic, read_object
+from specengine.models.eagle import EagleConfig
+
+FILE, FORMAT = "use.json", 1
+MAX_TEXTS, MAX_TOKENS = 512, 1 << 18  # of the ring; together some 2 MB
+LONGEST = 2048  # tokens of a text; of a longer one its end is kept
+HELD_BACK = 5  # a text in so many is never trained on
+
+
+class UsedText(NamedTuple):
+    """A prompt and its answer. name: of its file; tokens: of both; prompt: how many of them are the prompt's."""
+
+    name: str
+    tokens: list[int]
+    prompt: int
+
+    @property
+    def held_back(self) -> bool:
+        """Return whether it is for comparing heads alone: by its content, so that it is where it comes again, too."""
+        return int(self.name[-8:], 16) % HELD_BACK == 0
+
+
+class Learnt:
+    """The folder, for one target and one head that learning begins with.
+
+    lm: CausalLM or NativeLM; base: the head as eagle.load_head returns it. InputError where the folder was begun with
+    others, or is none of these.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], lm: Any, name: str, base: eagle.Checkpoint) -> None:
+        self.folder, self.base = (folder := Path(folder)), base
+        self.made: tuple[int, Any] = 0, None  # the draft of a stamp
+        begun: dict[str, Any] = {
+            "format": FORMAT,
+            "target": likeness.record(lm, Path(name).name),
+            "base": digest(base.state),
+        }
+        try:
+            if not (folder / FILE).exists():
+                if folder.is_dir() and any(folder.iterdir()):
+                    raise InputError(f"learn: {folder} holds other files; name a new or an empty folder")
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold what this user wrote
+                self._write({**begun, "head": None})
+            known = self.read()
+        except OSError as error:
+            raise InputError(f"learn: {folder} cannot be written ({error.strerror or error})") from error
+        if known.get("format") != FORMAT or "target" not in known:
+            raise InputError(f"learn: {folder / FILE} has another format than {FORMAT}; name another folder")
+        was, own = known["target"], begun["target"]
+        if {**was, "model": ""} != {**own, "model": ""}:
+            raise InputError(f"learn: {folder} was begun for {was.get('model')!r}, got {own['model']!r}")
+        if known.get("base") != begun["base"]:
+            raise InputError(f"learn: {folder} was begun with another head than {name}'s draft; name another folder")
+
+    def read(self) -> dict[str, Any]:
+        """Return the record. InputError where it is damaged."""
+        try:
+            return read_object(self.folder / FILE)
+        except ValueError as error:
+            raise InputError(f"learn: {self.folder / FILE} is damaged ({error}); name another folder") from error
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with atomic(self.folder / FILE) as part:
+            part.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from learning in this folder meanwhile. InputError where one does."""
+        lock = filelock.FileLock(self.folder / "learning.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise InputError(f"learn: another process is learning in {self.folder}") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # ---- texts
+
+    def add(self, prompt: list[int], answer: list[int]) -> None:
+        """Put a text into the ring, unless it is there, and drop the oldest beyond its bounds. Raises OSError."""
+        tokens = [*prompt, *answer][-LONGEST:]
+        content = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+        texts = self.folder / "texts"
+        texts.mkdir(exist_ok=True)
+        if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
+            return
+        with atomic(texts / f"{time.time_ns():020d}-{content}.json") as part:
+            part.write_text(json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}), encoding="utf-8")
+        total = 0
+        for number, text in enumerate(reversed(self.texts())):
+            total += len(text.tokens)
+            if number >= MAX_TEXTS or total > MAX_TOKENS:
+                (texts / f"{text.name}.json").unlink(missing_ok=True)
+
+    def texts(self) -> list[UsedText]:
+        """Return the ring, the oldest first, without files that cannot be read."""
+        found = []
+        for file in sorted((self.folder / "texts").glob("[0-9]*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                read = read_object(file)
+                found.append(UsedText(file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])))
+        return found
+
+    # ---- rounds
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Append the record of a round."""
+        with (self.folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the records of all rounds, without a line that a kill has cut."""
+        file, found = self.folder / "rounds.jsonl", []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    # ---- the head
+
+    @property
+    def stamp(self) -> int:
+        """Return a number that is another one once another head is in use."""
+        return (self.folder / FILE).stat().st_mtime_ns
+
+    def head(self) -> eagle.Checkpoint:
+        """Return the head in use, at first the one that learning began with. CheckpointError where it is damaged."""
+        record = self.read()
+        if (name := record.get("head")) is None:
+            return self.base
+        found = eagle.load_head(self.folder / "heads" / str(name))
+        if digest(found.state) != record.get("digest") or not same_shape(found.config, self.base.config):
+            raise CheckpointError(f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
+                                  f"{self.folder} to begin again")  # fmt: skip
+        return found
+
+    def swap(self, config: EagleConfig, state: Mapping[str, Tensor], **notes: Any) -> None:
+        """Put another head into use. notes: for the record."""
+        record, heads = self.read(), self.folder / "heads"
+        name = str(1 + int(record.get("head") or 0))
+        eagle.save_head(config, state, heads / name)
+        self._write({**record, "head": name, "digest": digest(eagle.load_head(heads / name).state), **notes})
+        for old in heads.iterdir():
+            if int(old.name) < int(name) - 1:  # an engine may be reading the last one
+                for file in old.iterdir():
+                    file.unlink(missing_ok=True)
+                old.rmdir()
+
+
+def same_shape(config: EagleConfig, other: EagleConfig) -> bool:
+    """Return whether two heads differ in no more than weights, which tokens they draft, and temperatures."""
+    return replace(config, temperatures=()) == replace(other, temperatures=())
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """Return a hash of a head's tensors, by their names."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(name.encode())
+        found.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return base64.b16encode(found.digest()[:16]).decode().lower()

@@ -1,0 +1,109 @@
+"""specengine learn, and learning beside chat and serve: the draft's head goes on training on this user's own texts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specengine.cli import given
+from specengine.cli.terminal import say
+from specengine.errors import InputError
+
+LOOK, QUIET = 0.5, 10.0  # seconds between two looks, and without a request before learning begins or goes on
+NEW = 16  # texts that make it worth to begin again
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.minutes < math.inf:
+        raise InputError(f"minutes: got {arguments.minutes:g}, accepted above 0")
+    _stand_back()
+    from specengine.train.draft.use import Learner
+
+    rounds = Learner(given.load_engine(arguments), progress=say).learn(60 * arguments.minutes)
+    print(f"{sum(each.swapped for each in rounds)} of {len(rounds)} rounds gave a better head")
+    return 0
+
+
+@contextlib.contextmanager
+def beside(recipe: given.Recipe, idle: Callable[[], bool]) -> Iterator[None]:
+    """Learn in another process, of the lowest priority, while nothing is answered. Does nothing without `learn`.
+
+    idle: says whether no answer is under way; called from a thread.
+    """
+    folder = recipe.options.get("learn")
+    if folder is None:
+        yield
+        return
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(recipe, Path(folder), idle, ended), name="learning", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _watch(recipe: given.Recipe, folder: Path, idle: Callable[[], bool], ended: threading.Event) -> None:
+    """Begin to learn where there are new texts and nothing was asked for long, and let it wait where there is."""
+    child: Any = None
+    said: Connection | None = None
+    quiet, going, last = 0.0, True, ""
+    while not ended.wait(LOOK):
+        quiet = quiet + LOOK if idle() else 0.0
+        if child is not None and not child.is_alive():
+            child = said = None
+        if child is None and quiet >= QUIET and len(new := _newer(folder, last)) >= NEW:
+            context = multiprocessing.get_context("spawn")
+            theirs, said = context.Pipe(duplex=False)
+            child = context.Process(target=_learn, args=(recipe, theirs), daemon=True)
+            child.start()
+            theirs.close()
+            going, last = True, max(new)
+        elif said is not None and going != (quiet >= QUIET):
+            going = not going
+            with contextlib.suppress(OSError):  # it has just ended
+                said.send(going)
+    if child is not None:
+        child.terminate()  # which does no harm, wherever it is
+        child.join()
+
+
+def _newer(folder: Path, last: str) -> list[str]:
+    """Return the names of the folder's texts that are newer than the one of name `last`."""
+    return [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]
+
+
+def _learn(recipe: given.Recipe, said: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the answer
+    _stand_back()
+    from specengine.train.draft.use import Learner
+
+    with contextlib.suppress(InputError, EOFError):  # too few texts, learnt elsewhere, or there is nobody to learn for
+        Learner(recipe.load(), turn=functools.partial(_turn, said)).learn(math.inf)
+
+
+def _turn(said: Connection) -> None:
+    """Wait as long as was said last. EOFError where whoever says it has gone."""
+    going = True
+    while said.poll() or not going:
+        going = said.recv()
+
+
+def _stand_back() -> None:
+    """Leave the processors to everybody else. Where others run, two threads mostly wait for each other."""
+    torch.set_num_threads(1)
+    if hasattr(os, "nice"):
+        os.nice(19)

@@ -1,0 +1,327 @@
+"""Go on training a draft head on a user's own texts, in rounds that only a better head survives.
+
+A round trains the head in use on texts of the ring, mixed with text that the target wrote by itself. The candidate is
+compared with the head in use on held-back texts of both kinds, by tokens per cycle of a greedy chain, text by text. It
+is put into use where it is better on the user's texts by more than twice the standard error, and on the others no worse
+by more than one. Else it is forgotten, and the next round learns half as fast.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specengine.checkpoints import eagle
+from specengine.checkpoints.learnt import HELD_BACK, Learnt, UsedText
+from specengine.drafters import innermost
+from specengine.drafters.eagle import Eagle
+from specengine.engine import Engine
+from specengine.errors import InputError, require
+from specengine.models.eagle import EagleHead, embed_for, head_from
+from specengine.train.draft.losses import Unrolling, loss_of
+from specengine.train.draft.options import Loss, make_loss
+from specengine.train.draft.teacher import Reading
+from specengine.train.draft.temperatures import fit_temperatures
+from specengine.train.draft.validation import autocasting
+from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.options import SynthesisOptions
+from specengine.train.text.synthesis import write_corpus
+
+LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)  # as the head that ships was trained
+GENERAL = SynthesisOptions(tokens=12_000, rows=8, length=512)  # text by the target itself
+FEWEST = 20, 4  # texts to train on, and held back
+COMPARED = 64  # held-back texts of the user, the newest
+CALIBRATED = 12  # texts that temperatures are fitted to
+AHEAD, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
+SLOWEST = 1 / 16  # of the rate: from there on learning waits for new texts
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class UseOptions:
+    """Options of learning from use.
+
+    steps          optimiser steps of a round, 1 or more
+    step_tokens    tokens per step, 1 or more
+    general        share of them that the target wrote by itself, 0 to below 1
+    learning_rate  peak learning rate, above 0; it rises and falls within a round
+    """
+
+    steps: int = 24
+    step_tokens: int = 1024
+    general: float = 0.4
+    learning_rate: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "step_tokens"):
+            require(name, value := getattr(self, name), "1 or more", value >= 1)
+        require("general", self.general, "0 to below 1", 0 <= self.general < 1)
+        require("learning_rate", self.learning_rate, "above 0", 0 < self.learning_rate < math.inf)
+
+
+class ServingTeacher:
+    """The target as it serves: the hidden states and distributions that its draft meets in use, one text at a time."""
+
+    def __init__(self, target: Any, feature_ids: tuple[int, ...]) -> None:
+        self._target, self._ids = target, (*feature_ids, target.lm.layers)
+        self.device, self.model = target.device, target.lm
+
+    def head(self, states: Tensor) -> Tensor:
+        return self.model.head(states)
+
+    def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
+        return embed_for(head, self.model, tokens.flatten()).view(*tokens.shape, -1)
+
+    def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
+        """Run one text, int64 [1, length]."""
+        with torch.inference_mode():
+            self._target.reset()
+            self._target.want(self._ids)
+            states = self._target.prefill(tokens[0].tolist(), 0)
+            self._target.reset()
+        states = states[None].clone()  # no tensor of inference mode
+        size = states.shape[-1] // len(self._ids)
+        return Reading(tokens, states[..., :-size], states[..., -size:], None)
+
+
+class Comparison(NamedTuple):
+    """Tokens per cycle of the head in use, what a candidate has beyond that, and the standard error of this."""
+
+    before: float
+    gain: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.before:.3f} {self.gain:+.3f} (standard error {self.error:.3f})"
+
+
+class Round(NamedTuple):
+    """The result of a round: on the user's held-back texts, on others, and whether the candidate is in use."""
+
+    own: Comparison
+    general: Comparison
+    swapped: bool
+    rate: float
+    seconds: float
+    cpu_seconds: float
+
+
+class Learner:
+    """Learns from the ring of an engine that was loaded with `learn`.
+
+    turn: called between two texts, may wait. InputError where the engine's draft learns nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: UseOptions | None = None,
+        *,
+        loss: Loss = LOSS,
+        turn: Callable[[], None] = lambda: None,
+        progress: Progress = lambda line: None,
+        general: Sequence[Text] | None = None,
+    ) -> None:
+        draft = None if engine.drafter is None else innermost(engine.drafter)
+        if not isinstance(draft, Eagle) or draft.learnt is None:
+            raise InputError("learn: this engine was not loaded with `learn`")
+        self.learnt: Learnt = draft.learnt
+        engine.ring = None  # what is written here is not the user's
+        config = self.learnt.base.config
+        if not config.own_head:
+            raise InputError("learn: this head reads the target's vocabulary head, so it cannot learn from use")
+        self.engine, self.options, self.loss, self.turn, self.progress = (
+            engine,
+            options or UseOptions(),
+            loss,
+            turn,
+            progress,
+        )
+        self.target = engine.target
+        self.teacher: Any = ServingTeacher(engine.target, config.feature_ids(engine.target.lm.layers))  # type: ignore[attr-defined]
+        self._general = None if general is None else list(general)
+        self._scores: dict[str, Tensor] = {}  # of the head in use, by text
+        self.rounds = 0
+
+    def learn(self, seconds: float) -> list[Round]:
+        """Run rounds for so long, the last one to its end; fewer where no candidate is better any more.
+
+        InputError while there are too few texts, and where another process is learning.
+        """
+        end, rounds, rate = time.monotonic() + seconds, list[Round](), self.options.learning_rate
+        with self.learnt.alone():
+            while not rounds or (time.monotonic() < end and rate >= self.options.learning_rate * SLOWEST):
+                rounds.append(self.round(rate))
+                if not rounds[-1].swapped:
+                    rate /= 2
+        return rounds
+
+    def round(self, rate: float) -> Round:
+        """Train a candidate, compare it, and put it into use where it is better."""
+        began = time.monotonic(), time.process_time()
+        ring = self.learnt.texts()
+        own, held = ([text for text in ring if text.held_back is back] for back in (False, True))
+        if len(own) < FEWEST[0] or len(held) < FEWEST[1]:
+            raise InputError(
+                f"learn: {len(own)} texts to train on and {len(held)} held back are too few, {FEWEST[0]} and "
+                f"{FEWEST[1]} are needed; go on using {self.learnt.folder}"
+            )
+        general = self.general()
+        trained = [text for number, text in enumerate(general) if number % HELD_BACK]
+        current = self.learnt.head()
+        texts = [as_text(text) for text in own]
+        candidate = self.trained(current, texts, trained, rate)
+        others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
+        mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
+        on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
+        better = on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error
+        if better:
+            self.swap(candidate, [text for _, text in (*mine, *others)])
+        spent = time.monotonic() - began[0], time.process_time() - began[1]
+        done = Round(on_own, on_others, better, rate, *(round(seconds, 1) for seconds in spent))
+        self.learnt.note(done._asdict() | {"own": on_own._asdict(), "general": on_others._asdict()})
+        self.rounds += 1
+        self.progress(
+            f"round {self.rounds}: tokens per cycle {done.own}, on other text {done.general}: "
+            f"{'in use' if better else 'forgotten'}"
+        )
+        return done
+
+    def general(self) -> list[Text]:
+        """Return text that the target wrote by itself; it is written once."""
+        if self._general is None:
+            self.progress("writing text to compare with, once")
+            folder = self.learnt.folder / "general"
+            corpus: Corpus = write_corpus(
+                self.engine,
+                self.engine.tokenizer,
+                folder,
+                GENERAL,
+                name=self.target.name,
+                progress=lambda line: self.turn(),
+            )
+            self._general = [text for text in corpus if text.answers[2:].any()]
+        return self._general
+
+    # ---- training
+
+    def trained(
+        self, found: eagle.Checkpoint, own: Sequence[Text], general: Sequence[Text], rate: float
+    ) -> eagle.Checkpoint:
+        """Return the head after a round's steps, in the dtype that it is kept in."""
+        options, order = self.options, random.Random(len(self.learnt.rounds()))
+        state = {
+            name: tensor.clone() for name, tensor in found.state.items()
+        }  # float32 weights would be taken as they are
+        head = head_from(found.config, state, torch.float32, self.teacher.device).train().requires_grad_(True)
+        learns = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
+        optimizer = torch.optim.AdamW(learns, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        for step in range(options.steps):
+            share = (step + 1) / (options.steps + 1)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, 10 * share, (1 - share) / 0.7)
+            texts = [
+                *_drawn(own, options.step_tokens * (1 - options.general), order),
+                *(_drawn(general, options.step_tokens * options.general, order) if options.general else ()),
+            ]
+            optimizer.zero_grad(set_to_none=True)
+            reading, answers = self._read(texts)
+            with autocasting(self.teacher.device, enabled=True):
+                loss_of(self.loss, head, self.teacher, reading, answers).loss.backward()
+            torch.nn.utils.clip_grad_norm_(learns, 0.5)
+            optimizer.step()
+        kept = {name: tensor.to(found.state[name].dtype) for name, tensor in head.state_dict().items()}
+        return found._replace(state=kept)
+
+    def _read(self, texts: Sequence[Text]) -> tuple[Reading, Tensor]:
+        """Return the target's reading of texts, padded behind their ends, and their answers, bool [texts, length]."""
+        readings = []
+        for text in texts:
+            self.turn()
+            readings.append(self.teacher.read(text.tokens.long()[None]))
+        tokens, features, states = (
+            pad_sequence([reading[part][0] for reading in readings], batch_first=True) for part in range(3)
+        )
+        return Reading(tokens, features, states, None), pad_sequence([text.answers for text in texts], batch_first=True)
+
+    # ---- comparing
+
+    def compared(
+        self, current: eagle.Checkpoint, candidate: eagle.Checkpoint, texts: Sequence[tuple[str, Text]]
+    ) -> Comparison:
+        """Compare two heads on texts, by name."""
+        was = torch.stack(
+            [self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts]
+        )
+        self._scores |= {name: row for (name, _), row in zip(texts, was, strict=True)}
+        now = torch.stack([self._score(candidate, text) for _, text in texts])
+        rows = was[:, 1]
+        before, after = float(was[:, 0].sum() / rows.sum()), float(now[:, 0].sum() / rows.sum())
+        # of a ratio of sums, by texts
+        off = (now[:, 0] - was[:, 0]) - (after - before) * rows
+        error = float((off.square().sum() * len(texts) / max(len(texts) - 1, 1)).sqrt() / rows.sum())
+        return Comparison(before, after - before, error)
+
+    def _score(self, found: eagle.Checkpoint, text: Text) -> Tensor:
+        self.turn()
+        head = head_from(found.config, found.state, torch.float32, self.teacher.device)
+        return chain_lengths(head, self.teacher, text)
+
+    def swap(self, found: eagle.Checkpoint, texts: Sequence[Text]) -> None:
+        """Put a head into use, with temperatures fitted to these held-back texts."""
+        head = head_from(found.config, found.state, torch.float32, self.teacher.device)
+        temperatures = (
+            fit_temperatures(head, self.teacher, texts[:: -(-len(texts) // CALIBRATED)]) or found.config.temperatures
+        )
+        self.learnt.swap(replace(found.config, temperatures=temperatures), found.state)
+        self._scores.clear()
+
+
+@torch.no_grad()
+def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
+    """Return the sum of tokens per cycle of a greedy chain over places of the answers, and their number; float64 [2].
+
+    A cycle brings the draft's tokens as long as the text has the same, and one more.
+    """
+    places = text.answers[2:].nonzero()[:, 0]
+    places = places[torch.linspace(0, len(places) - 1, min(PLACES, len(places)), device="cpu").long().unique()]
+    tokens = text.tokens.long()[None]
+    ids = head.target_ids()
+    unrolling = Unrolling(head, teacher, teacher.read(tokens).features.to(head.dtype), tokens, places[None])
+    states = unrolling.first()[0, places]
+    right = torch.ones(len(places), dtype=torch.bool, device="cpu")
+    total = float(len(places))
+    for depth in range(AHEAD):
+        if depth:
+            following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
+            states = unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
+        best = head.logits(states).argmax(dim=-1)  # type: ignore[union-attr]
+        best = best if ids is None else ids[best]
+        at = places + 2 + depth
+        right = right & (at < tokens.shape[1]) & (best.cpu() == tokens[0, at.clamp(max=tokens.shape[1] - 1)])
+        total += float(right.sum())
+    return torch.tensor([total, float(len(places))], dtype=torch.float64, device="cpu")
+
+
+def as_text(text: UsedText) -> Text:
+    """Return a text of the ring as training reads it."""
+    tokens = torch.tensor(text.tokens, dtype=torch.int32, device="cpu")
+    return Text(tokens, torch.arange(len(tokens), dtype=torch.int64, device="cpu") >= text.prompt)
+
+
+def _drawn(texts: Sequence[Text], tokens: float, order: random.Random) -> list[Text]:
+    """Return texts at random with together so many tokens, at least one; such as have too short an answer are left."""
+    usable, found, total = [text for text in texts if text.answers[2:].any()], list[Text](), 0
+    while usable and (total < tokens or not found):
+        found.append(order.choice(usable))
+        total += len(found[-1].tokens)
+    return found
