@@ -377,7 +377,7 @@ def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
 
 
 def eagle(cpu: Any, made: Any = None, sizes: list[int] | None = None) -> Any:
-    sizes = [HIDDEN, VOCABULARY, *HEADS] if sizes is None else sizes
+    sizes = [HIDDEN, VOCABULARY, *HEADS, 0] if sizes is None else sizes
     given = weights(cpu, eagle=True) if made is None else made
     return cpu.Eagle(_set(cpu), NUMERICS, sizes, [True, True, False], 1e-5, given, FREQUENCIES, 1.0)
 

@@ -408,7 +408,7 @@ def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
         _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], [], {})
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2], [True, True, False], 1e-5, None, [1.0], 1.0)
+        _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2, 0], [True, True, False], 1e-5, None, [1.0], 1.0)
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
         _cpu.Decoder(
             "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], [], {}

@@ -76,7 +76,7 @@ def test_where_a_tree_is_one_graph(policy: str) -> None:
 def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
     """The host reads the record; where a tree may end early and is not one graph, also after each pass if it has ended.
 
-    Where it has ended after the first pass, it reads whether there was one.
+    After the first one it reads with that whether it was run.
     """
     with pretended.cuda(branches=branches) as device:
         engine = engine_of("small_model", policy, captured=True)
@@ -85,7 +85,7 @@ def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
         for piece in engine.stream(PROMPT, max_new_tokens=16):
             passes.append(int(piece.cycle.tree.passes))
             waits.append(device.waits)
-    reads = [0] * len(passes) if branches or policy == "eagle" else [max(number, 2) for number in passes]
+    reads = [0] * len(passes) if branches or policy == "eagle" else [max(number, 1) for number in passes]
     assert len(waits) > 4
     found = [after - before for before, after in itertools.pairwise(waits[:-1])]
     assert found == [1 + number for number in reads[2:]]  # of a cycle's record, and of the tree that is grown meanwhile

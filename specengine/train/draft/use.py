@@ -293,7 +293,8 @@ def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
     A cycle brings the draft's tokens as long as the text has the same, and one more.
     """
     places = text.answers[2:].nonzero()[:, 0]
-    places = places[torch.linspace(0, len(places) - 1, min(PLACES, len(places)), device="cpu").long().unique()]
+    spread = torch.linspace(0, len(places) - 1, min(PLACES, len(places)), dtype=torch.float32, device="cpu")
+    places = places[spread.long().unique()]
     tokens = text.tokens.long()[None]
     ids = head.target_ids()
     unrolling = Unrolling(head, teacher, teacher.read(tokens).features.to(head.dtype), tokens, places[None])
