@@ -128,13 +128,14 @@ def serving_states(
 
 
 @pytest.mark.sliced(3)
+@pytest.mark.parametrize("window", [0, 2, 4])
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("name", ["hass", "ttt", "talf"])
 def test_rows_are_those_of_the_serving_draft(
-    model: PreTrainedModel, name: str, version: Any, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, name: str, version: Any, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every state that carries a loss equals explicit step-by-step inference through the draft's cache, to 1e-4."""
-    head = head_for(version)
+    head = head_for(version, sliding_window=window)
     teacher = teacher_for(model, head)
     tokens, answers = text()
     reading = teacher.read(tokens, keep_cache=True)
