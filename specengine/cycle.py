@@ -71,7 +71,7 @@ class Lane:
 
 
 class PutOff(NamedTuple):
-    """What a drafter takes in of a plain cycle; root: its token; token: the one behind it."""
+    """Hold what a drafter takes in of a plain cycle. root: the root's token; token: the one behind it."""
 
     root: int
     token: int

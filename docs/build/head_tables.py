@@ -209,46 +209,10 @@ def beside(file: str) -> str:
     return table(("", *(SETS[name] for name in names)), rows, file)
 
 
-def used(*files: str) -> str:
-    """Return tokens per cycle before and after learning from use, by domain, from research.use."""
-    rows = []
-    for file in files:
-        found = records(file)
-        (settings,), (learning,) = ([r for r in found if r["record"] == kind] for kind in ("settings", "learning"))
-        swapped = sum(record["swapped"] for record in found if record["record"] == "round")
-        for name in (settings["domain"], "others"):
-            ways = {r["way"]: r for r in found if r["record"] == "acceptance" and r["set"] == name}
-            rows.append(
-                [
-                    settings["domain"] if name != "others" else f"other text, after {settings['domain']}",
-                    f"{learning['cpu_seconds'] / 60:.0f}",
-                    f"{swapped}",
-                    *(
-                        cell
-                        for way in ("alone", "in use")
-                        for cell in (
-                            f"{ways[way]['before']:.2f} to {ways[way]['after']:.2f}",
-                            f"{ways[way]['gain']:+.1f} ({' to '.join(f'{end:+.1f}' for end in ways[way]['interval'])})",
-                        )
-                    ),
-                ]
-            )
-    header = (
-        "prompts of",
-        "processor minutes",
-        "better heads",
-        "head alone: tau",
-        "gain in %",
-        "by default: tau",
-        "gain in %",
-    )
-    return table(header, rows, *files)
-
-
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(shapes, learning, ranks, scaled, served, used),
+        *(shapes, learning, ranks, scaled, served),
         *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside, loss_ahead),
     )
 }

@@ -10,7 +10,6 @@ Every file appears whole or not at all, and `use.json` names a head only once it
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -37,7 +36,7 @@ HELD_BACK = 5  # a text in so many is never trained on
 
 
 class UsedText(NamedTuple):
-    """A prompt and its answer. name: of its file; tokens: of both; prompt: how many of them are the prompt's."""
+    """Hold a prompt and its answer. name: of its file; tokens: of both; prompt: how many of them are the prompt's."""
 
     name: str
     tokens: list[int]
@@ -50,7 +49,7 @@ class UsedText(NamedTuple):
 
 
 class Learnt:
-    """The folder, for one target and one head that learning begins with.
+    """Keep the folder of one target and one head that learning begins with.
 
     lm: CausalLM or NativeLM; base: the head as eagle.load_head returns it. InputError where the folder was begun with
     others, or is none of these.
@@ -189,4 +188,4 @@ def digest(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         found.update(name.encode())
         found.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return base64.b16encode(found.digest()[:16]).decode().lower()
+    return found.hexdigest()[:32]

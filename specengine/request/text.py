@@ -95,9 +95,9 @@ READS = "encode", "apply_chat_template"  # of a tokenizer, beside calls
 
 
 class SharedTokenizer:
-    """A tokenizer for several threads: one copy of it reads, a text at a time, and another one does all else.
+    """Share a tokenizer between threads: one copy reads, a text at a time, and another one does all else.
 
-    What reads is set anew for each text, which fails where anyone else uses it meanwhile. Copies are made when needed.
+    Reading sets the copy anew for each text, so nobody else may use it meanwhile. Copies are made when needed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -120,6 +120,9 @@ class SharedTokenizer:
     def ready(self) -> None:
         """Make the copies now."""
         _ = self._copies
+
+    def __reduce__(self) -> Any:  # a copy of it is one of the tokenizer
+        return copy.copy, (self._given,)
 
     def __len__(self) -> int:
         return len(self._copies[1])

@@ -89,7 +89,7 @@ def order_of(values: Tensor) -> Tensor:
     ],
 )
 def test_arrays_between_the_launches_of_top_children(rows: int, columns: int, k: int) -> None:
-    """What each launch leaves to the next, against torch and against the call before; the message names the array."""
+    """Compare what each launch leaves to the next with torch and with the call before. The message names the array."""
     logits = normal(rows, columns)
     tile, tiles = top_children.cut_for(rows, columns)
     parts = top_children._parts(rows, tile, tiles)

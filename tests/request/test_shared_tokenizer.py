@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def test_a_shared_tokenizer_serves_several_threads() -> None:
     assert _wrong(shared, 0.5) == 0
     assert shared("one")["input_ids"] == byte_tokenizer()("one")["input_ids"]
     assert len(shared) == len(byte_tokenizer())
+    assert copy.deepcopy(shared)("one")["input_ids"] == shared("one")["input_ids"]
     assert shared.decode(shared.encode("one")) == "one"
 
 

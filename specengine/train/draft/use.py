@@ -69,7 +69,7 @@ class UseOptions:
 
 
 class ServingTeacher:
-    """The target as it serves: the hidden states and distributions that its draft meets in use, one text at a time."""
+    """Read texts as the target serves them, one at a time, with the states and distributions that its draft meets."""
 
     def __init__(self, target: Any, feature_ids: tuple[int, ...]) -> None:
         self._target, self._ids = target, (*feature_ids, target.lm.layers)
@@ -94,7 +94,7 @@ class ServingTeacher:
 
 
 class Comparison(NamedTuple):
-    """Tokens per cycle of the head in use, what a candidate has beyond that, and the standard error of this."""
+    """Hold tokens per cycle of the head in use, what a candidate has beyond that, and the standard error of this."""
 
     before: float
     gain: float
@@ -105,7 +105,7 @@ class Comparison(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The result of a round: on the user's held-back texts, on others, and whether the candidate is in use."""
+    """Tell a round's result on the user's held-back texts and on others, and whether the candidate is in use."""
 
     own: Comparison
     general: Comparison
