@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -156,16 +157,15 @@ class Graphs:
 
         A function that waits cannot be captured. A capture that fails costs more than a run.
         """
-        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                for run in range(WARM_UPS):
-                    if 0 < run == WARM_UPS - 1:  # a first run may move to the device what is to stay there
-                        torch.cuda.set_sync_debug_mode("error")
+                for _ in range(WARM_UPS - 1):  # a first run may move to the device what is to stay there
+                    function()
+                with refusing_waits():
                     function()
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
             current.wait_stream(self._stream)
 
     def _abandon(self) -> None:
@@ -235,6 +235,36 @@ def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 # ---- threads
+
+
+_WAITS = "called a synchronizing CUDA operation"  # what torch says
+_refusing = threading.RLock()  # torch's mode and Python's warnings are those of all threads
+
+
+@contextlib.contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Make it a RuntimeError of this thread to wait for a device; one thread at a time.
+
+    torch's own mode for that raises in all threads of the process, such as one that loads a model meanwhile. Here torch
+    warns, and the warning is an error in this thread and nothing in others.
+    """
+    thread, shown = threading.get_ident(), warnings.showwarning
+
+    def show(message: Warning | str, *given: Any, **named: Any) -> None:
+        if _WAITS not in str(message):
+            shown(message, *given, **named)
+        elif threading.get_ident() == thread:
+            raise RuntimeError(_WAITS)
+
+    with _refusing, warnings.catch_warnings():
+        warnings.filterwarnings("always", message=f".*{_WAITS}")
+        warnings.showwarning = show
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 class Turns:

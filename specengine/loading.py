@@ -123,6 +123,9 @@ def load(
     if options.learn is not None and resolved.graphs:
         raise InputError("learn: accepted without graphs, which read one head's weights; add graphs=False")
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
+    for lm, given in zip(models, (model, draft), strict=False):
+        if isinstance(lm, CausalLM) and isinstance(given, str | None):  # loaded here
+            lm.unwatch()
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)

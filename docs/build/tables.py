@@ -488,29 +488,47 @@ def device(file: str) -> str:
     return table(("way", "ms between tokens", "over captured plain", *counts), body, file)
 
 
+KERNEL_CASES = {
+    "attention": "{nodes} nodes, {prefix} slots",
+    "selection": "{rows} x {columns}",
+    "compaction": "{kept} nodes, {layers} layers",
+    "choice": "{nodes} x {columns}",
+    "search": "budget {budget}, batch {batch}",
+}
+
+
 def device_kernels(file: str) -> str:
-    """Return a case of each kernel and what torch has beside it, from bench.kernels."""
+    """Return a case of each kernel and what torch has beside it, from bench.kernels; by a cold cache where measured."""
+    found = [r for r in records(file) if "median" in r and "way" in r]
+    cold = {r["record"] for r in found if r["cache"] == "cold"}
     rows = [
         [
             r["record"],
-            f"{r['nodes']} nodes, {r['prefix']} slots" if "prefix" in r else f"{r['rows']} x {r['columns']}",
+            KERNEL_CASES[r["record"]].format(**r),
             r["way"],
             f"{r['median']:.1f}",
             f"{max(r['bytes_us'], r['operations_us']):.1f}",
         ]
-        for r in records(file)
-        if "median" in r and "way" in r
+        for r in found
+        if r["cache"] == "cold" or r["record"] not in cold
     ]
     return table(("kernel", "case", "way", "us", "floor, us"), rows, file)
 
 
 def device_layers(file: str) -> str:
-    """Return the time of a decoder layer by way and rows, from bench.layers."""
+    """Return the time of a decoder layer by way and rows, and its kernels at one row, from bench.layers."""
     found = [r for r in records(file) if r["record"] == "layers"]
     forwards = list(dict.fromkeys(r["forward"] for r in found))
-    times = {(r["way"], r["forward"]): r["us of a layer"] for r in found}
-    rows = [[way, *(f"{times[way, rows]:.0f}" for rows in forwards)] for way in dict.fromkeys(r["way"] for r in found)]
-    return table(("layers, us", *forwards), rows, file)
+    by_place = {(r["way"], r["forward"]): r for r in found}
+    rows = [
+        [
+            way,
+            *(f"{by_place[way, rows]['us of a layer']:.0f}" for rows in forwards),
+            f"{by_place[way, forwards[0]]['kernels of a layer']:.0f}",
+        ]
+        for way in dict.fromkeys(r["way"] for r in found)
+    ]
+    return table(("layers, us", *forwards, "kernels of a layer, 1 row"), rows, file)
 
 
 def device_tests(file: str) -> str:

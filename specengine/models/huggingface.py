@@ -160,6 +160,10 @@ class CausalLM:
     def _watched(self) -> Watch | None:
         return Watch(self.model)
 
+    def unwatch(self) -> None:
+        """Look for no more changes by others, for which each answer reads all weights: the model is nobody else's."""
+        self._watch, self._contents = None, []
+
     def _own_twin(self) -> PreTrainedModel:
         return evaluating(self.model)
 

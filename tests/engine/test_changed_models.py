@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import EngineBusyError, InputError, UnsupportedModelError
+from specengine.models import loaded
 from specengine.models.eagle import head_from
 from specengine.models.huggingface import CausalLM
 from tests.toy import byte_tokenizer, hooked, near_copy, tiny
@@ -575,3 +577,17 @@ def test_an_engine_loaded_for_inference_alone_works_outside_of_it() -> None:
     list(engine.score(PROMPT))
     engine.refresh()
     assert answer(engine) == before
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_weights_are_read_before_an_answer_where_others_may_change_them(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checksum of 16 GB takes a device a good part of the time to the first token."""
+    tiny().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tiny() if given else tmp_path, backend="huggingface")
+    read: list[int] = []
+    monkeypatch.setattr(loaded, "checksums", lambda tensors: read.append(len(tensors)) or [])
+    answer(engine)
+    assert bool(read) is given

@@ -17,6 +17,7 @@ What a backend attaches to an op is one operation, whatever is inside.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -352,8 +353,10 @@ class Device(TorchDispatchMode):
         self.waits += 1
         if self.capturing is not None:
             raise Refused(f"operation not permitted when stream is capturing: {what}")
-        if self.sync_debug_mode == "error":
-            raise Refused(f"called a synchronizing CUDA operation: {what}")
+        if self.sync_debug_mode == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        elif self.sync_debug_mode == "error":
+            raise Refused("called a synchronizing CUDA operation")
         if self.clock is not None:
             self.clock.wait()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ def test_what_waits_is_refused_before_a_capture(
     assert not begun
     assert device.sync_debug_mode == before
     assert float(ones.sum()) == 2.0
+
+
+@without_a_device
+def test_other_threads_may_wait_before_a_capture(device: pretended.Device) -> None:
+    """As one does that loads a model meanwhile; torch's own mode would raise an error there."""
+    ones = torch.ones(2, device=CUDA)
+
+    def function() -> Tensor:
+        if device.capturing is None:
+            with ThreadPoolExecutor(1) as others:
+                others.submit(device.wait, "another thread").result()
+        return ones * 2
+
+    assert run(function).tolist() == [2.0, 2.0]
 
 
 class OutOfResources(Exception):
