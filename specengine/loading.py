@@ -123,9 +123,7 @@ def load(
     if options.learn is not None and resolved.graphs:
         raise InputError("learn: accepted without graphs, which read one head's weights; add graphs=False")
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
-    for lm, given in zip(models, (model, draft), strict=False):
-        if isinstance(lm, CausalLM) and isinstance(given, str | None):  # loaded here
-            lm.unwatch()
+    _unwatch(*(lm for lm, given in zip(models, (model, draft), strict=False) if isinstance(given, str | None)))
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
@@ -195,6 +193,13 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         if options.graphs or options.compile_blocks:
             raise
         return OwnCacheTarget(model, str(error), pack=options.pack, reason=loaded.reason)
+
+
+def _unwatch(*models: CausalLM | NativeLM) -> None:
+    """Look for no changes of models that were loaded here."""
+    for model in models:
+        if isinstance(model, CausalLM):
+            model.unwatch()
 
 
 def _checked(field: str, name: Any) -> Any:
