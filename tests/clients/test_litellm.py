@@ -42,7 +42,7 @@ def test_asynchronous(asked: dict[str, Any]) -> None:
 def test_errors_are_the_clients_own(asked: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**asked, temperature=-1)
-    with pytest.raises(litellm.NotFoundError, match="not here"):
+    with pytest.raises(litellm.NotFoundError, match="this server has"):
         litellm.completion(**asked | {"model": asked["model"] + "-2"})
 
 
