@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers bench-peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -68,6 +68,13 @@ peer-%: bench/peers/%.txt
 	$(PYTHON) -m venv .peers/$*
 	.peers/$*/bin/python -m pip install --disable-pip-version-check -r $< || { rm -rf .peers/$*; \
 	  echo "peers: $* cannot be installed here, bench lists it as not run" >&2; }
+
+# greedy, each answer compared with plain decoding's; PROMPTS=prompts asks the development prompts
+PROMPTS ?=
+OTHERS := generate generate-compiled prompt-lookup $(addprefix peer:,llama.cpp llama.cpp/prompt-lookup ik_llama.cpp openvino \
+  openvino/prompt-lookup vllm vllm/ngram vllm/eagle3 onnxruntime)
+bench-peers: $(VENV)/.installed-run  ## specengine beside the engines of `make peers`, resumable
+	$(RUN) -m specengine bench --way auto $(OTHERS:%=--way %) $(if $(PROMPTS),--prompts $(PROMPTS)) --per-set 2 --out build/results/peers.jsonl
 
 # the same programs as tests/csrc runs; order_test.cpp holds the bits that an x86-64 has
 ARM_CXX ?= aarch64-linux-gnu-g++

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from docs.build.results import SETS, code, means, records, summaries, table
+from specengine.benchmark.report import share
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
 from specengine.benchmark.tables import NOTHING, Record, number
@@ -24,10 +26,23 @@ WAYS = {  # as bench.cpu calls them
 }
 
 
+PEERS = {  # methods of specengine bench that are other engines
+    "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
+    "peer:llama.cpp": "llama.cpp, the same GGUF file",
+    "peer:llama.cpp/prompt-lookup": "llama.cpp, prompt lookup",
+    "peer:ik_llama.cpp": "ik_llama.cpp, the same GGUF file",
+    "peer:openvino": "OpenVINO GenAI, the same GGUF file",
+    "peer:openvino/prompt-lookup": "OpenVINO GenAI, prompt lookup",
+    "peer:vllm": "vLLM, bfloat16",
+    "peer:vllm/ngram": "vLLM, n-gram drafts",
+    "peer:vllm/eagle3": "vLLM, EAGLE-3 with our head",
+    "peer:onnxruntime": "onnxruntime-genai, int4",
+}
 BENCHED = {  # methods of specengine bench other than policies
     "generate": "transformers' `generate`",
+    "generate-compiled": "transformers' `generate`, compiled",
     "prompt-lookup": "transformers' prompt lookup",
-    "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
+    **PEERS,
     "plain": "specengine, plain decoding",
 }
 
@@ -50,23 +65,82 @@ def versus(file: str) -> str:
     return table(("method", "tokens/s", "over `generate`", "over plain decoding", "answers equal to plain"), rows, file)
 
 
-def headline(file: str) -> str:
-    """Return the headline: speed of the default over transformers' `generate`, over all prompts of specengine bench."""
-    times = over_generate(benched(file), "auto")
-    claim = "with output\nequal to plain decoding, token for token ([measured](#measured))."
-    return f"**{times:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with AMX, {claim}"
-
-
-def untiled(file: str) -> str:
-    """Return the headline for a machine without AMX, split into the gains of the forward and of speculation."""
+def beside(file: str) -> str:
+    """Return the table of specengine bench with the spread over prompts, and ways that did not run with the reason."""
+    rows = []
     whole = benched(file)
-    times, plain = (over_generate(whole, way) for way in ("auto", "plain"))
-    page = "docs/results/cpu.md#without-amx"
-    gain = 100 * (times / plain - 1)
-    return (
-        f"Without AMX ([an AMD EPYC]({page})) it is {times:.1f}x over transformers: {plain:.1f}x from the C++ forward, "
-        f"and {gain:.0f} % from speculation."
+    for way, r in sorted(whole.items(), key=lambda item: item[1]["tokens_per_second"]):
+        low, median, high = r["speed_quartiles"]
+        auto = whole["auto"]["tokens_per_second"] / r["tokens_per_second"]
+        rows.append(
+            [
+                BENCHED.get(way, f"specengine, {code(way)}"),
+                f"{r['tokens_per_second']:.0f}",
+                f"{auto:.2f}",
+                f"{median:.2f} ({low:.2f} to {high:.2f})",
+                share(r, "rounds_apart"),
+                f"{r['prompts'] - r['diverging']} of {r['prompts']}",
+            ]
+        )
+    rows += [
+        [BENCHED.get(r["way"], code(r["way"])), f"not run: {r['reason']}", *[NOTHING] * 4]
+        for r in records(file)
+        if r["record"] == "not run"
+    ]
+    header = (
+        "method",
+        "tokens/s",
+        "`auto` over it",
+        "over plain: median (quartiles)",
+        "rounds apart",
+        "equal to plain",
     )
+    return table(header, rows, file)
+
+
+def headline(tiled: str, untiled: str) -> str:
+    """Return the headline: the default over `generate`, plain decoding and the best peer, with AMX and without."""
+    with_amx, without = (_gains(file) for file in (tiled, untiled))
+    return (
+        f"**{with_amx.over_generate:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with "
+        f"AMX, and {with_amx.over_plain:.1f}x those of plain decoding. Without AMX it is {without.over_generate:.1f}x "
+        f"and {without.over_plain:.1f}x, and {without.over_peer:.1f}x the best of the other engines. The output equals "
+        "plain decoding, token for token ([measured](#measured))."
+    )
+
+
+def machines(tiled: str, untiled: str) -> str:
+    """Return the default beside the others, on a machine with AMX and on one without."""
+    rows = []
+    for file, machine in ((tiled, "Intel Xeon, AMX"), (untiled, "AMD EPYC, no AMX")):
+        found, best = _gains(file), benched(file)["auto"]
+        rows.append(
+            [
+                machine,
+                f"{best['tokens_per_second']:.0f}",
+                f"{found.over_plain:.2f}",
+                f"{found.over_generate:.2f}",
+                f"{found.over_peer:.2f} ({found.peer})",
+                f"{best['prompts'] - best['diverging']} of {best['prompts']}",
+            ]
+        )
+    header = ("two cores", "tokens/s", "over plain decoding", "over `generate`", "over the best peer", "equal to plain")
+    return table(header, rows, tiled, untiled)
+
+
+class _Gains(NamedTuple):
+    over_plain: float
+    over_generate: float
+    over_peer: float
+    peer: str
+
+
+def _gains(file: str) -> _Gains:
+    """Return the speed of the default over others, over all prompts of specengine bench."""
+    rates = {way: r["tokens_per_second"] for way, r in benched(file).items()}
+    peer = max((way for way in rates if way in PEERS), key=lambda way: rates[way])
+    plain, generate, other = (rates["auto"] / rates[way] for way in ("plain", "generate", peer))
+    return _Gains(plain, generate, other, PEERS[peer].partition(", plain")[0])
 
 
 def over_generate(whole: dict[str, Record], way: str) -> float:
@@ -628,7 +702,7 @@ def construction(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(headline, untiled, five, versus, answers),
+        *(headline, machines, beside, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),

@@ -1,9 +1,11 @@
 """Go on training a draft head on a user's own texts, in rounds that only a better head survives.
 
-A round trains the head in use on texts of the ring, mixed with text that the target wrote by itself. The candidate is
-compared with the head in use on held-back texts of both kinds, by tokens per cycle of a greedy chain, text by text. It
-is put into use where it is better on the user's texts by more than twice the standard error, and on the others no worse
-by more than one. Else it is forgotten, and the next round learns half as fast.
+A round trains a copy of the head in use on texts of the ring, mixed with text that the target wrote by itself.
+Candidates are the copy, and mixtures of its weights with those of the head in use: they keep more of what was known
+(WiSE-FT, https://arxiv.org/abs/2109.01903). They are compared with the head in use on held-back texts of both kinds, by
+tokens per cycle of a greedy chain, text by text. The first one is put into use that is better on the user's texts by
+more than twice the standard error, and on the others no worse by more than one. Where none is, the copy is forgotten,
+and the next round learns half as fast.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
 
 LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)  # as the head that ships was trained
-GENERAL = SynthesisOptions(tokens=12_000, rows=8, length=512)  # text by the target itself
+GENERAL = SynthesisOptions(tokens=60_000, rows=16, length=512)  # text by the target itself
 FEWEST = 20, 4  # texts to train on, and held back
 COMPARED = 64  # held-back texts of the user, the newest
+SHARES = 1.0, 0.6, 0.35  # of the copy in the candidates
 CALIBRATED = 12  # texts that temperatures are fitted to
 AHEAD, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
 SLOWEST = 1 / 16  # of the rate: from there on learning waits for new texts
@@ -56,10 +59,10 @@ class UseOptions:
     learning_rate  peak learning rate, above 0; it rises and falls within a round
     """
 
-    steps: int = 24
+    steps: int = 80
     step_tokens: int = 1024
-    general: float = 0.4
-    learning_rate: float = 1e-4
+    general: float = 0.5
+    learning_rate: float = 4e-4
 
     def __post_init__(self) -> None:
         for name in ("steps", "step_tokens"):
@@ -179,13 +182,15 @@ class Learner:
         trained = [text for number, text in enumerate(general) if number % HELD_BACK]
         current = self.learnt.head()
         texts = [as_text(text) for text in own]
-        candidate = self.trained(current, texts, trained, rate)
+        copy = self.trained(current, texts, trained, rate)
         others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
         mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
-        on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
-        better = on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error
-        if better:
-            self.swap(candidate, [text for _, text in (*mine, *others)])
+        for share in SHARES:
+            candidate = mixed(current, copy, share)
+            on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
+            if better := on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error:
+                self.swap(candidate, [text for _, text in (*mine, *others)])
+                break
         spent = time.monotonic() - began[0], time.process_time() - began[1]
         done = Round(on_own, on_others, better, rate, *(round(seconds, 1) for seconds in spent))
         self.learnt.note(done._asdict() | {"own": on_own._asdict(), "general": on_others._asdict()})
@@ -284,6 +289,17 @@ class Learner:
         )
         self.learnt.swap(replace(found.config, temperatures=temperatures), found.state)
         self._scores.clear()
+
+
+def mixed(found: eagle.Checkpoint, other: eagle.Checkpoint, share: float) -> eagle.Checkpoint:
+    """Return a head with this share of the other one's weights."""
+    state = {
+        name: tensor.float().lerp(other.state[name].float(), share).to(tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in found.state.items()
+    }
+    return found._replace(state=state)
 
 
 @torch.no_grad()
