@@ -2,10 +2,10 @@
 
 A round trains a copy of the head in use on texts of the ring, mixed with text that the target wrote by itself.
 Candidates are the copy, and mixtures of its weights with those of the head in use: they keep more of what was known
-(WiSE-FT, https://arxiv.org/abs/2109.01903). They are compared with the head in use on held-back texts of both kinds, by
-tokens per cycle of a greedy chain, text by text. The first one is put into use that is better on the user's texts by
-more than twice the standard error, and on the others no worse by more than one. Where none is, the copy is forgotten,
-and the next round learns half as fast.
+(WiSE-FT, https://arxiv.org/abs/2109.01903). They are compared on held-back texts of both kinds, by tokens per cycle of
+a greedy chain, text by text. The first one is put into use that is better on the user's texts than the head in use, by
+more than twice the standard error, and on the others no worse than the head that learning began with, by more than one.
+Where none is, the copy is forgotten, and the next round learns half as fast.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Learner:
         mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
         for share in SHARES:
             candidate = mixed(current, copy, share)
-            on_own, on_others = (self.compared(current, candidate, named) for named in (mine, others))
+            on_own = self.compared(current, candidate, mine)
+            on_others = self.compared(self.learnt.base, candidate, others)  # so that small losses do not add up
             if better := on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error:
                 self.swap(candidate, [text for _, text in (*mine, *others)])
                 break
@@ -263,7 +264,7 @@ class Learner:
     def compared(
         self, current: eagle.Checkpoint, candidate: eagle.Checkpoint, texts: Sequence[tuple[str, Text]]
     ) -> Comparison:
-        """Compare two heads on texts, by name."""
+        """Compare two heads on texts, by name; those of a name always with the same one until a swap."""
         was = torch.stack(
             [self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts]
         )
