@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ def llama_cpp(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     more: dict[str, Any] = {}
     if args.mode == "prompt-lookup":
         speculative: Any = importlib.import_module("llama_cpp.llama_speculative")
-        more = {"draft_model": speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)}  # as documented for CPUs
+        lookup = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)  # as documented for CPUs
+        more = {"draft_model": lookup, "logits_all": True}  # which it sets itself, too late for long prompts
     llama = package.Llama(
         args.gguf, n_ctx=args.context, n_threads=args.threads, n_threads_batch=args.threads, verbose=False, **more
     )
@@ -112,10 +114,21 @@ def vllm(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
 
 def onnxruntime(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     package: Any = importlib.import_module("onnxruntime_genai")
-    builder: Any = importlib.import_module("onnxruntime_genai.models.builder")
     folder = os.path.join(args.cache, f"onnx-int4-{os.path.basename(args.folder)}")
-    if not os.path.exists(os.path.join(folder, "genai_config.json")):
-        builder.create_model(args.folder, args.folder, folder, "int4", "cpu", args.cache)
+    if not os.path.exists(folder):
+        builder = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            args.folder,
+            "-p",
+            "int4",
+            "-e",
+            "cpu",
+        ]
+        subprocess.run([*builder, "-o", f"{folder}.part", "-c", args.cache], check=True)
+        os.rename(f"{folder}.part", folder)
     model = package.Model(folder)
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
