@@ -68,6 +68,7 @@ peer-%: bench/peers/%.txt
 	$(PYTHON) -m venv .peers/$*
 	.peers/$*/bin/python -m pip install --disable-pip-version-check -r $< || { rm -rf .peers/$*; \
 	  echo "peers: $* cannot be installed here, bench lists it as not run" >&2; }
+	@[ ! -d .peers/$* ] || sed -n 's/^# uninstall: //p' $< | xargs --no-run-if-empty .peers/$*/bin/python -m pip uninstall -y
 
 # greedy, each answer compared with plain decoding's; PROMPTS=prompts asks the development prompts
 PROMPTS ?=

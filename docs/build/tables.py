@@ -65,7 +65,7 @@ def versus(file: str) -> str:
     return table(("method", "tokens/s", "over `generate`", "over plain decoding", "answers equal to plain"), rows, file)
 
 
-def beside(file: str) -> str:
+def engines(file: str) -> str:
     """Return the table of specengine bench with the spread over prompts, and ways that did not run with the reason."""
     rows = []
     whole = benched(file)
@@ -102,10 +102,10 @@ def headline(tiled: str, untiled: str) -> str:
     """Return the headline: the default over `generate`, plain decoding and the best peer, with AMX and without."""
     with_amx, without = (_gains(file) for file in (tiled, untiled))
     return (
-        f"**{with_amx.over_generate:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with "
-        f"AMX, and {with_amx.over_plain:.1f}x those of plain decoding. Without AMX it is {without.over_generate:.1f}x "
-        f"and {without.over_plain:.1f}x, and {without.over_peer:.1f}x the best of the other engines. The output equals "
-        "plain decoding, token for token ([measured](#measured))."
+        f"**{with_amx.over_generate:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with AMX,\n"
+        f"and {with_amx.over_plain:.1f}x those of plain decoding. Without AMX it is {without.over_generate:.1f}x and "
+        f"{without.over_plain:.2f}x, and {without.over_peer:.1f}x the best\nof the other engines. The output equals plain "
+        "decoding, token for token ([measured](#measured))."
     )
 
 
@@ -702,7 +702,7 @@ def construction(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(headline, machines, beside, five, versus, answers),
+        *(headline, machines, engines, five, versus, answers),
         *(policies, sets, adversarial, chances, coupling, regret),
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
