@@ -104,8 +104,8 @@ def headline(tiled: str, untiled: str) -> str:
     return (
         f"**{with_amx.over_generate:.1f}x** the tokens per second of transformers' `generate` on two CPU cores with "
         f"AMX,\nand {with_amx.over_plain:.1f}x those of plain decoding. Without AMX it is {without.over_generate:.1f}x "
-        f"and {without.over_plain:.2f}x, and {without.over_peer:.1f}x the best\nof the other engines. The output equals "
-        "plain decoding, token for token ([measured](#measured))."
+        f"and {without.over_plain:.2f}x, and {without.over_peer:.1f}x the best\nof the other engines. The output "
+        "equals plain decoding, token for token ([measured](#measured))."
     )
 
 
