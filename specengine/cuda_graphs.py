@@ -161,10 +161,9 @@ class Graphs:
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS - 1):  # a first run may move to the device what is to stay there
-                    function()
-                with refusing_waits():
-                    function()
+                for run in range(WARM_UPS):  # the first one may move to the device what is to stay there
+                    with refusing_waits() if 0 < run == WARM_UPS - 1 else contextlib.nullcontext():
+                        function()
         finally:
             current.wait_stream(self._stream)
 

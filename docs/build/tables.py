@@ -615,6 +615,21 @@ def device_tests(file: str) -> str:
     return table(("run", "card", "passed", "skipped", "failed"), rows, file)
 
 
+def learnt(file: str) -> str:
+    """Return tokens per pass of a head alone before and after it has learnt from use, from research.use."""
+    rows = [
+        [
+            {"german": "German", "others": "all others"}.get(r["set"], SETS.get(r["set"], r["set"])),
+            f"{r['before']:.2f}",
+            f"{r['after']:.2f}",
+            f"{r['gain']:+.1f} % ({r['interval'][0]:+.1f} to {r['interval'][1]:+.1f})",
+        ]
+        for r in records(file)
+        if r["record"] == "acceptance" and r["way"] == "alone"
+    ]
+    return table(("text", "before", "after", "gain (95 % interval over prompts)"), rows, file)
+
+
 def storm(file: str) -> str:
     """Return the outcomes of crowds of clients, from tests.serve.storm."""
     rows = [
@@ -707,6 +722,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
         *(load, servers, model_shapes, storm, hostile, memory),
-        *(device, device_kernels, device_layers, device_tests),
+        *(device, device_kernels, device_layers, device_tests, learnt),
     )
 }
