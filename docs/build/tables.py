@@ -617,9 +617,10 @@ def device_tests(file: str) -> str:
 
 def learnt(file: str) -> str:
     """Return tokens per pass of a head alone before and after it has learnt from use, from research.use."""
+    names = {**SETS, "german": "German", "others": "all others"}
     rows = [
         [
-            {"german": "German", "others": "all others"}.get(r["set"], SETS.get(r["set"], r["set"])),
+            str(names.get(r["set"], r["set"])),
             f"{r['before']:.2f}",
             f"{r['after']:.2f}",
             f"{r['gain']:+.1f} % ({r['interval'][0]:+.1f} to {r['interval'][1]:+.1f})",
