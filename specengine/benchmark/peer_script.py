@@ -116,18 +116,8 @@ def onnxruntime(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     package: Any = importlib.import_module("onnxruntime_genai")
     folder = os.path.join(args.cache, f"onnx-int4-{os.path.basename(args.folder)}")
     if not os.path.exists(folder):
-        builder = [
-            sys.executable,
-            "-m",
-            "onnxruntime_genai.models.builder",
-            "-i",
-            args.folder,
-            "-p",
-            "int4",
-            "-e",
-            "cpu",
-        ]
-        subprocess.run([*builder, "-o", f"{folder}.part", "-c", args.cache], check=True)
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+        subprocess.run([*command, "-i", args.folder, "-o", f"{folder}.part", "-c", args.cache], check=True)
         os.rename(f"{folder}.part", folder)
     model = package.Model(folder)
 
