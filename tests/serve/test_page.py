@@ -485,7 +485,9 @@ def test_the_default_model(chromium: Any, default_model_path: Path) -> None:
         shown = seen.page.locator(".turn .text").last.text_content()
         assert "".join(shown.split()) == "".join(committed.split()), "paragraphs are elements of their own"
         assert seen.page.locator("main img").count() == 0
-        assert "".join(seen.page.locator(".piece.at").all_text_contents()) == cycles[-1].text.removesuffix("<|im_end|>")
+        last = "".join(seen.page.locator(".piece.at").all_text_contents())
+        assert last, "the cycle that is shown"
+        assert committed.endswith(last), "cycles of `auto` are others each time"
         assert "×" in seen.page.text_content("#figures")
         assert not seen.complaints
         assert not seen.elsewhere
