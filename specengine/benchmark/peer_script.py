@@ -109,6 +109,8 @@ def vllm(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
         (found,) = llm.generate([{"prompt_token_ids": ids}], options, use_tqdm=False)
         yield from cut(list(found.outputs[0].token_ids), ends)
 
+    if args.head:
+        speculative = {**(speculative or {}), "model": os.path.basename(args.head)}  # a name, no path of this machine
     return answer, {"speculative": speculative}
 
 
