@@ -98,11 +98,12 @@ def split(prompts: list[str], fresh: int = FRESH) -> tuple[list[str], list[str]]
 
 TREE = {"width": 10, "expansions": 6, "budget": 60}  # EAGLE's
 ASKED = {"german": {"raw": True, "temperature": 0.8, "seed": 1}}  # this model answers requests in German in English
-WAYS: dict[str, dict[str, Any]] = {"in use": {}, "alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}}
+# no way of `auto`: what it drafts follows the costs that its engine has measured, not the head alone
+WAYS: dict[str, dict[str, Any]] = {"alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}}
 
 
 def measured(sets: dict[str, list[str]], tokens: int, folder: Path | None) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield token and cycle counts of each answer, by set and way: by default, and the head alone with EAGLE's tree."""
+    """Yield token and cycle counts of each answer, by set and way: the head alone with EAGLE's tree."""
     for way, options in WAYS.items():
         engine = Engine.from_pretrained(learn=folder, **options)
         engine.ring = None  # nothing is kept, and the head stays
