@@ -141,7 +141,7 @@ test-gpu-offline: $(OFFLINE)/.built  ## the same for kernels, then graphs, with 
 # without the forward on CPUs, which takes longest to compile
 $(OFFLINE)/.built: $(INSTALL_FILES)
 	$(LINK_SOURCES)
-	-SPECENGINE_CUDA=1 SPECENGINE_CPU=0 SPECENGINE_JOBS=$$(nproc) $(PYTHON) setup.py -q build_ext --inplace
+	-SPECENGINE_CUDA=1 SPECENGINE_CPU=0 $(PYTHON) setup.py -q build_ext --inplace
 	@touch $@
 
 PYTEST_OFFLINE = $(ON_PATH) $(NINE_MINUTES) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors \
@@ -240,11 +240,13 @@ $(NODE)/node_modules/.installed: $(NODE)/package-lock.json
 	@touch $@
 
 $(VENV)/.installed-run: $(INSTALL_FILES) | $(VENV)/bin/pip
+	@$(SAY_DURATION)
 	$(PIP_INSTALL) -e .
 	@$(REPORT_EXTENSION)
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALL_FILES) | $(VENV)/bin/pip
+	@$(SAY_DURATION)
 	$(PIP_INSTALL) -e '.[dev]'
 	@$(REPORT_EXTENSION)
 	@touch $@ $(VENV)/.installed-run
@@ -259,6 +261,8 @@ $(VENV)/.installed-gpu: $(INSTALL_FILES) | $(VENV)/bin/pip
 	@$(REPORT_EXTENSION)
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-run
 
-# pip hides what a successful build printed
+# pip hides what a build prints
+SAY_DURATION = echo "specengine: installing packages (torch is the largest), then compiling C++ on all processors:" \
+  "some 3 to 4 minutes on two; pip shows nothing while it compiles" >&2
 REPORT_EXTENSION = ls specengine/_ops*.so >/dev/null 2>&1 \
   || echo "specengine: the C++ extension was not built ($(RUN) -m pip install -v -e . says why); everything works, tree building is slower" >&2

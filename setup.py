@@ -4,8 +4,9 @@ as specengine_csrc what NVRTC compiles where the CUDA library is not built.
 The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
 wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
 not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_CPU=0 leaves the forward on
-CPUs out, which takes longest. SPECENGINE_JOBS=8 compiles so many files at once; SPECENGINE_SANITIZE=1 builds the
-extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
+CPUs out, which takes longest. As many files are compiled at once as there are processors and gigabytes of free memory;
+SPECENGINE_JOBS=1 compiles one at a time. SPECENGINE_SANITIZE=1 builds the extensions with the sanitizers for memory and
+undefined behaviour: `make test-sanitized`.
 
 An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
 with, makes that an error.
@@ -88,12 +89,50 @@ def cpu_is_wanted() -> bool:
     return asked != "0"
 
 
+BYTES_PER_JOB = 1 << 30  # of memory; the largest file, csrc/cpu_binding.cpp, takes 0.9 GB
+
+
 def jobs() -> int:
-    """Return how many files of an extension are compiled at once."""
-    asked = os.environ.get("SPECENGINE_JOBS", "1")
-    if not asked.isdecimal() or int(asked) < 1:
-        raise SystemExit(f"SPECENGINE_JOBS: got {asked!r}, accepted a whole number, 1 or more")
-    return int(asked)
+    """Return how many files of an extension are compiled at once: SPECENGINE_JOBS, else one per processor.
+
+    Without SPECENGINE_JOBS, no more than fit into free memory.
+    """
+    chosen = os.environ.get("SPECENGINE_JOBS", "")
+    if chosen:
+        if not chosen.isdecimal() or int(chosen) < 1:
+            raise SystemExit(f"SPECENGINE_JOBS: got {chosen!r}, accepted a whole number, 1 or more")
+        return int(chosen)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(processors, free_memory() // BYTES_PER_JOB))
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that new processes may take, as Linux tells; of other systems, all there is."""
+    limits = [int(line) - int(used) for line, used in cgroup_memory()]
+    try:
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        available = None
+    if available is not None:
+        limits.append(int(available[1]) * 1024)
+    elif "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=BYTES_PER_JOB)
+
+
+def cgroup_memory() -> list[tuple[str, str]]:
+    """Return the limit on this container's memory and what is used of it, in bytes as text; empty without a limit."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            texts = Path(limit).read_text().strip(), Path(used).read_text().strip()
+        except OSError:
+            continue
+        return [texts] if all(text.isdecimal() for text in texts) else []
+    return []
 
 
 def compile_at_once(compiler: Any, most: int) -> None:
@@ -156,7 +195,10 @@ class OptionalBuildExt(build_ext):
         return super().get_ext_filename(fullname)
 
     def build_extensions(self):
-        if (most := jobs()) > 1 and not WINDOWS:
+        most = 1 if WINDOWS else jobs()
+        files = sum(len(extension.sources) for extension in self.extensions)
+        print(f"specengine: compiling {files} files, {most} at a time, about 10 s of a processor each", flush=True)
+        if most > 1:
             compile_at_once(self.compiler, most)
         super().build_extensions()
 

@@ -76,6 +76,27 @@ def test_files_are_compiled_at_once(setup_script: ModuleType, monkeypatch: pytes
             setup_script.jobs()
 
 
+def test_all_processors_compile_where_memory_allows(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECENGINE_JOBS", raising=False)
+    monkeypatch.setattr(setup_script.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for gigabytes, expected in ((64, 8), (5, 5), (0, 1)):
+        monkeypatch.setattr(setup_script, "free_memory", lambda count=gigabytes: count * setup_script.BYTES_PER_JOB)
+        assert setup_script.jobs() == expected
+    monkeypatch.delattr(setup_script.os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(setup_script.os, "cpu_count", lambda: None)
+    assert setup_script.jobs() == 1
+
+
+def test_memory_of_a_container_bounds_what_is_free(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = setup_script.free_memory()
+    assert whole > 0
+    monkeypatch.setattr(setup_script, "cgroup_memory", lambda: [("3000", "1000")])
+    assert setup_script.free_memory() == 2000
+    monkeypatch.setattr(setup_script, "cgroup_memory", list)
+    monkeypatch.setattr(setup_script.Path, "read_text", lambda path: (_ for _ in ()).throw(OSError()))
+    assert setup_script.free_memory() > 0  # without /proc, from the memory that the machine has
+
+
 def test_headers_of_torch_stand_in_for_pybind11(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a network that has torch."""
     monkeypatch.setitem(sys.modules, "pybind11", None)
