@@ -26,7 +26,6 @@ from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
-from specengine.serve import shapes
 from specengine.serve.answering import require_model, require_ready
 from specengine.serve.worker import Worker
 
@@ -105,9 +104,7 @@ def _tokens(app: FastAPI, texts: Texts) -> None:
 
         return json_response({"prompt": await texts.read(prompt)})
 
-    errors: dict[int | str, dict[str, Any]] = shapes.errors("/v1/messages")
-
-    @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation", responses=errors)
+    @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
         asked = CheckedRequest(counting(body), texts.settings, renamed=anthropic.NAMES)
         return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
@@ -203,7 +200,7 @@ def _ollama(app: FastAPI, texts: Texts) -> None:
         more = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": memory, "context_length": engine.target.max_context}
         return json_response({"models": [known | more]})
 
-    @app.post("/api/show", summary="The one model, as Ollama shows it", responses=shapes.errors("/api/show"))
+    @app.post("/api/show", summary="The one model, as Ollama shows it")
     async def show(body: ModelNamed) -> Response:
         asked = body.model or body.name
         if asked is not None and settings.strict_model:

@@ -14,7 +14,7 @@ st = shutil.which("st", path=str(Path(sys.executable).parent))
 
 @pytest.mark.slow
 @pytest.mark.skipif(st is None, reason="schemathesis is not installed")
-def test_no_failures_and_answers_as_the_schema_says(tiny_server: str, tmp_path: Path) -> None:
+def test_no_failures_and_answers_of_the_media_types_in_the_schema(tiny_server: str, tmp_path: Path) -> None:
     config = Path(__file__).with_name("schemathesis.toml")
     command = [str(st), "--config-file", str(config), "run", f"{tiny_server}/openapi.json", "--no-color"]
     options = ["--max-examples", "50", "--phases", "coverage,fuzzing", "--seed", "1", "--continue-on-failure"]
