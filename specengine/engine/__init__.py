@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import contracts, loading, policies
@@ -32,7 +31,6 @@ from specengine.engine.streams import AsyncTextGeneration as AsyncTextGeneration
 from specengine.errors import (
     EngineBusyError,
     InputError,
-    NumericalError,
     UnsupportedModelError,
     require,
     shown,
@@ -444,31 +442,6 @@ class Engine:
             for first in range(0, len(tokens) - 1, SCORED_ROWS):
                 with sharing(self.target.device, self.target.running)():
                     yield from self._rated(tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
-
-    @torch.inference_mode()
-    def embed(self, tokens: list[int], ticket: Ticket | None = None) -> Tensor | None:
-        """Return the mean of a text's last hidden states, behind the final norm, as float32 [hidden size] of length 1.
-
-        tokens: checked ids, one or more. None where the ticket is given up before all are read. EngineBusyError;
-        UnsupportedModelError of a target that gives no hidden states, NumericalError of one that gives no numbers.
-        """
-        layers = getattr(getattr(self.target, "lm", None), "layers", None)
-        if not isinstance(layers, int):
-            raise UnsupportedModelError(f"{self.target.name or 'this target'}: gives no hidden states for embeddings")
-        with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
-            if self.pool is not None:
-                held.enter_context(self.pool.place(self, len(tokens), 0, ticket or Ticket()))
-            with sharing(self.target.device, self.target.running)():
-                self.reset()
-                self.target.reserve(len(tokens), 0)
-                self.target.want((layers,))
-                states = self.target.prefill(tokens, 0)
-            assert states is not None
-            mean = states.float().mean(0)
-            if not torch.isfinite(mean).all():
-                raise NumericalError("the model's hidden states are no finite numbers")
-            return torch.nn.functional.normalize(mean, dim=0).cpu()
-        return None
 
     @torch.inference_mode()
     def _rated(self, tokens: list[int], first: int, end: int, top: int) -> list[TokenLogprob]:

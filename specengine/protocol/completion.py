@@ -22,7 +22,6 @@ class Completion:
     predicted  tokens of the prediction that stand in the answer, and those that do not
     logprobs, prompt_logprobs   of the answer's tokens and of the prompt's from the second on, where they were asked for
     scored_s   seconds that the prompt's took
-    embedding  of the prompt, where it was asked for
     """
 
     stats: Stats
@@ -36,7 +35,6 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     scored_s: float = 0.0
-    embedding: list[float] | None = None
 
     def add(self, cycle: Cycle) -> None:
         self.first = self.first or cycle.seconds.total

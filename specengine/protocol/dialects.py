@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from specengine.protocol import anthropic, embeddings, llamacpp, ollama, responses
+from specengine.protocol import anthropic, llamacpp, ollama, responses
 from specengine.protocol.problems import of_validation
 from specengine.protocol.replies import OpenAIReply, Reply
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
@@ -92,13 +92,6 @@ DIALECTS: dict[str, Dialect[Any]] = {
         "Answer between two texts, as llama.cpp does",
     ),
 }
-for _path, _body, _about in (
-    ("/v1/embeddings", embeddings.EmbeddingsBody, "Embeddings of texts, from the language model itself"),
-    ("/api/embed", embeddings.EmbedBody, "Embeddings of texts, as Ollama makes them"),
-    ("/api/embeddings", embeddings.OldEmbedBody, "The embedding of a text, as Ollama made it before"),
-):
-    _names = embeddings.NAMES if _path != "/api/embeddings" else {}
-    DIALECTS[_path] = Dialect(_body, embeddings.request_of, embeddings.EmbeddingsReply, _names, _about)
 _COUNTING: Dialect[Any] = Dialect(
     anthropic.CountRequest,
     anthropic.chat_of,

@@ -340,11 +340,6 @@ class Sampling(Declared, Hints, Neutral):
         return False
 
     @property
-    def embeds(self) -> bool:
-        """Return whether the prompt's embedding is asked for, in the place of an answer."""
-        return False
-
-    @property
     def wanted_logprobs(self) -> int | None:
         """Return how many of the likeliest tokens to report, beside the chosen one; None: none at all."""
         raise NotImplementedError

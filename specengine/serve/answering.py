@@ -59,8 +59,6 @@ async def answered(
 async def _answered(
     worker: Worker, asked: list[CheckedRequest], reply: Reply, request: Request, streams: bool
 ) -> Response:
-    if asked[0].request.embeds:
-        return json_response(reply.whole(await _some_at_once(worker, asked, request)))
     coming = events(worker, asked, request)
     try:
         if streams:
@@ -75,19 +73,6 @@ async def _answered(
     except BaseException:
         await coming.aclose()  # type: ignore[attr-defined]
         raise
-
-
-async def _some_at_once(worker: Worker, asked: list[CheckedRequest], request: Request) -> list[Completion]:
-    """Return the answers to many short requests, of which the queue need not hold all."""
-    found: list[Completion] = []
-    while len(found) < len(asked):
-        some = asked[len(found) : len(found) + worker.parallel]
-        coming = events(worker, some, request)
-        try:
-            found += await _whole(some, coming)
-        finally:
-            await coming.aclose()  # type: ignore[attr-defined]
-    return found
 
 
 async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]) -> list[Completion]:

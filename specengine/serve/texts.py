@@ -30,6 +30,7 @@ from specengine.serve.answering import require_model, require_ready
 from specengine.serve.worker import Worker
 
 Result = TypeVar("Result")
+EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding", "/api/embed", "/api/embeddings")
 
 
 class Texts:
@@ -65,6 +66,8 @@ def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
     texts = Texts(worker, settings)
     _tokens(app, texts)
     _ollama(app, texts)
+    for path in EMBEDDINGS:
+        app.add_api_route(path, refuse_embeddings, methods=["POST"], include_in_schema=False)
 
     @app.get("/props", summary="What llama.cpp's server says of a model")
     async def props() -> Response:
@@ -82,6 +85,16 @@ def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
                 "build_info": f"specengine {specengine.__version__}",
             }
         )
+
+
+async def refuse_embeddings() -> Response:
+    """Raise RequestError: a model that was trained to go on with texts makes poor embeddings."""
+    raise RequestError(
+        400,
+        "embeddings are not offered: serve a model that was trained for them, such as with vLLM, Ollama or "
+        "llama.cpp's `llama-server --embeddings`",
+        code="unsupported",
+    )
 
 
 def _tokens(app: FastAPI, texts: Texts) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
-from specengine.errors import InputError, QueueFullError, UnsupportedModelError
+from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
@@ -375,10 +375,7 @@ class Worker:
 
 
 def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> None:
-    """Append the log-probabilities of the prompt's tokens, where the request wants them, or its embedding."""
-    if job.asked.request.embeds:
-        _embed(engine, job, answer)
-        return
+    """Append the log-probabilities of the prompt's tokens, where the request wants them."""
     began = time.perf_counter()
     with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
         while not job.cancelled and (scored := next(scores, None)) is not None:
@@ -386,19 +383,6 @@ def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Non
             if time.perf_counter() > deadline:
                 seconds = job.asked.settings.max_seconds
                 raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")
-    answer.scored_s = time.perf_counter() - began
-
-
-def _embed(engine: Engine, job: Job, answer: Completion) -> None:
-    """Make the embedding of the prompt; RequestError where it takes too long, or the model gives none."""
-    began = time.perf_counter()
-    try:
-        found = engine.embed(answer.prompt_ids, job.ticket)
-    except UnsupportedModelError as error:
-        raise RequestError(501, str(error), code="unsupported") from error
-    if found is None and not job.cancelled:
-        raise RequestError(503, f"reading takes longer than {job.asked.settings.max_seconds:g} s", code="timeout")
-    answer.embedding = None if found is None else found.tolist()
     answer.scored_s = time.perf_counter() - began
 
 

@@ -56,14 +56,6 @@ def test_errors_are_the_clients_own(calling: Any) -> None:
     with pytest.raises(ollama.ResponseError, match=r"options\.mirostat") as refused:
         calling.chat("llama3", HELLO, options={"mirostat": 2})
     assert refused.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="input") as refused:
-        calling.embed("llama3", [])
+    with pytest.raises(ollama.ResponseError, match="embeddings are not offered") as refused:
+        calling.embed("llama3", "Hello")
     assert refused.value.status_code == 400
-
-
-def test_embeddings_are_of_unit_length(calling: Any) -> None:
-    one, other = calling.embed("llama3", ["Hello", "Good night"]).embeddings
-    assert len(one) == len(other)
-    assert one != other
-    for found in (one, other):
-        assert sum(x * x for x in found) == pytest.approx(1, abs=1e-3)

@@ -105,7 +105,7 @@ def test_what_it_says_of_the_model(own: Saying) -> None:
         ("/api/chat", {"format": "xml"}, "format"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
         ("/api/generate", {"messages": None, "prompt": "a", "template": "x"}, "template"),
-        ("/api/embed", {}, "input: Field required"),
+        ("/api/embed", {"input": "a"}, "embeddings are not offered: serve"),
         ("/api/pull", {}, "POST /api/pull is not here"),
     ],
 )

@@ -93,3 +93,15 @@ def test_a_model_without_the_tokens_says_so(server: Served) -> None:
     assert answer.json()["error"]["param"] == "suffix"
     assert server.post(TEXT | {"suffix": ""}, "/v1/completions").status_code == 200
     assert server.post(TEXT | {"suffix": "b", "echo": True}, "/v1/completions").status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings"])
+def test_embeddings_are_refused_with_what_to_use_instead(server: Served, path: str) -> None:
+    for body in ({"model": "m", "input": ["a", "b"]}, {"prompt": "a"}, []):
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert ("serve a model that was trained for them" in error) if path.startswith("/api") else error["code"]
+        assert "embeddings are not offered" in answer.text
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert path not in paths
