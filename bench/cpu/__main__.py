@@ -14,8 +14,8 @@ import bench.cpu
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from bench.cpu import answers, forwards, goals, processes
+from bench.cpu.answers import LLAMA_CPP
 from bench.cpu.ways import KINDS, Given, Unavailable
-from specengine.benchmark.llama import LLAMA_CPP
 
 PARTS = ("forward", "plain", "default", "memory", "isa", "start")
 DEFAULT_ROUNDS = {"forward": 9, "plain": 3, "default": 3, "memory": 1, "isa": 5, "start": 3}

@@ -8,19 +8,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from bench.cpu.ways import KINDS, Given
 from bench.workloads import Workload
-from specengine.benchmark import llama
+from specengine.benchmark import peers
 from specengine.benchmark.baselines import LOOKUP_TOKENS, Generate
-from specengine.benchmark.llama import LLAMA_CPP
 from specengine.benchmark.measuring import Run, longest
 from specengine.benchmark.ways import Decoder, EngineDecoder, Way, without_memory
 from specengine.engine import Engine
+from specengine.files import cache_dir
 
 GENERATE, LOOKUP = "generate", "generate, prompt lookup"
+LLAMA_CPP = "llama.cpp"
 BASELINES = (GENERATE, LLAMA_CPP)
+PEERS = Path(".peers")  # where `make peers` puts environments
 MEAN_OF_SETS = "mean of the sets"
 
 Record = dict[str, Any]
@@ -50,9 +53,8 @@ def _answered(
     def start(name: str) -> Decoder:
         if name in KINDS:
             return EngineDecoder(given.plain(name) if part == "plain" else fresh(given.engine(name)), options)
-        llama.refuse_missing()
-        context = longest(first, items, length)
-        return llama.way(first, {}, ends, given.gguf_file(), context).start()
+        files = peers.Model(given.gguf_file(), None, None, cache_dir())
+        return peers.way(peers.PREFIX + name, PEERS, files, ends, longest(first, items, length)).start()
 
     ways = [*ways, *(Way(name, partial(start, name)) for name in names)]
     run = Run(first, ways, options, length=length, rounds=rounds, say=lambda line: print(part, line, file=sys.stderr))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine import loading
-from specengine.benchmark import baselines, llama, peers
+from specengine.benchmark import baselines, peers
 from specengine.benchmark.measuring import longest
 from specengine.benchmark.peers import Model as PeerModel
 from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
@@ -20,7 +20,7 @@ from specengine.files import cache_dir
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 
-BASELINES = (baselines.GENERATE, baselines.COMPILED, baselines.LOOKUP, baselines.ASSISTED, llama.LLAMA_CPP)
+BASELINES = (baselines.GENERATE, baselines.COMPILED, baselines.LOOKUP, baselines.ASSISTED)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Choice:
     names      of ways: a Spec's text, one of BASELINES or of peers.NAMES; plain decoding takes part unasked
     model      an id, a path or None for the embedded one
     draft      of the ways that name none; None is the model's best
-    assistant  of the assisted way, gguf of llama.cpp's and the peers', by default the model's own
+    assistant  of the assisted way, gguf of the peers', by default the model's own
     peers      the folder with the environments of the peers
     load       options of Engine.from_pretrained
     options    of Engine.generate but for the length
@@ -49,6 +49,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.names = list(dict.fromkeys([PLAIN, *self.names]))
+        if (engine := next((name for name in self.names if name in peers.MODES), None)) is not None:
+            raise InputError(f"way: got {engine!r}; another engine is named {peers.PREFIX}{engine}")
         self.specs = {name: Spec.of(name) for name in self.names if name not in BASELINES and not _is_peer(name)}
         self._load = LoadOptions.of(self.load)
         for spec in self.specs.values():
@@ -62,12 +64,10 @@ class Choice:
         others = [name for name in self.names if _is_peer(name)]
         for name in others:
             peers.check(name)
-        if llama.LLAMA_CPP in self.names:
-            llama.refuse_missing()
-        if llama.LLAMA_CPP in self.names or others:
-            self.gguf = llama.gguf_file(self.model, self.gguf)
+        if others:
+            self.gguf = peers.gguf_file(self.model, self.gguf)
         elif self.gguf is not None:
-            raise InputError(f"gguf: no way uses it; add way {llama.LLAMA_CPP}")
+            raise InputError(f"gguf: no way uses it; add way {peers.NAMES[0]}")
         GenerationOptions.of(dict(self.options), None, 1, 1 << 20)
 
     @property
@@ -100,12 +100,9 @@ class Choice:
                 return baselines.lookup_way(plain, self.options, ends)
             if name == baselines.ASSISTED:
                 return baselines.assisted_way(plain, self.options, ends, str(self.assistant), self._load)
-            context = longest(plain, items, length, turns)
-            if _is_peer(name):
-                if self.samples:
-                    raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
-                return peers.way(name, self.peers, self._files(), ends, context)
-            return llama.way(plain, self.options, ends, self.gguf, context)
+            if self.samples:
+                raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
+            return peers.way(name, self.peers, self._files(), ends, longest(plain, items, length, turns))
 
         return [made(name) for name in self.names]
 

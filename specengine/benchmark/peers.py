@@ -19,6 +19,8 @@ import torch
 
 from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import Way
+from specengine.checkpoints import embedded
+from specengine.checkpoints.pretrained import is_gguf
 from specengine.errors import BackendError, InputError
 
 PREFIX = "peer:"
@@ -51,6 +53,19 @@ def check(name: str) -> None:
     """Raise InputError for an unknown peer."""
     if name not in NAMES:
         raise InputError(f"way: got {name!r}, accepted {', '.join(NAMES)}")
+
+
+def gguf_file(model: str | None, given: Path | None) -> Path | None:
+    """Return the file that peers run: the one given, the model itself, or None for the embedded model's.
+
+    InputError where there is no such file, or none is known of this model.
+    """
+    named = given or (Path(model) if model is not None and is_gguf(model) else None)
+    if named is None and model is not None and not embedded.is_default(model):
+        raise InputError(f"gguf: other engines need a GGUF file of {model}, name it")
+    if named is not None and not named.is_file():
+        raise InputError(f"gguf: {named} is not a file")
+    return named
 
 
 def _refuse_missing(name: str, folder: Path) -> None:

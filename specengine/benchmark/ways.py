@@ -1,4 +1,4 @@
-"""Ways of decoding: this engine under a draft and a policy. What users have elsewhere is in `baselines` and `llama`."""
+"""Ways of decoding: this engine under a draft and a policy. What users have elsewhere is in `baselines` and `peers`."""
 
 from __future__ import annotations
 

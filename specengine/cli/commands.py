@@ -276,14 +276,13 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 REPORT = "print the tables of a file that `specengine bench --out` wrote"
-PLAIN, LLAMA_CPP, ASSISTED = "plain", "llama.cpp", "assisted"
+PLAIN, ASSISTED = "plain", "assisted"
 DEFAULT_WAYS = (PLAIN, "auto", "generate", "prompt-lookup")
 BASELINES = {
     "generate": "transformers' generate",
     "generate-compiled": "the same with a static cache, compiled",
     "prompt-lookup": "its prompt lookup",
     ASSISTED: "its assisted decoding by --assistant",
-    LLAMA_CPP: "llama.cpp on the model's GGUF file",
 }
 WAYS = (
     "POLICY or DRAFT:POLICY with ,option=value behind it, as talon/cpu,mu=0.05, ngram:eagle or file.py:Class; or "
@@ -327,9 +326,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="seed of the sampling noise, the same for every way (default 0)"
     )
     group.add_argument("--assistant", metavar="MODEL", help=f"id or path of the smaller model of way {ASSISTED}")
-    group.add_argument(
-        "--gguf", type=Path, metavar="FILE", help=f"for way {LLAMA_CPP} and for peers (default: the model's own)"
-    )
+    group.add_argument("--gguf", type=Path, metavar="FILE", help="for peers (default: the model's own)")
     group.add_argument(
         "--peers",
         type=Path,
@@ -445,7 +442,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     ),
     "bench": (
         add_bench,
-        "measure policies and drafts beside transformers' and llama.cpp's decoding, on prompts of several kinds",
+        "measure policies and drafts beside transformers and other engines, on prompts of several kinds",
     ),
     "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
     "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),

@@ -17,7 +17,7 @@ from bench.cpu import rows as cpu_rows
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine import Engine
-from specengine.benchmark import llama
+from specengine.benchmark import peers
 from specengine.benchmark.tables import NOTHING
 from specengine.benchmark.ways import EngineDecoder
 from specengine.ops.tree import TokenTree
@@ -140,12 +140,11 @@ def test_llama_cpp_ends_where_the_others_do(
 ) -> None:
     asked = []
 
-    def way(plain: Any, options: Any, ends: Any, file: Any, context: int) -> Any:
-        asked.append((ends, file.name, context > 6))
-        return llama.Way(llama.LLAMA_CPP, lambda: lambda prompt, length: pytest.fail("not reached"))
+    def way(name: str, environments: Path, model: peers.Model, ends: list[int], context: int) -> Any:
+        asked.append((ends, model.gguf.name, context > 6))
+        return peers.Way(name, lambda: lambda prompt, length: pytest.fail("not reached"))
 
-    monkeypatch.setattr(llama, "way", way)
-    monkeypatch.setattr(llama, "refuse_missing", lambda: None)
+    monkeypatch.setattr(peers, "way", way)
     monkeypatch.setattr(Given, "end_tokens", {2})
     (folder / "x.gguf").touch()
     run(folder, "--part", part, "--way", "llama.cpp", "--gguf", str(folder / "x.gguf"))
@@ -173,13 +172,13 @@ def test_a_way_that_breaks_off_is_in_no_mean(folder: Path, monkeypatch: pytest.M
 
 
 def test_what_cannot_run_is_skipped_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "has_binding", lambda: False)
-    monkeypatch.setenv("PATH", str(folder))  # without llama-server
+    monkeypatch.setattr(answers, "PEERS", folder)
+    monkeypatch.setattr(Given, "gguf_file", lambda given: folder / "x.gguf")
     options = ("--way", "huggingface", "--way", "native gguf", "--way", "llama.cpp")
     records = run(folder, "--part", "plain", *options)
     reasons = {record["way"]: record["reason"] for record in of(records, "skipped")}
     assert set(reasons) == {"native gguf", "llama.cpp"}
-    assert "found neither llama-server" in reasons["llama.cpp"]
+    assert "has no environment llama.cpp; make it" in reasons["llama.cpp"]
     assert all("llama.cpp" not in row["tokens_per_second"] for row in of(records, "answers"))
 
 

@@ -39,6 +39,17 @@ def test_a_process_answers_and_its_last_words_are_told() -> None:
         peers.Peer("peer:mute", [sys.executable, "-c", "pass"], [])
 
 
+def test_the_file_is_named_the_model_or_the_embedded_ones(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    assert peers.gguf_file(None, None) is None
+    assert peers.gguf_file(str(file), None) == peers.gguf_file("some/model", file) == file
+    with pytest.raises(InputError, match="gguf: other engines need a GGUF file of some/model"):
+        peers.gguf_file("some/model", None)
+    with pytest.raises(InputError, match="is not a file"):
+        peers.gguf_file(None, tmp_path / "y.gguf")
+
+
 def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path) -> None:
     def choice(*names: str, temperature: float = 0.0) -> Choice:
         return Choice(list(names), peers=tmp_path, options=sampling(temperature, 0))
@@ -46,6 +57,9 @@ def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path)
     for unknown in ("peer:openvino/eagle", "peer:", "peer:exllama"):
         with pytest.raises(InputError, match=r"way: got 'peer:.* accepted peer:llama\.cpp, "):
             choice(unknown)
+    for engine in ("llama.cpp", "vllm"):
+        with pytest.raises(InputError, match=f"way: got '{engine}'; another engine is named peer:{engine}"):
+            choice("auto", engine)
     assert choice("peer:openvino").names == ["plain", "peer:openvino"]
     model = peers.Model(tmp_path / "m.gguf", None, None, tmp_path)
     with pytest.raises(BackendError, match=r"way peer:openvino: .* has no environment openvino; .*make peers"):
