@@ -99,6 +99,7 @@ class DraftColours:
 
     def __init__(self, engine: Engine) -> None:
         self._texts = TextStream(decoder(engine.tokenizer))
+        self._pushed = self._length = 0  # characters, without and with those that the stream holds back
         self._spans: list[tuple[int, str]] = []  # characters still to come, and their colour
 
     def paint(self, piece: StreamPiece) -> str:
@@ -106,7 +107,11 @@ class DraftColours:
         cycle = piece.cycle
         for index, token in enumerate(cycle.tokens):
             colour = DRAFTED if index < cycle.accepted else OWN
-            self._spans.append((len(self._texts.push([token])), colour))
+            before = self._length
+            self._pushed += len(self._texts.push([token]))
+            waits = self._texts.rest.rstrip("\N{REPLACEMENT CHARACTER}")  # which may become a character later
+            self._length = max(before, self._pushed + len(waits))
+            self._spans.append((self._length - before, colour))
         return "".join(f"{colour}{text}{RESET}" for text, colour in self._split(piece.text) if text)
 
     def _split(self, text: str) -> Iterator[tuple[str, str]]:

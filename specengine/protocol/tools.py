@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -222,4 +223,6 @@ class OneCall:
 
     def __call__(self, ids: Tensor, scores: Any, **options: Any) -> bool:
         self._reader.push(self._texts.push([int(ids[0, -1])]))
-        return self._reader.found > 0
+        ahead = copy.copy(self._reader)
+        ahead.push(self._texts.rest)
+        return ahead.found > 0

@@ -5,10 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+UNKNOWN_LOOKBACK = 32  # characters, for decoders whose rules cannot be read
+CLEAN_UP_LOOKBACK = 16  # characters: " n ' t" becomes "n't", and the blank before it goes
+ENDS = KeyboardInterrupt, SystemExit, GeneratorExit  # a panic of the `tokenizers` library is no Exception either
+CLEAN_UP = "clean_up_tokenization_spaces"
+FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+APPENDING = "transformers.tokenization_utils_sentencepiece", "transformers.tokenization_mistral_common"
 
 
 class Decoder:
@@ -30,7 +41,9 @@ class Decoder:
             if tokens and not self._without_text and self.tokenizer is not None:  # the usual case, several per cycle
                 try:
                     text = self.tokenizer.decode(tokens, **self._options)
-                except Exception:  # looked into below
+                except ENDS:
+                    raise
+                except BaseException:  # looked into below
                     text = None
                 if isinstance(text, str):
                     return text
@@ -41,6 +54,21 @@ class Decoder:
                 parts += [self._text(tokens[start:at]), self._text([token], skip_special_tokens=False)]
                 start = at + 1
         return "".join(parts) + self._text(tokens[start:])
+
+    @property
+    def lookback(self) -> int:
+        """Return how many characters at a text's end later tokens may rewrite; 0 if they only append to it."""
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, Tokenizer):
+            return _lookback_of(tokenizer)
+        names = "decode", "_decode", "clean_up_tokenization"
+        if all(_function(tokenizer, name) is getattr(PreTrainedTokenizerFast, name) for name in names):
+            core = tokenizer.backend_tokenizer
+            cleans = self._options.get(CLEAN_UP, tokenizer.clean_up_tokenization_spaces)
+            ignores = type(core.model).__name__ == "BPE" and not getattr(tokenizer, FORCED_CLEAN_UP, False)
+            return _lookback_of(core) + (CLEAN_UP_LOOKBACK if cleans and not ignores else 0)
+        module = getattr(_function(tokenizer, "convert_tokens_to_string"), "__module__", None)
+        return 0 if tokenizer is None or module in APPENDING else UNKNOWN_LOOKBACK
 
     def is_byte(self, token: int) -> bool:
         """Return whether it is a byte of SentencePiece: in a run of them a later one may change the run's text."""
@@ -76,7 +104,9 @@ class Decoder:
         """Return None if the tokenizer, somebody else's program, raises or returns anything but text."""
         try:
             text = self.tokenizer.decode(tokens, **options)
-        except Exception:
+        except ENDS:
+            raise
+        except BaseException:
             return None
         return text if isinstance(text, str) else None
 
@@ -158,8 +188,43 @@ def _takes_options(tokenizer: Any) -> bool:
     return "skip_special_tokens" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
+def _function(tokenizer: Any, name: str) -> Any:
+    """Return the function of a tokenizer's method; None if it has no such method."""
+    return getattr(getattr(tokenizer, name, None), "__func__", None)
+
+
+def _lookback_of(core: Tokenizer) -> int:
+    """Return the lookback of the decoder of a tokenizer of the `tokenizers` library.
+
+    Its parts work on one token at a time, and on the whole text after a part that fuses the tokens.
+    """
+    try:
+        steps: list[Any] = [{"type": "Fuse"}] if core.decoder is None else [json.loads(core.decoder.__getstate__())]
+    except Exception:  # a decoder written in Python
+        return UNKNOWN_LOOKBACK
+    lookback, fused = 0, False
+    while steps:
+        step = steps.pop(0)
+        kind = step["type"]
+        if kind == "Sequence":
+            steps = [*step["decoders"], *steps]
+        elif kind == "Replace" and fused:
+            pattern = step["pattern"].get("String")
+            reach = UNKNOWN_LOOKBACK if pattern is None else len(pattern)
+            lookback = (lookback + reach) * max(1, len(step["content"]))
+        elif kind in ("WordPiece", "CTC") and fused:
+            lookback += CLEAN_UP_LOOKBACK
+        elif kind not in KINDS:
+            lookback += UNKNOWN_LOOKBACK
+        fused = fused or kind in ("Fuse", "ByteLevel")
+    return lookback
+
+
+KINDS = "BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"
+
 HELD_BACK_LIMIT = 256  # tokens
 CONTEXT_LIMIT = 64  # tokens, where they write blanks alone
+REWRITTEN_LIMIT = 512  # tokens that are decoded again while their text may be rewritten
 
 
 class TextStream:
@@ -167,12 +232,14 @@ class TextStream:
 
     Tokens that write nothing are left out, wherever they are. Text is held back from a replacement character at its end
     on, as the next bytes may complete a character, and from the beginning of a run of SentencePiece's bytes to its end:
-    over at most HELD_BACK_LIMIT tokens, which no text needs.
+    over at most HELD_BACK_LIMIT tokens, which no text needs. The characters that later tokens may rewrite, of which a
+    Decoder tells the number, are held back too.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """decode: a Decoder, or any function."""
         self._decode = decode
+        self._lookback: int = getattr(decode, "lookback", 0)
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
         self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then those not settled
         self._end = 0  # of the settled ones
@@ -196,6 +263,8 @@ class TextStream:
                 return ""
         now = self._decode(self._tokens[:stable])
         settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
+        if self._lookback:
+            return self._firm(now, settled, stable)
         piece = settled[len(self._sent) :]
         if settled == now:
             self._settle(now, stable)
@@ -206,7 +275,8 @@ class TextStream:
     @property
     def rest(self) -> str:
         """The text that is held back, as it is if no token follows."""
-        return self._decode(self._tokens)[len(self._sent) :] if len(self._tokens) > self._end else ""
+        waits = self._lookback or len(self._tokens) > self._end
+        return self._decode(self._tokens)[len(self._sent) :] if waits else ""
 
     def _settle(self, text: str, end: int) -> None:
         """Settle the first `end` tokens, whose text was returned. The last ones stay as context, if they suffice."""
@@ -215,6 +285,26 @@ class TextStream:
             del self._tokens[: self._end]
             text, end = context, end - self._end
         self._sent, self._end = text, end
+
+    def _firm(self, text: str, settled: str, end: int) -> str:
+        """Return the text that later tokens cannot rewrite. Of many tokens, drop the first ones if it stays the same.
+
+        text: of the first `end` tokens; settled: without its uncertain end.
+        """
+        piece = settled[len(self._sent) : max(len(text) - self._lookback, 0)]
+        self._sent += piece
+        if settled != text:
+            return piece
+        self._end = end
+        dropped = end // 2
+        if end > REWRITTEN_LIMIT:
+            tail = self._decode(self._tokens[dropped:end])
+            waits = len(text) - len(self._sent)
+            compared = waits + self._lookback
+            if text[-compared:] == tail[-compared:]:
+                del self._tokens[:dropped]
+                self._sent, self._end = tail[: len(tail) - waits], end - dropped
+        return piece
 
     def _is_written(self, token: int) -> bool:
         """Return whether a new token writes anything between others, as does a blank that is left out at the start."""
