@@ -474,11 +474,15 @@ class RowDraft(CapturedDrafter):
         self.take(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
 
     def copy_from(self, other: RowDraft, count: int) -> None:
-        """Become what another draft of the same weights is after its first `count` tokens, or those that it has run."""
+        """Become what another draft of the same weights is after its first `count` tokens, or those that it has run.
+
+        A draft with recurrent states stays as it is: they are those of all tokens that the other one has run.
+        """
+        if self.cache.memory is not None:
+            return
         count = min(count, other.cache.length)
-        self.cache.reserve(count)
-        self.cache.slab[:, :, :, :count] = other.cache.slab[:, :, :, :count]
-        self.cache.length, self._tokens = count, other._tokens[:count]
+        self.cache.copy_from(other.cache, count)
+        self._tokens = other._tokens[:count]
         self.taken.zero_()
 
     def ended(self, tokens: list[int], drafted: int) -> None:

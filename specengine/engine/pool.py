@@ -15,6 +15,7 @@ from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.errors import InputError, require
 from specengine.models import common_prefix
+from specengine.models.assistant import AssistantHead
 from specengine.models.lanes import Gathering, LaneTarget, Ticket, free_memory
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.records import GenerationResult
@@ -150,8 +151,11 @@ class Pool:
         policy: Any = engine.policy
         policy = None if policy is None else dataclasses.replace(policy)
         target = LaneTarget(self.gathering)
-        if draft is not None and isinstance(head := getattr(drafters.innermost(draft), "head", None), NativeHead):
+        head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
+        if isinstance(head, NativeHead):
             target.join(head)
+        elif isinstance(head, AssistantHead):
+            head.follow(target)
         made = type(engine)(target, draft, policy, self.tokenizer)
         made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
         made.ring = engine.ring

@@ -105,8 +105,9 @@ class AssistantHead(MtpHead):
             raise UnsupportedModelError("draft: an assistant reads keys of a length that no CUDA graph has")
         self._slabs = self._find_slabs()
 
-    def __copy__(self) -> AssistantHead:
-        raise InputError("draft: an assistant reads the keys of one text; answers at once need another draft")
+    def follow(self, target: CachedTarget) -> None:
+        """Read another text's committed tokens from here on; target: over the same model."""
+        self._keeper = target
 
     def extend(self, features: Tensor, tokens: list[int]) -> None:
         """Count rows behind the cache's; there is nothing to run."""

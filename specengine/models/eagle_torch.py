@@ -40,7 +40,7 @@ class TorchHead:
         return self._tables
 
     def __copy__(self) -> TorchHead:
-        made = object.__new__(TorchHead)
+        made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.cache = self.cache.empty()
         return made

@@ -90,6 +90,13 @@ class KVCache:
         """Return the bytes that it takes with room for so many slots; those that it has if there are more."""
         return max(rounded(slots) * self.slot_bytes, self.nbytes)
 
+    def copy_from(self, other: KVCache, count: int) -> None:
+        """Become what another cache of this kind is after its first `count` slots. Recurrent states are not copied."""
+        self.reserve(count)
+        for slab, there in zip(self.slabs, other.slabs, strict=True):
+            slab[:, :, :, :count] = there[:, :, :, :count]
+        self.length = count
+
     def release(self) -> None:
         """Forget all slots, and give back their memory."""
         self.crop(0)

@@ -542,10 +542,8 @@ class LaneTarget(NativeTarget):
 
     def copy_from(self, other: LaneTarget, count: int) -> None:
         """Become what another one is after its first `count` tokens. Both have the same weights."""
-        self.cache.reserve(count)
-        for slab, there in zip(self.cache.slabs, other.cache.slabs, strict=True):
-            slab[:, :, :, :count] = there[:, :, :, :count]
-        self.cache.length, self.tokens, self._version = count, other.tokens[:count], other._version
+        self.cache.copy_from(other.cache, count)
+        self.tokens, self._version = other.tokens[:count], other._version
 
     def forget(self) -> None:
         """Give back the memory of the cache."""

@@ -198,7 +198,7 @@ class MtpHead:
         return (self.module,)
 
     def __copy__(self) -> MtpHead:
-        made = object.__new__(MtpHead)
+        made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.cache = self.cache.empty()
         return made

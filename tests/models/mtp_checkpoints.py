@@ -44,9 +44,12 @@ class NemotronHead(nn.Module):
         return last.final_layernorm(last(hidden))
 
 
-def checkpoint(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
-    """Save a tiny model with a random head; return the model and a head of the same weights to compare with."""
-    model = model_of(name)
+def checkpoint(name: str, folder: Path, **changes: Any) -> tuple[PreTrainedModel, Any]:
+    """Save a tiny model with a random head; return the model and a head of the same weights to compare with.
+
+    changes: of its config.
+    """
+    model = model_of(name, **changes)
     model.save_pretrained(folder)
     if name in (*QWEN, "glm4_moe_lite"):  # transformers reads these heads of other models only
         model.config.num_mtp_layers = 1

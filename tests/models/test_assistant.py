@@ -19,6 +19,7 @@ from transformers import (
 
 from specengine import Engine
 from specengine.drafters.mtp import Mtp
+from specengine.engine import Pool
 from specengine.errors import CheckpointError, InputError
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
@@ -214,10 +215,17 @@ def test_damaged_assistants_are_refused(
 
 
 @needs_extension
-def test_answers_at_once_say_that_an_assistant_reads_one_text(
+def test_an_assistant_reads_the_keys_of_its_own_text(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assistant(tmp_path, monkeypatch)
-    engine = Engine.from_pretrained(target, str(tmp_path), "chain", backend="native")
-    with pytest.raises(InputError, match="an assistant reads the keys of one text"):
-        engine.generate_many([prompt_of(9), prompt_of(12)], max_new_tokens=4)
+    draft, tokens = assistant(tmp_path, monkeypatch), prompt_of(40)
+    pool = Pool(Engine.from_pretrained(target, str(tmp_path), "eagle", backend="native", lookup=False), 2)
+    for number, engine in enumerate(pool.engines):  # the second one ends with other keys in its cache
+        engine.generate(tokens[number:], max_new_tokens=4, eos_token_id=[])
+    for number, engine in enumerate(pool.engines):
+        own = tokens[number : 30 + number]
+        engine.target.want(engine.drafter.traits.features)
+        with torch.inference_mode():
+            engine.drafter.begin(own[:-1], engine.target.prefill(own[:-1], 0))
+        found = engine.drafter.root(TokenTree.root(own[-1], 2)).logits[0]
+        torch.testing.assert_close(found, reference(target, draft, own, 11)[0], atol=2e-5, rtol=2e-5)
