@@ -29,7 +29,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype)
+            made = auto_class(config).from_config(config, dtype=dtype)
+            made.config.return_dict = True  # results are read by name
+            return made
     except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from specengine import ops
 from specengine.models.attention import Prompt, attend, tree_attention_forward
 from specengine.models.kv_cache import KVCache, Rows
-from specengine.models.loaded import RECORDING
+from specengine.models.twins import is_changed
 from specengine.ops import Rotation
 
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -47,7 +47,8 @@ def why_not(model: Any) -> str | None:
     if type(model) is not known["ForCausalLM"]:
         return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
     decoder = model.model
-    faults = [_fault(decoder, known["Model"]), _fault(decoder.norm, known["RMSNorm"])]
+    whole = (model, "ForCausalLM"), (decoder, "Model"), (decoder.norm, "RMSNorm")
+    faults = [_fault(part, known[name]) for part, name in whole]
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
@@ -70,14 +71,7 @@ def _fault(part: nn.Module, *known: type) -> str:
     """Return what is unknown of a module that would not be called; empty where there is nothing."""
     if type(part) not in known:
         return f"it has a {type(part).__name__} where a {known[0].__name__} was expected"
-    return f"the {type(part).__name__} of a layer was changed" if _is_changed(part) else ""
-
-
-def _is_changed(part: nn.Module) -> bool:
-    """Return whether a module does more than its class says. Hooks that record hidden states are idle otherwise."""
-    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-    others = any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
-    return others or "forward" in vars(part) or hasattr(part, "parametrizations")
+    return f"a {type(part).__name__} was changed" if is_changed(part) else ""
 
 
 def _head_norms(attention: nn.Module) -> list[Any]:
@@ -89,7 +83,7 @@ class Products:
 
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
-        self._merges = merge and all(type(part) is nn.Linear and not _is_changed(part) for part in parts)
+        self._merges = merge and all(type(part) is nn.Linear and not is_changed(part) for part in parts)
         self._merges = self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None

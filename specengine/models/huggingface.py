@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -21,7 +21,7 @@ from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower
 from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
-from specengine.models.twins import Packed, compiled, evaluating, set_attention, worth_packing
+from specengine.models.twins import Packed, compiled, evaluating, is_changed, set_attention, worth_packing
 from specengine.models.windows import dense, near_prompt, note_places
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
@@ -128,6 +128,8 @@ class CausalLM:
     ) -> None:
         self._refuse(model)
         refuse_absent(model)
+        with _errors_named(model):
+            refuse_looking_ahead(model)
         self.model = model
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
@@ -148,8 +150,6 @@ class CausalLM:
         self._compiles, self._merges = compile_blocks, merge
         self._fused: fused.Fused | None = None
         self._take_twin()
-        with _errors_named(model):
-            refuse_looking_ahead(self._twin)
         self._choose_attention()
         if self.fuses and self.device.type in fused.DEVICES:
             self._fuse()
@@ -446,6 +446,8 @@ class CausalLM:
 
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
+        if mixed := mixing(self._twin):
+            raise NoTreesError(f"{_name(self.model)}: {mixed}")
         faults = []
         kinds = set(getattr(self.config, "layer_types", None) or ())
         for dense_mask, by_type in ((False, False), (True, True), (True, False)):
@@ -605,26 +607,72 @@ def refuse_absent(model: PreTrainedModel) -> None:
         )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # no inference mode: layers that convert their weights in the first forward do so here, for good
 def refuse_looking_ahead(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where a token changes the logits of those before it, in the model's own forward.
 
-    A tree's mask would make a causal model of an encoder, whose answers are not its own.
+    A tree's mask would make a causal model of an encoder, whose answers are not its own. A model whose layers mix rows
+    (see `mixing`) is none of these.
     """
     device, size = model.get_input_embeddings().weight.device, model.get_input_embeddings().weight.shape[0]
     rated = []
-    for last in (4, 5):
-        tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0]
-        rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
-    changed = (rated[0] - rated[1]).abs().amax(dim=-1)
-    rounding = 1e-4 if model.dtype == torch.float32 else 0.05
-    if changed[:-1].max() > rounding * changed[-1]:
+    with _evaluating(model):
+        for last in (4, 5):
+            tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device)
+            logits = model(input_ids=tokens, use_cache=False)[0][0]
+            rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
+        changed = (rated[0] - rated[1]).abs().amax(dim=-1)
+        rounding = 1e-4 if model.dtype == torch.float32 else 0.05
+        ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
+    if ahead:
         encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
         hint = "; its config says is_decoder=False: set it where the model was trained to go on" if encoder else ""
         raise UnsupportedModelError(
             f"{_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
         )
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put the model itself in evaluation mode within the context, with results by name, which `return_dict` decides."""
+    configs = {id(own): own for part in model.modules() for own in vars(part).values() if hasattr(own, "return_dict")}
+    settings = [(part, "training", False) for part in model.modules()]
+    settings += [(config, "return_dict", True) for config in configs.values()]
+    before = [getattr(*setting[:2]) for setting in settings]
+    try:
+        for setting in settings:
+            setattr(*setting)
+        yield
+    finally:
+        for (owner, name, _), value in zip(settings, before, strict=True):
+            setattr(owner, name, value)
+
+
+@torch.no_grad()
+def mixing(model: nn.Module) -> str:
+    """Return how a linear layer computes a row from those run with it, as some quantised ones do; empty if none does.
+
+    Products of one shape give a row the same bits, whatever the other rows hold. torch's own layers are not tried.
+    """
+    for layer in model.modules():
+        known = type(layer) is nn.Linear and not is_changed(layer)
+        size, parameter = getattr(layer, "in_features", None), next(layer.parameters(), None)
+        if known or size is None or parameter is None or not hasattr(layer, "out_features"):
+            continue
+        dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
+        rows = torch.arange(4 * int(size), dtype=torch.int64, device=parameter.device).sin().to(dtype).view(1, 4, -1)
+        scale = torch.tensor([1.0, 100.0, 100.0, 100.0], dtype=dtype, device=rows.device)[None, :, None]
+        try:
+            first, second = (layer(given)[0, 0].nan_to_num(0.0) for given in (rows, rows * scale))
+        except NO_MEMORY:
+            raise
+        except Exception:  # a layer of another kind, which the tries of trees are left for
+            continue
+        if not torch.equal(first, second):
+            if type(layer).__name__ == "Linear8bitLt":
+                return "8-bit layers of bitsandbytes choose outliers over all rows"
+            return f"its layers of type {type(layer).__name__} compute a row from those that are run with it"
+    return ""
 
 
 def context_limit(config: Any) -> int:

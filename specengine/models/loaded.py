@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.extension import extension, is_built, is_plain, thread_count
-from specengine.models.twins import evaluating
+from specengine.models.twins import RECORDING, evaluating
 from specengine.models.weights import Source, Weight, states_of, stored_tensors, upright
 
-RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that change no answer of a twin, which is in evaluation mode and has an attention of its own.
 _WITHOUT_EFFECT = {
@@ -48,6 +47,7 @@ _SCALARS = {int, float, str, bool, bytes, type(None), torch.dtype, torch.device}
 class _Part:
     """A module as it was.
 
+    kind    its class, and the class's forward
     values  of its attributes, in their order
     facts   of its attributes by name, in values that compare equal as long as nothing has changed
     loose   those of attributes that may change while their values stay the same objects
@@ -55,6 +55,7 @@ class _Part:
 
     name: str
     module: nn.Module
+    kind: tuple[type, Any]
     values: tuple[Any, ...]
     facts: dict[str, Any]
     loose: dict[str, Any]
@@ -76,7 +77,7 @@ class Watch:
         seen, reading = iter(self._seen), _Reading(dict(self._configs))
         for name, module in self._model.named_modules():
             was = next(seen, None)
-            if was is None or was.name != name or was.module is not module:
+            if was is None or was.name != name or was.module is not module or was.kind != _kind(module):
                 return f"module {name or type(module).__name__}"
             values = tuple(vars(module).values())
             same = len(values) == len(was.values) and all(map(operator.is_, values, was.values))
@@ -169,6 +170,10 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
     return known
 
 
+def _kind(module: nn.Module) -> tuple[type, Any]:
+    return type(module), type(module).forward
+
+
 class _Reading:
     """One reading of a model's modules.
 
@@ -184,7 +189,7 @@ class _Reading:
     def part(self, name: str, module: nn.Module) -> _Part:
         facts = self.facts(name, module, vars(module))
         tables = {own: fact for own, fact in facts.items() if own in _TABLES or type(fact) is list}
-        return _Part(name, module, tuple(vars(module).values()), facts, tables)
+        return _Part(name, module, _kind(module), tuple(vars(module).values()), facts, tables)
 
     def facts(self, name: str, module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -30,7 +30,8 @@ from specengine.models.extension import extension, is_built, is_plain, team, thr
 from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Latent, Mamba2, Shape
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
-from specengine.models.loaded import RECORDING, ModelSource
+from specengine.models.loaded import ModelSource
+from specengine.models.twins import is_changed
 from specengine.models.weights import (
     KIND_OF,
     TINY_VOCABULARY,
@@ -656,10 +657,6 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
     """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
     if type(module) is not type(plain):
         raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
-    if "forward" in vars(module):
-        raise UnsupportedModelError(
-            f"native: module {name or 'model'} has a forward of its own; load with backend='huggingface'"
-        )
     for setting, value in vars(plain).items():
         given = vars(module).get(setting)
         if isinstance(value, int | float | str) and setting not in _WITHOUT_EFFECT and given != value:
@@ -667,13 +664,12 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
 
 
 def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if hooks or parametrizations may change a module's results."""
+    """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != RECORDING]
-        if foreign or hasattr(module, "parametrizations"):
+        if is_changed(module):
             raise UnsupportedModelError(
-                f"native: module {name or 'model'} has hooks or parametrizations; load with backend='huggingface'"
+                f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
+                "backend='huggingface'"
             )
 
 
@@ -801,7 +797,7 @@ class NativeHead:
         )
 
     def __copy__(self) -> NativeHead:
-        made = object.__new__(NativeHead)
+        made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.__dict__.pop("forward", None)  # one that runs its passes with those of other texts
         made.cache = self.cache.empty()

@@ -18,7 +18,15 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models.configs import NO_MEMORY
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, Logits, _errors_named, _name, refuse_others
+from specengine.models.huggingface import (
+    CausalLM,
+    HuggingFaceTarget,
+    Logits,
+    _errors_named,
+    _name,
+    mixing,
+    refuse_others,
+)
 from specengine.ops.tree import TokenTree
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # names of caches in outputs
@@ -89,7 +97,8 @@ class Ran(NamedTuple):
 class OwnCacheLM(CausalLM):
     """A model on its own cache, whatever that is.
 
-    fault: why it verifies no trees by paths, as a few tokens show at construction; None where it does.
+    fault: why it verifies no trees by paths, as a few tokens show at construction; None where it does
+    mixes: how a row depends on those that are run with it; empty where none does
     """
 
     attention = "its own"
@@ -102,8 +111,9 @@ class OwnCacheLM(CausalLM):
         self.fault: str | None = "untried"
         with _errors_named(self.model):
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
+        self.mixes = mixing(self._twin)
         unsure = next((reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None)
-        self.fault = unsure or self._paths_fault()
+        self.fault = self.mixes or unsure or self._paths_fault()
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -313,8 +323,12 @@ class OwnCacheTarget(HuggingFaceTarget):
     @property
     def notes(self) -> list[str]:
         how = "trees are verified path by path on" if self.trees else "decoded plainly on"
-        why = self.cause if self.trees else f"{self.cause}; and {self.lm.fault}"
+        why = self.cause if self.trees or str(self.lm.fault) in self.cause else f"{self.cause}; and {self.lm.fault}"
         return [f"{how} its own cache: {why}"]
+
+    def cached(self, tokens: list[int]) -> int:
+        found = super().cached(tokens)
+        return 0 if self.lm.mixes else found  # a prompt in two parts would be answered otherwise
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         kept = self.cached(tokens) if keep is None else keep

@@ -27,6 +27,7 @@ from specengine.models.extension import is_plain
 M = TypeVar("M", bound=nn.Module)
 
 MEMORY_SHARE = 0.5  # of the free memory that packed weights may take by default
+RECORDING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for, and idle else
 # A twin's own attributes; its parameters stay those of the model, even if one is replaced.
 _OWN_TABLES = (
     "_buffers",
@@ -71,7 +72,16 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
         for name, value in list(vars(part).items()):
             if isinstance(value, PretrainedConfig):
                 part.__dict__[name] = copy.deepcopy(value, configs)  # the same copy wherever it is the same config
+                part.__dict__[name].return_dict = True  # results are read by name
     return made
+
+
+def is_changed(part: nn.Module) -> bool:
+    """Return whether a module does more than its class says. Hooks that record hidden states are idle otherwise."""
+    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    others = any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
+    replaced = not vars(part).keys().isdisjoint(("forward", "_call_impl"))
+    return others or replaced or hasattr(part, "parametrizations")
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -106,6 +116,9 @@ def _rebind(made: nn.Module, copies: dict[int, nn.Module]) -> None:
 
 
 # ---- packed
+
+
+_LINEAR = nn.Linear.forward  # which others may replace for all layers
 
 
 class PackedLinear(nn.Module):
@@ -179,11 +192,11 @@ def _packed(module: nn.Module, done: dict[int, PackedLinear]) -> PackedLinear | 
 
 def _is_packable(module: nn.Module) -> bool:
     # exactly nn.Linear: a subclass may compute something else; hooks expect to be called with the layer itself
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or is_changed(module):
         return False
-    weight = module.weight
-    plain = is_plain(weight) and (module.bias is None or is_plain(module.bias))
-    return plain and weight.dtype is torch.bfloat16 and not hasattr(module, "parametrizations")
+    weight, bias = vars(module)["_parameters"].get("weight"), module.bias  # quantised, a layer may have no weight
+    plain = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR
+    return plain and weight.dtype is torch.bfloat16
 
 
 def _free_memory() -> float:

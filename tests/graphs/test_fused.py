@@ -158,12 +158,12 @@ def _own_class(model: Any) -> str:
 def _own_forward(model: Any) -> str:
     norm = model.model.norm
     norm.forward = lambda states: LlamaRMSNorm.forward(norm, states) * 1.25
-    return "the LlamaRMSNorm of a layer was changed"
+    return "a LlamaRMSNorm was changed"
 
 
 def _hook(model: Any) -> str:
     model.model.layers[2].mlp.register_forward_hook(lambda module, given, found: found * 1.25)
-    return "the LlamaMLP of a layer was changed"
+    return "a LlamaMLP was changed"
 
 
 def _activation(model: Any) -> str:

@@ -186,11 +186,14 @@ LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "own class": (_own_class, "module model is a OfItsOwn"),
     "own module": (_own_module, "module model.layers.1.mlp.act_fn is a Identity"),
-    "own forward": (_own_forward, "module model.layers.0.mlp has a forward of its own; load with backend='hugging"),
+    "own forward": (
+        _own_forward,
+        "module model.layers.0.mlp has hooks, parametrizations or a forward of its own",
+    ),
     "own head": (_own_head, "lm_head has weights of its own, and the config ties it to the embeddings"),
-    "hook": (_hook, "module model.norm has hooks or parametrizations; load with backend='huggingface'"),
-    "pre-hook": (_pre_hook, "module lm_head has hooks or parametrizations"),
-    "parametrization": (_parametrized, "module lm_head has hooks or parametrizations"),
+    "hook": (_hook, "module model.norm has hooks, parametrizations or a forward"),
+    "pre-hook": (_pre_hook, "module lm_head has hooks, parametrizations or a forward"),
+    "parametrization": (_parametrized, "module lm_head has hooks, parametrizations or a forward"),
     "mixed dtypes": (_mixed, "the weights have more than one dtype"),
 }
 
