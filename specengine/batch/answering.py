@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +12,15 @@ from typing import Any, NamedTuple
 from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
-from specengine.engine import Engine, Pool, parallel_of
+from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
 from specengine.errors import InputError
+from specengine.models.lanes import GivenUpError
 from specengine.records import GenerationResult
 
 # Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
 AHEAD = 256  # answers that may wait for an earlier one, of which the file is in need
+STOP_SECONDS = 1.0  # to wait for answers that are given up
 
 
 class Answered(NamedTuple):
@@ -36,16 +39,22 @@ class Answered(NamedTuple):
         return bool(self.line.get("error"))
 
 
-def answer(engine: Engine, item: Item) -> Answered:
-    """Return the answer of one line, from empty caches. An error becomes the line's answer."""
+def answer(engine: Engine, item: Item, ticket: Ticket | None = None) -> Answered:
+    """Return the answer of one line, from empty caches. An error becomes the line's answer.
+
+    GivenUpError where the ticket is cancelled before the answer is whole.
+    """
     if item.fault is not None:
         return failed(item, InputError.__name__, item.fault)
+    ticket = ticket or Ticket()
     try:
         if item.url is not None:
             given = (item.request, item.url, item.id, item.place, item.options)
-            line, stats = openai.answered(engine, *given)
+            line, stats = openai.answered(engine, *given, ticket)
             return Answered(item.place, line, [each.to_dict() for each in stats])
-        results = _turns(engine, item)
+        results = _turns(engine, item, ticket)
+    except GivenUpError:
+        raise
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))
     turns = [_said(result) for result in results]
@@ -66,13 +75,16 @@ def facts(engine: Engine) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name not in _SPEED_ALONE}
 
 
-def _turns(engine: Engine, item: Item) -> list[GenerationResult]:
-    results = [engine.generate(item.prompt, **item.options)]
+def _turns(engine: Engine, item: Item, ticket: Ticket) -> list[GenerationResult]:
+    def result(prompt: Any) -> GenerationResult:
+        return openai.complete(engine, TextGeneration(engine, prompt, item.options, ticket=ticket), ticket)
+
+    results = [result(item.prompt)]
     prompt = item.prompt
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for text in item.later:
         messages = [*messages, {"role": "assistant", "content": results[-1].text}, {"role": "user", "content": text}]
-        results.append(engine.generate(messages, **item.options))
+        results.append(result(messages))
     return results
 
 
@@ -106,22 +118,32 @@ def _at_once(engines: list[Engine], items: Iterable[Item]) -> Iterator[Answered]
     for engine in engines:
         free.put(engine)
 
-    def run(item: Item) -> Answered:
+    def run(item: Item, ticket: Ticket) -> Answered:
         engine = free.get()
         try:
-            return answer(engine, item)
+            return answer(engine, item, ticket)
         finally:
             free.put(engine)
 
-    under_way: deque[Future[Answered]] = deque()
-    with ThreadPoolExecutor(len(engines)) as threads:
-        try:
-            for item in items:
-                under_way.append(threads.submit(run, item))
-                if len(under_way) == AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+    under_way: deque[tuple[Future[Answered], Ticket]] = deque()
+    threads = ThreadPoolExecutor(len(engines))
+
+    def first() -> Answered:
+        answered = under_way[0][0].result()
+        under_way.popleft()
+        return answered
+
+    try:
+        for item in items:
+            ticket = Ticket()
+            under_way.append((threads.submit(run, item, ticket), ticket))
+            if len(under_way) == AHEAD:
+                yield first()
+        while under_way:
+            yield first()
+    finally:
+        for future, ticket in under_way:
+            future.cancel()
+            ticket.cancel()
+        threads.shutdown(wait=False)
+        concurrent.futures.wait([future for future, _ in under_way], STOP_SECONDS)

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import openai
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, did_you_mean, shown
 from specengine.files import lines_of
 from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
 
 LINE_OPTIONS = tuple(name for name, declared in declarations().items() if declared.line)
 KINDS = ("prompt", "turns", "messages", "body")
+_IDS = ("id", "custom_id", "question_id")
+# A line's own words, among them those of Spec-Bench and SPEED-Bench, which no answer depends on.
+_OF_DATA = ("category", "sub_category", "difficulty", "reference", "source", "src_id", "multiturn")
 _FORMS = f"a string or an object with one of {', '.join(json.dumps(kind) for kind in KINDS)}"
 
 
@@ -25,7 +28,7 @@ class Item:
     """One line.
 
     place    among the prompts, from 0
-    id       as the line names it, else its number in the file, from 1
+    id       as the line names it, a request of OpenAI's by its custom_id, else its number in the file, from 1
     prompt   as Engine.generate takes it; of several turns the first
     later    the user's further turns
     options  of Engine.generate
@@ -84,15 +87,28 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     entry = {"prompt": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or len([kind for kind in KINDS if kind in entry]) != 1:
         raise InputError(f"prompts: {where} is not {_FORMS}")
-    if misplaced := [name for name in LINE_OPTIONS if name in entry and name not in KINDS]:
-        raise InputError(f'prompts: {where}: {misplaced[0]} is an option; accepted within "options": {{...}}')
+    kind = next(kind for kind in KINDS if kind in entry)
+    elsewhere: tuple[str, ...] = ()
+    accepted: tuple[str, ...]
+    if kind == "body":
+        accepted = (*_IDS, "method", "url", kind)
+        hint = 'fields of the request are accepted within "body": {...}'
+    else:
+        accepted = (*_IDS, kind, "options", *_OF_DATA)
+        elsewhere = LINE_OPTIONS
+        hint = 'options are accepted within "options": {...}, fields of OpenAI\'s requests within "body": {...}'
+    for name in entry:
+        if name not in accepted:
+            listed = f"accepted {', '.join(accepted)}; {hint}{did_you_mean(name, (*accepted, *elsewhere))}"
+            raise InputError(f"prompts: {where}: unknown field {shown(name)}, {listed}")
     return entry
 
 
 def _item(
     place: int, number: int, entry: dict[str, Any], where: str, run: Mapping[str, Any], seed: int, system: str | None
 ) -> Item:
-    given = next((entry[name] for name in ("id", "custom_id", "question_id") if name in entry), number)
+    names = ("custom_id",) if "body" in entry else _IDS
+    given = next((entry[name] for name in names if name in entry), number)
     if not isinstance(given, str | int) or isinstance(given, bool):
         raise InputError(f"prompts: {where}: id: got {shown(given)}, accepted a string or a whole number")
     seeded = {"seed": seed_of(seed, place), **run}

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specengine.engine import Engine, TextGeneration
+from specengine.engine import Engine, TextGeneration, Ticket
 from specengine.errors import InputError, missing_extra, shown
-from specengine.records import Stats
+from specengine.models.lanes import GivenUpError
+from specengine.records import GenerationResult, Stats
 
 CHAT = "/v1/chat/completions"
 URLS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
@@ -52,13 +53,13 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def answered(
-    engine: Engine, body: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
+    engine: Engine, body: Any, url: str, id: str, place: int, defaults: Mapping[str, Any], ticket: Ticket
 ) -> tuple[dict[str, Any], list[Stats]]:
     """Return the line of an answer, and the statistics of each that it holds; InputError for a field that is not
     supported.
 
     defaults: options of Engine.generate, for what the request does not say. Times are 0, and ids made of the place:
-    they would differ in every run.
+    they would differ in every run. ticket: as in `complete`.
     """
     from specengine.protocol.dialects import DIALECTS
     from specengine.protocol.preparing import CheckedRequest
@@ -74,7 +75,7 @@ def answered(
             CheckedRequest(each, settings, _seeded(defaults, number), dialect.names)
             for number, each in enumerate(request.each())
         ]
-        answers = [_answer(engine, each) for each in asked]
+        answers = [_answer(engine, each, ticket) for each in asked]
     except RequestError as problem:
         raise InputError(str(problem)) from problem
     whole = dialect.reply(body, request, name, engine.tokenizer).whole(answers)
@@ -83,19 +84,31 @@ def answered(
     return line, [answer.stats for answer in answers]
 
 
-def _answer(engine: Engine, asked: Any) -> Any:
+def complete(engine: Engine, generation: TextGeneration, ticket: Ticket) -> GenerationResult:
+    """Generate to the end. GivenUpError where the ticket is cancelled before it."""
+    with generation, engine.target.running():
+        for _ in generation:
+            ticket.check()
+    if generation.result is None:
+        raise GivenUpError
+    return generation.result
+
+
+def _answer(engine: Engine, asked: Any, ticket: Ticket) -> Any:
     """Return the Completion of one request."""
     from specengine.protocol.completion import Completion
     from specengine.protocol.preparing import ModelLimits
 
     prepared = asked.prepare(engine, ModelLimits(engine.tokenizer, engine.target.max_context))
     generation = TextGeneration(
-        engine, prepared.prompt, prepared.options, shown=prepared.shown, constraint=prepared.constraint
+        engine,
+        prepared.prompt,
+        prepared.options,
+        shown=prepared.shown,
+        constraint=prepared.constraint,
+        ticket=ticket,
     )
-    for _ in generation:
-        pass
-    result = generation.result
-    assert result is not None
+    result = complete(engine, generation, ticket)
     answer = Completion(generation.stats, generation.prompt)
     answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
     answer.reason = "length" if result.finish_reason == "length" else "stop"

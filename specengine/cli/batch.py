@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ import transformers
 import specengine
 from specengine.batch import answering, lines
 from specengine.batch.answering import Answered
-from specengine.batch.files import Files, beside
+from specengine.batch.files import Files, Stream, opened
 from specengine.batch.lines import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
 from specengine.cli.parser import names_of
-from specengine.cli.terminal import say
+from specengine.cli.terminal import redraws, say
 from specengine.errors import require
 from specengine.replicas import Scale
 
@@ -39,16 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
     found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
     settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
     _say_other_models(found.items, os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/")))
-    with Files(arguments.out, found.items, provenance("specengine", sys.argv[1:]), settings) as files:
+    origin = provenance("specengine", sys.argv[1:])
+    with opened(arguments.out, found.items, origin, settings, [arguments.prompts]) as files:
+        if not isinstance(files, Files):
+            say(f"specengine: note: {files} is no file: no figures are kept, and a run that is stopped begins anew")
         if left := found.items[files.done :]:
             if files.done:
-                say(f"Going on behind the first {files.done} of {len(found.items)} answers")
+                say(f"Going on after the first {files.done} of {len(found.items)} answers")
             progress = Progress(len(left))
             with contextlib.closing(_answers(arguments, left, files)) as answers:
                 for answered in answers:
                     files.add(answered)
                     progress.count(answered)
-            progress.end(arguments.out)
+            progress.end(str(files))
         if files.failures:
             say(f"specengine: note: {files.failures} of {files.done} answers are errors, as their lines say")
         return 1 if files.failures else 0
@@ -84,7 +86,7 @@ def settings_of(arguments: argparse.Namespace, found: lines.Prompts, options: di
     }
 
 
-def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Files) -> Generator[Answered, None, None]:
+def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Stream) -> Generator[Answered, None, None]:
     scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
     if scale.replicas == 1 and scale.address is None:
         recipe = given.recipe(arguments, threads=scale.threads, prefer_strict=True)
@@ -106,7 +108,7 @@ class Progress:
     def __init__(self, count: int) -> None:
         self._count, self._done, self._failed, self._tokens = count, 0, 0, 0
         self._began = self._said = time.monotonic()
-        self._terminal = sys.stderr.isatty()
+        self._terminal = redraws()
 
     def count(self, answered: Answered) -> None:
         self._done += 1
@@ -119,8 +121,8 @@ class Progress:
             self._said = now
             say(str(self))
 
-    def end(self, out: Path) -> None:
-        say(f"{chr(13) if self._terminal else ''}{self}; {out}, figures in {beside(out)}")
+    def end(self, kept: str) -> None:
+        say(f"{chr(13) if self._terminal else ''}{self}; {kept}")
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self._began

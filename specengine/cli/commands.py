@@ -193,7 +193,9 @@ def add_learn(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.batch:run", loads=lambda _: None)  # mistakes are reported before loading
+    parser.set_defaults(
+        run="specengine.cli.batch:run", goes_on="out", loads=lambda _: None
+    )  # mistakes are reported before loading
     parser.add_argument(
         "prompts",
         type=Path,

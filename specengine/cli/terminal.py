@@ -66,6 +66,11 @@ def why_no_colours() -> str | None:
     return None if sys.stdout.isatty() else "standard output is not a terminal"
 
 
+def redraws() -> bool:
+    """Return whether a line on standard error may be written over by escape sequences."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
 class Progress:
     """At a terminal, a line on standard error that says which of so many steps is under way, and then is gone."""
 
@@ -75,7 +80,7 @@ class Progress:
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
         self.done += 1
-        shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        shown = redraws()
         if shown:
             print(f"[{self.done}/{self.steps}] {what}", end="", file=sys.stderr, flush=True)
         try:

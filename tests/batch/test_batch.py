@@ -269,13 +269,23 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
         ({"prompt": 3}, "prompt: got 3"),
         ({"turns": [1]}, "turns: got [1]"),
         ({"messages": [{"content": "x"}]}, "messages: got"),
-        ({"prompt": "x", "temperature": 1}, 'temperature is an option; accepted within "options"'),
+        ({"prompt": "x", "temperature": 1}, 'options are accepted within "options"'),
         ({"prompt": "x", "options": {"nonsense": 1}}, "options: unknown 'nonsense'"),
         ({"prompt": "x", "options": {"max_time": 1}}, "options: unknown 'max_time'"),
         ({"prompt": "x", "options": {"temperature": -1}}, "temperature: got -1"),
         ({"prompt": "x", "id": [1]}, "id: got [1]"),
         ({"prompt": "x", "id": 1}, "id: got 1, the id of line 1"),
         ({"body": {"messages": []}}, "custom_id: got None"),
+        ({"id": "row 7", "body": {"messages": []}}, "custom_id: got None"),
+        ({"prompt": "x", "max_tokens": 2}, "unknown field 'max_tokens', accepted id, "),
+        ({"prompt": "x", "max_tokens": 2}, "did you mean max_new_tokens?"),
+        ({"messages": [], "response_format": {}}, 'fields of OpenAI\'s requests within "body"'),
+        ({"turns": ["x"], "tools": []}, "unknown field 'tools'"),
+        ({"prompt": "x", "temprature": 1}, "did you mean temperature?"),
+        ({"prompt": "x", "option": {}}, "did you mean options?"),
+        ({"custom_id": "a", "body": {}, "options": {}}, "unknown field 'options', accepted id, custom_id, "),
+        ({"custom_id": "a", "body": {}, "max_tokens": 1}, 'fields of the request are accepted within "body"'),
+        ({"custom_id": "a", "body": {}, "metod": "POST"}, "did you mean method?"),
     ],
 )
 def test_a_line_that_cannot_be_taken_is_named(tmp_path: Path, entry: Any, named: str) -> None:
@@ -292,6 +302,25 @@ def test_system_messages_stand_before_prompts_and_turns_alone(tmp_path: Path) ->
     found = read(file, {}, system="be kind").items
     assert found[0].prompt == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
     assert (found[1].prompt, found[2].prompt) == ([{"role": "user", "content": "b"}], [1])
+
+
+def test_a_request_is_known_by_its_custom_id(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    entries: list[dict[str, Any]] = [
+        {"id": "row 1", "custom_id": "mine", "body": body},
+        {"question_id": 2, "custom_id": "yours", "body": body},
+        {"id": 3, "custom_id": "mine", "prompt": "a"},
+    ]
+    items = read(files.write(tmp_path / "in.jsonl", entries), {}).items
+    assert [item.id for item in items] == ["mine", "yours", 3]
+    twice = [{**entry, "custom_id": "same"} for entry in entries[:2]]
+    with pytest.raises(InputError, match="line 2: id: got 'same', the id of line 1"):
+        read(files.write(tmp_path / "twice.jsonl", twice), {})
+
+
+def test_fields_of_benchmarks_may_stand_beside_their_turns(tmp_path: Path) -> None:
+    line = {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["x"], "multiturn": True}
+    assert read(files.write(tmp_path / "in.jsonl", [line]), {}).items[0].later == ("b",)
 
 
 # ---- answers at once

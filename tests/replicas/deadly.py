@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specengine import Engine
+from specengine.batch import answering
 from specengine.cli.given import Recipe
 
 DEADLY = "this ends the process"
@@ -17,12 +18,12 @@ DEADLY = "this ends the process"
 class Deadly(Recipe):
     def load(self) -> Engine:
         engine = super().load()
-        generate = engine.generate
+        follow = answering.TextGeneration
 
-        def deadly(prompt: Any, **options: Any) -> Any:
+        def deadly(engine: Engine, prompt: Any, *given: Any, **options: Any) -> Any:
             if prompt == DEADLY:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return generate(prompt, **options)
+            return follow(engine, prompt, *given, **options)
 
-        engine.generate = deadly  # type: ignore[method-assign]
+        answering.TextGeneration = deadly  # type: ignore[misc, assignment]
         return engine
