@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it: importing typing takes as long as the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from specengine.drafters import Drafter
     from specengine.engine import Engine, Session
     from specengine.errors import SpecEngineError
@@ -55,6 +54,8 @@ def generate(prompt: Prompt, model: Any = None, draft: Any = None, policy: Any =
 
 
 def __getattr__(name: str) -> Any:
+    import importlib.util
+
     if name in _MODULES:
         return getattr(importlib.import_module(f"specengine.{_MODULES[name]}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"specengine.{name}") is not None:

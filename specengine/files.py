@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import CheckpointError, InputError
+from specengine.errors import CacheFolderError, CheckpointError, InputError
 
 MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
 _OTHERS = {
@@ -88,12 +89,35 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def cache_dir() -> Path:
-    """Return the cache folder: SPECENGINE_CACHE, else `specengine` in the user's cache. It need not exist."""
+    """Return the cache folder: SPECENGINE_CACHE, else `specengine` in the user's cache. It need not exist.
+
+    Raises CacheFolderError where the user has no home folder.
+    """
     chosen = os.environ.get("SPECENGINE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
     user_cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
+    except RuntimeError as error:
+        raise CacheFolderError(
+            "there is no cache folder, as HOME is not set and this user has no home folder: set SPECENGINE_CACHE to a "
+            "folder"
+        ) from error
+
+
+def cache_problem() -> str | None:
+    """Return why nothing can be kept in the cache folder, or None. The folder is made where it is missing."""
+    try:
+        folder = cache_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            return None
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except CacheFolderError as error:
+        return str(error)
+    except OSError as error:
+        return f"the cache folder {folder} cannot be used ({error.strerror}): set SPECENGINE_CACHE to another folder"
 
 
 def lines_of(file: Path) -> list[str]:

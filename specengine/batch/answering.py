@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
-from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
+from specengine.engine import Engine, GivenUpError, Pool, TextGeneration, Ticket, parallel_of
 from specengine.errors import InputError
-from specengine.models.lanes import GivenUpError
 from specengine.records import GenerationResult
 
 # Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.

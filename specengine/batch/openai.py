@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specengine.engine import Engine, TextGeneration, Ticket
+from specengine.engine import Engine, GivenUpError, TextGeneration, Ticket
 from specengine.errors import InputError, missing_extra, shown
-from specengine.models.lanes import GivenUpError
 from specengine.records import GenerationResult, Stats
 
 CHAT = "/v1/chat/completions"

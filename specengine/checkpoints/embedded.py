@@ -75,7 +75,9 @@ PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
 
 MANIFEST = "specengine.json"
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
-NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+NOT_WRITABLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO,
+}  # fmt: skip
 
 Progress = Callable[[str], None]
 
@@ -112,7 +114,8 @@ def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
     """Return the converted model where the cache lacks the GGUF file, as after an earlier version; else None."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
-    alone = folder_damage(packed) is not None and folder_damage(converted) is None
+    with cache_folder_errors(root):
+        alone = folder_damage(packed) is not None and folder_damage(converted) is None
     return converted if alone else None
 
 
@@ -370,7 +373,7 @@ def _file_damage(file: Path, entry: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def cache_folder_errors(root: Path) -> Iterator[None]:
-    """Raise CacheFolderError, with the folder and a remedy, for a full disk or a folder that cannot be written."""
+    """Raise CacheFolderError, with the folder and a remedy, for a full disk or a folder that cannot be used."""
     try:
         yield
     except SpecEngineError:

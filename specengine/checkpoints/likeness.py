@@ -8,6 +8,7 @@ common with them, whatever it is called. So neither names nor tokenizers are com
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,9 @@ def known() -> Iterator[KnownHead]:
     """Yield the heads with a record: the one that ships, then those in `heads` of the cache folder."""
     shipped = embedded.draft_head(embedded.NAME)
     folders = [] if shipped is None else [shipped]
-    for folder in (*folders, *sorted((cache_dir() / "heads").glob("*"))):
+    with contextlib.suppress(OSError):  # a cache that cannot be read has none
+        folders += sorted((cache_dir() / "heads").glob("*"))
+    for folder in folders:
         try:
             target = str(read_object(folder / FILE)["model"])
         except (OSError, ValueError, KeyError):

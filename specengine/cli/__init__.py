@@ -15,18 +15,22 @@ from typing import Any, TextIO
 
 from specengine.cli.commands import make_parser
 from specengine.cli.parser import RANKS
-from specengine.cli.terminal import prepare, say, tell
+from specengine.cli.terminal import OutputError, prepare, say, tell
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 
 SPLIT = ("generate", "chat", "serve")  # commands that run one engine
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Malformed arguments end in argparse's SystemExit(2)."""
+def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lambda: None) -> int:
+    """Run one command; returns the exit status. Malformed arguments end in argparse's SystemExit(2).
+
+    ready: called between reading the arguments and the command's own work.
+    """
     prepare()
-    parsed = make_parser().parse_args(arguments)
-    debug = getattr(parsed, "debug", False)
+    parsed: Any = None
     try:
+        parsed = make_parser().parse_args(arguments)
+        ready()
         model = parsed.loads(parsed)
         if RANKS > 1 and parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
             raise InputError(f"torchrun: accepted with the commands {', '.join(SPLIT)}")
@@ -38,33 +42,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        _say_what_stays(parsed)
-        return 130
-    except BrokenPipeError:
-        _silence(sys.stdout, sys.stderr)
-        return 1
+        return _stopped(parsed)
+    except (BrokenPipeError, OutputError) as error:
+        return _lost(error)
     except Exception as error:
-        if debug:
-            raise
-        expected = isinstance(error, SpecEngineError)
-        kind = "" if expected else f"{type(error).__name__}: "
-        hint = "" if expected and not isinstance(error, PolicyError | DrafterError) else " (--debug shows where)"
-        try:
-            say(f"specengine: error: {kind}{' '.join(str(error).split())}{hint}")
-        except BrokenPipeError:
-            _silence(sys.stderr)
-        return 2 if expected else 70
+        return _failed(parsed, error)
 
 
-def _say_what_stays(parsed: Any) -> None:
-    """Say where an interrupted command would continue."""
+def _failed(parsed: Any, error: Exception) -> int:
+    """Report an error. Return the exit status."""
+    if _of_ctrl_c(error):
+        return _stopped(parsed)
+    if getattr(parsed, "debug", False):
+        raise error
+    expected = isinstance(error, SpecEngineError)
+    kind = "" if expected else f"{type(error).__name__}: "
+    hint = "" if expected and not isinstance(error, PolicyError | DrafterError) else " (--debug shows where)"
+    _report(f"error: {kind}{' '.join(str(error).split())}{hint}")
+    return 2 if expected else 70
+
+
+def _of_ctrl_c(error: BaseException | None) -> bool:
+    """Return whether an error was made of Ctrl-C, as by a module whose import was interrupted."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _lost(error: OSError) -> int:
+    """Report that standard output cannot be written, unless its reader has gone. Return the exit status."""
+    _silence(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        _silence(sys.stderr)
+        return 1
+    _report(f"error: standard output cannot be written ({error.strerror or error})")
+    return 2
+
+
+def _report(text: str) -> None:
+    try:
+        say(f"specengine: {text}")
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _stopped(parsed: Any) -> int:
+    """Say where an interrupted command would continue. Return the exit status."""
     place = getattr(parsed, getattr(parsed, "goes_on", ""), None)
     if place is None:
-        return
-    if os.path.exists(place):
-        say(f"specengine: stopped; {place} keeps what was done so far, and the same command goes on from there")
+        return 130
+    if str(place) == "-" or str(place).startswith(("/dev/", "/proc/")):
+        text = f"stopped; nothing continues {place}; the same command begins anew"
+    elif os.path.isfile(place) or os.path.isdir(place):
+        text = f"stopped; {place} keeps what was done so far, and the same command goes on from there"
     else:
-        say(f"specengine: stopped before anything was written to {place}; the same command begins anew")
+        text = f"stopped before anything was written to {place}; the same command begins anew"
+    _report(text)
+    return 130
 
 
 def _silence(*streams: TextIO) -> None:

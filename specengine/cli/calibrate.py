@@ -29,8 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
         print(", ".join(facts))
         print("\n".join(_lines(costs, measuring.contexts(target), drafts=drafter is not None)))
-    file = stored.path(key)
-    say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {file}")
+    say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {stored.path(key)}")
     return 0
 
 

@@ -18,7 +18,7 @@ from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.files import MARK, lines_of
+from specengine.files import MARK, cache_problem, lines_of
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
 from specengine.request.declared import declarations
@@ -47,9 +47,11 @@ class Recipe:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         engine = self._loaded()
+        if problem := cache_problem():
+            say(f"specengine: note: nothing is kept from run to run: {problem}")
         if engine.policy is not None and engine.policy.plan().reads_costs:
             parts = engine.target, engine.drafter, engine.drivers.own.captured
-            if not stored.path(stored.identity(*parts)).is_file():
+            if not stored.is_stored(stored.identity(*parts)):
                 tell("Measuring what drafting and verifying cost here, once")
             with contextlib.suppress(UnsupportedModelError):  # graphs that cannot be captured: an answer says so
                 stored.find(*parts)

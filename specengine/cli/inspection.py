@@ -92,9 +92,13 @@ def _backends(kind: str) -> dict[str, dict[str, Any]]:
 
 def cache_state() -> dict[str, str]:
     """Return the cache folder, and whether the default model is there: as its GGUF file, or converted."""
-    root, name = models.cache_dir(), models.embedded.NAME
-    there = [folder for folder in (root / "models" / f"{name}-gguf", root / "models" / name) if folder.exists()]
-    damages = [models.embedded.folder_damage(folder) for folder in there]
+    name = models.embedded.NAME
+    try:
+        root = models.cache_dir()
+        there = [folder for folder in (root / "models" / f"{name}-gguf", root / "models" / name) if folder.exists()]
+        damages = [models.embedded.folder_damage(folder) for folder in there]
+    except OSError as error:
+        return {"folder": "none that can be read", name: str(error)}
     state = "ready" if None in damages else f"damaged: {damages[0]}" if there else READY_LATER
     return {"folder": str(root), name: state}
 

@@ -72,7 +72,7 @@ def _by_toolkit() -> Iterator[Callable[[str], str]]:
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
-    file = _prepared(history_file("prompt_toolkit"))
+    file = _prepared("prompt_toolkit")
     kept = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
     asking = toolkit.PromptSession(history=kept, key_bindings=bindings, prompt_continuation=CONTINUED)
     yield asking.prompt
@@ -83,7 +83,7 @@ def _by_readline() -> Iterator[Callable[[str], str]]:
     readline: Any = None
     with contextlib.suppress(ImportError):  # which Windows lacks
         readline = importlib.import_module("readline")  # and input() edits lines by it
-    file = None if readline is None else _prepared(history_file("readline"))
+    file = None if readline is None else _prepared("readline")
     if file is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(file)
@@ -96,9 +96,10 @@ def _by_readline() -> Iterator[Callable[[str], str]]:
                 readline.write_history_file(file)
 
 
-def _prepared(file: Path) -> Path | None:
-    """Return the file, which only this user may read; None where it cannot be written."""
+def _prepared(name: str) -> Path | None:
+    """Return the file of what was typed, which only this user may read; None where it cannot be written."""
     try:
+        file = history_file(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_APPEND, 0o600))
     except OSError:

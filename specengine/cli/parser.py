@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,14 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
             raise
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Raise what argparse drops where standard output cannot be written."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        file.write(message)
+        file.flush()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"specengine: error: {' '.join(message.split())} ({self.prog} --help shows what is accepted)\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from specengine.checkpoints import likeness
+from specengine.checkpoints.embedded import cache_folder_errors
 from specengine.cli.commands import KEPT
 from specengine.cli.terminal import as_json, say
 from specengine.errors import InputError
@@ -38,7 +39,7 @@ class Kept:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    found = list(_all())
+    found = _all()
     if arguments.json:
         print(as_json([asdict(kept) for kept in found]))
         return 0
@@ -53,7 +54,8 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_clean(arguments: argparse.Namespace) -> int:
     what = arguments.what or KEPT
-    found = [kept for kept in _all() if kept.deletable and Path(kept.path).relative_to(cache_dir()).parts[0] in what]
+    deletable = [kept for kept in _all() if kept.deletable]
+    found = [kept for kept in deletable if Path(kept.path).relative_to(cache_dir()).parts[0] in what]
     if not found:
         say(f"There is nothing to delete in {cache_dir()}")
         return 0
@@ -91,9 +93,14 @@ def _delete(path: Path) -> None:
 # ---- what there is
 
 
-def _all() -> Iterator[Kept]:
-    """Yield what the cache folder holds, the heads, and the models and heads in the Hub's cache."""
+def _all() -> list[Kept]:
+    """Return what the cache folder holds, the heads, and the models in the Hub's cache; CacheFolderError."""
     root = cache_dir()
+    with cache_folder_errors(root):
+        return list(_kept_in(root))
+
+
+def _kept_in(root: Path) -> Iterator[Kept]:
     for folder in sorted((root / "models").glob("*")):
         if folder.is_dir():
             yield Kept("models", folder.name, _bytes(folder), str(folder), ABOUT["models"], True)

@@ -23,8 +23,26 @@ def prepare() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+        for name in ("write", "flush"):
+            setattr(sys.stdout, name, _blamed(getattr(io.TextIOWrapper, name).__get__(sys.stdout)))
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")
+
+
+class OutputError(OSError):
+    """Raised if standard output cannot be written, other than by BrokenPipeError where its reader has gone."""
+
+
+def _blamed(act: Callable[..., Any]) -> Callable[..., Any]:
+    def acting(*given: Any) -> Any:
+        try:
+            return act(*given)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+    return acting
 
 
 def as_json(value: Any, encoding: str | None = None, *, default: Callable[[Any], Any] | None = None) -> str:

@@ -59,8 +59,7 @@ def known_costs(engine: Engine) -> PassCosts | None:
     if engine.drafter is None or engine.policy is None:
         return None
     parts = engine.target, engine.drafter, engine.drivers.own.captured
-    file = stored.path(stored.identity(*parts))
-    if not (engine.policy.plan().reads_costs or file.is_file()):
+    if not (engine.policy.plan().reads_costs or stored.is_stored(stored.identity(*parts))):
         return None
     return stored.find(*parts)
 

@@ -38,7 +38,8 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
 from specengine.models.lanes import Client as Client
-from specengine.models.lanes import GivenUpError, LaneTarget
+from specengine.models.lanes import GivenUpError as GivenUpError
+from specengine.models.lanes import LaneTarget
 from specengine.models.lanes import Ticket as Ticket
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.options import LoadOptions

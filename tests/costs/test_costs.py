@@ -366,6 +366,23 @@ def test_a_damaged_file_is_measured_again(measured: list[PassCosts], monkeypatch
     assert json.loads(file.read_text())["costs"]["overhead"] == 1
 
 
+@pytest.mark.parametrize("value", ["1e308", "3601", "NaN", "-1", "Infinity", "1e999", "9" * 400, '"x"', "null"])
+@pytest.mark.parametrize("field", ["overhead", "verify", "draft", "verify_growth"])
+def test_costs_that_no_machine_has_are_measured_again(
+    measured: list[PassCosts], monkeypatch: Any, field: str, value: str
+) -> None:
+    pair = tables_pair()
+    stored.find(*pair)
+    file = stored.path(stored.identity(*pair))
+    content = json.loads(file.read_text())
+    content["costs"][field] = "HERE" if field == "overhead" else {"1": "HERE"}
+    file.write_text(json.dumps(content).replace('"HERE"', value))
+    forget(monkeypatch)
+    assert stored.find(*pair) == measured[1]
+    forget(monkeypatch)
+    assert stored.find(*pair) == measured[1], "the file is whole again"
+
+
 def test_a_foreign_file_is_measured_again(measured: list[PassCosts], monkeypatch: Any) -> None:
     pair = tables_pair()
     stored.find(*pair)

@@ -18,7 +18,7 @@ import transformers
 
 from specengine.costs import PassCosts
 from specengine.costs.measuring import Driver, count_experts, measure
-from specengine.errors import InputError
+from specengine.errors import CacheFolderError, InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
 from specengine.models.extension import thread_count
@@ -27,7 +27,8 @@ from specengine.ops import VARIABLE, attached
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
 
-_loaded: dict[Path, PassCosts] = {}  # by file, so that a process measures once even if it cannot write
+MAX_SECONDS = 3600.0  # of a pass; a file that states more is damaged
+_loaded: dict[str, PassCosts] = {}  # by file, so that a process measures once even if it cannot write
 
 
 def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, *, fresh: bool = False) -> PassCosts:
@@ -39,35 +40,62 @@ def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, 
     written, `source` has the reason.
     """
     key = identity(target, drafter, driver)
-    file = path(key)
-    costs = None if fresh else _loaded.get(file) or _read(file, key)
+    name = _place(key)
+    costs = None if fresh else _loaded.get(name) or _read(key)
     if costs is None:
         costs = measure(target, drafter, driver if target.device.type == "cuda" else None)
-        if reason := _write(file, key, costs):
+        if reason := _write(key, costs):
             costs = dataclasses.replace(costs, source=f"{costs.source}, not stored: {reason}")
-    _loaded[file] = costs
+    _loaded[name] = costs
     return costs
 
 
 def path(key: dict[str, Any]) -> Path:
-    """Return the file for a result of `identity`."""
+    """Return the file for a result of `identity`. CacheFolderError where there is no cache folder."""
     return cache_dir() / "costs" / f"{digest(key)}.json"
 
 
-def _read(file: Path, key: dict[str, Any]) -> PassCosts | None:
+def _place(key: dict[str, Any]) -> str:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return PassCosts.from_dict(content["costs"]) if content["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, InputError, RecursionError):
+        return str(path(key))
+    except CacheFolderError:
+        return digest(key)
+
+
+def is_stored(key: dict[str, Any]) -> bool:
+    """Return whether there is a file for a result of `identity`."""
+    try:
+        return path(key).is_file()
+    except OSError:
+        return False
+
+
+def _read(key: dict[str, Any]) -> PassCosts | None:
+    try:
+        content = json.loads(path(key).read_text(encoding="utf-8"))
+        costs = PassCosts.from_dict(content["costs"]) if content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, InputError, RecursionError, OverflowError):
         return None
+    return costs if costs is not None and _is_believable(costs) else None
 
 
-def _write(file: Path, key: dict[str, Any], costs: PassCosts) -> str | None:
+def _is_believable(costs: PassCosts) -> bool:
+    """Return whether a machine can have measured this."""
+    columns = (costs.verify, costs.draft, costs.verify_growth, costs.draft_growth)
+    seconds = [costs.overhead, costs.expert, *(second for column in columns for second in column.values())]
+    sizes = [costs.context, costs.all_experts, *(nodes for column in columns for nodes in column), *costs.experts]
+    return max(seconds) <= MAX_SECONDS and max(sizes) < 1 << 31 and min(costs.verify.values()) > 0 and costs.measured
+
+
+def _write(key: dict[str, Any], costs: PassCosts) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
+        file = path(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as temporary:
             temporary.write_text(json.dumps({"key": key, "costs": costs.to_dict()}, indent=1) + "\n", encoding="utf-8")
+    except CacheFolderError as error:
+        return str(error)
     except OSError as error:
         return f"{file.parent} cannot be written ({error.strerror or error})"
     return None
