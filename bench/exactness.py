@@ -68,7 +68,9 @@ def main() -> int:
 
 
 def _records(args: argparse.Namespace, items: list[Workload], done: list[Record]) -> Iterator[Record]:
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
+    )
     model = model.to(args.device)
     drafts = {"ngram": "ngram", "small_model": first_layers(model, args.draft_layers)}
     engines = {name: Engine.from_pretrained(model, draft, "chain") for name, draft in drafts.items()}

@@ -51,7 +51,10 @@ class Decoders:
 
     def __init__(self, args: argparse.Namespace) -> None:
         path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
-        copies = [AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device) for _ in range(2 - args.ours)]
+        copies = [
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(args.device)
+            for _ in range(2 - args.ours)
+        ]
         self._untouched, self._model = copies[0], copies[-1]
         self._draft = args.draft
         self.made: dict[str, Decoder] = {}

@@ -50,7 +50,9 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _load(args: argparse.Namespace) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
+    )
     return model.to(args.device)
 
 

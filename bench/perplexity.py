@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     given = Given(args.model, args.gguf[0])
     try:
-        text, tokenizer = _text(args), AutoTokenizer.from_pretrained(given.folder)
+        text, tokenizer = _text(args), AutoTokenizer.from_pretrained(given.folder, trust_remote_code=False)
         windows = cut(tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens], args.window)
     except InputError as error:
         parser.error(str(error))

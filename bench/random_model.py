@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints.resolve(None))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints.resolve(None), trust_remote_code=False)
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

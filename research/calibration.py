@@ -53,7 +53,9 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     held_back = Epochs(Corpus.open(args.data), TrainOptions()).held_back
     prompts = [item.text for item in workloads.read(args.prompts, args.per_set)]
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=torch.bfloat16, trust_remote_code=False
+    )
     policy, options = TREES["beam"]
     for head in args.head:
         for row in along(head, model, held_back):

@@ -68,7 +68,9 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=torch.bfloat16, trust_remote_code=False
+    )
     corpus = Corpus.open(args.data)
     least = load_head(args.start).config.draft_vocab_size
     shapes = {shape: tuple(map(int, shape.split("x"))) for shape in args.shape}

@@ -82,7 +82,9 @@ def points(stages: Sequence[Path], batch_tokens: int, start: Path | None, start_
 def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     items = workloads.read(args.prompts, args.per_set)
     first = Engine.from_pretrained(args.model, draft="ngram")
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=torch.bfloat16, trust_remote_code=False
+    )
     held_back = [text for data in args.data for text in Epochs(Corpus.open(data), TrainOptions()).held_back]
     counts = []
     for point in found:

@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="processor time of the training with each loss")
     parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
+    )
     names = args.loss or list(LOSSES)
     if args.what == "train":
         target = args.model or models.embedded.NAME

@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def log(args: argparse.Namespace) -> int:
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
+    )
     engine = Engine.from_pretrained(model, args.draft)
     prompts = [engine.stream(item.text, max_new_tokens=1).prompt for item in workloads.read(args.prompts, args.per_set)]
     options = CollectOptions(

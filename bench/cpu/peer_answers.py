@@ -85,7 +85,9 @@ def transformers(file: str, threads: int, context: int) -> dict[str, Answers]:
     folder, name = os.path.split(os.path.abspath(file))
     unpacked = package.GgufConfig(dequantize=True)
     kind = package.AutoModelForCausalLM
-    model = kind.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16, quantization_config=unpacked).eval()
+    model = kind.from_pretrained(
+        folder, gguf_file=name, dtype=torch.bfloat16, quantization_config=unpacked, trust_remote_code=False
+    ).eval()
 
     def way(**settings: Any) -> Answers:
         def answer(ids: list[int], tokens: int) -> list[int]:

@@ -45,7 +45,7 @@ def memory(kinds: list[str], arguments: list[str]) -> Iterator[Record]:
 def memory_of(given: Given, kind: str) -> Record:
     """Measure this process, which must have loaded nothing yet. Linux only; Unavailable as in Given."""
     imports = _captured()["VmRSS"]
-    tokenizer = AutoTokenizer.from_pretrained(given.folder)
+    tokenizer = AutoTokenizer.from_pretrained(given.folder, trust_remote_code=False)
     tokenizer(PROMPT)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _captured()["VmRSS"]

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     path = models.resolve(args.model)
     draft = args.draft or embedded.draft_head(path)
     head = None if draft is None else checkpoints.load_head(draft)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
     config, state = (None, None) if head is None else (head.config, head.state)
     inflated = inflate(
         model,
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _save(inflated: Inflated, folder: Path, source: str, layout: str) -> None:
     inflated.model.save_pretrained(folder)
     if any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     if inflated.head_config is not None and inflated.head_state is not None:
         checkpoints.save_head(
             inflated.head_config,

@@ -27,7 +27,9 @@ from specengine.policies._ltd import Networks
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    model = AutoModelForCausalLM.from_pretrained(models.resolve(args.model), dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
+    )
     options: dict[str, Any] = {"lookup": False} if args.no_lookup else {}
     return Engine.from_pretrained(model, args.draft, **options)
 

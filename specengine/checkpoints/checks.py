@@ -75,13 +75,10 @@ def looks_like_path(name: str) -> bool:
 # ---- config.json
 
 
-def config_of(name: str | Path, **options: Any) -> PretrainedConfig:
-    """Return the config of a folder or Hub id; UnsupportedModelError where there is none or it is nonsense.
-
-    options: as AutoConfig.from_pretrained takes them.
-    """
+def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the config of a folder or Hub id; UnsupportedModelError where there is none or it is nonsense."""
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        config = AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
     except NO_MEMORY:
         raise
     except Exception as error:  # a config class may raise anything over fields of another type
@@ -203,6 +200,8 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})") from error
     adapter = Adapter(name, _kind(name, raw), _base(name, raw))
+    if raw.get("megatron_config") is not None:
+        raise adapter.unfit(f"for its megatron_config peft runs the module {shown(raw.get('megatron_core'))}")
     _require_applicable(adapter, Path(file).parent)
     if adapter.base != name:
         _require_base(adapter, offline)

@@ -303,7 +303,7 @@ def convert(gguf: Path, folder: Path) -> None:
         dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with contextlib.redirect_stderr(io.StringIO()):  # three progress bars, one of which no setting turns off
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantize
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, trust_remote_code=False, **dequantize
         )
         with gguf_files.read(gguf) as file:
             model.generation_config.eos_token_id = gguf_files.config(file).eos_token_id

@@ -124,7 +124,11 @@ def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offlin
         if folder is not None and not folder.is_dir():
             wanted = ["config.json", *WEIGHT_FILES]
             folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
-        config = draft.config if isinstance(draft, PreTrainedModel) else AutoConfig.from_pretrained(folder)
+        config = (
+            draft.config
+            if isinstance(draft, PreTrainedModel)
+            else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        )
         net = Assistant(config, target.dtype)
     except (OSError, ValueError, AttributeError, TypeError) as error:  # of transformers' own checks too
         raise CheckpointError(f"{name}: no assistant can be made of its config.json: {error}") from error

@@ -41,7 +41,7 @@ from specengine.checkpoints.checks import (
 )
 from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.stacks import Stack, stacked
-from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
 from specengine.files import read_text, safetensors_files
 from specengine.models import native
 from specengine.models.configs import (
@@ -53,6 +53,7 @@ from specengine.models.configs import (
     refuse_short,
     text_config,
     unsupported,
+    why,
 )
 from specengine.models.extension import NOT_BUILT
 from specengine.models.mtp import parts_in
@@ -137,11 +138,17 @@ def _native(
         name = model.config.name_or_path
         lm = native.from_model(model, quantize=options.quantize, numerics=options.numerics)
         return lm, tokenizer or (_tokenizer(name, options) if name else None)
-    opened = open_native(model, dtype=options.dtype, offline=options.offline, progress=options.progress)
+    opened = open_native(
+        model,
+        dtype=options.dtype,
+        offline=options.offline,
+        trust_remote_code=options.trust_remote_code,
+        progress=options.progress,
+    )
     if not short:
         refuse_short(opened.source.config)
     lm = NativeLM(opened.source, quantize=options.quantize, numerics=options.numerics)
-    return lm, tokenizer or _tokenizer_of(opened)
+    return lm, tokenizer or _noted(opened.source.name, opened.tokenizer)
 
 
 def _huggingface(
@@ -154,15 +161,13 @@ def _huggingface(
     if model is not None and is_gguf(model):
         return _from_gguf(model, options, tokenizer)
     path = models.resolve(model, offline=options.offline, progress=options.progress)
-    common = {"local_files_only": options.offline, "trust_remote_code": options.trust_remote_code}
     base = path if adapter is None else adapter.base
-    config = config_of(base, **common)
+    config = config_of(base, offline=options.offline, trust_remote_code=options.trust_remote_code)
     require_bfloat16(options, getattr(config.get_text_config(decoder=True), "dtype", None))
     refuse_other_shapes(base, config)
     if Path(base).is_dir():
         generation_config_of(Path(base))  # which transformers reads last, and names no file over
-    if options.tp_plan is not None:
-        common["distributed_config"] = splitting(config)
+    split = {} if options.tp_plan is None else {"distributed_config": splitting(config, options.trust_remote_code)}
     try:
         with no_loading_bars(), torch.device("cpu"):
             loaded, report = auto_class(config).from_pretrained(
@@ -171,7 +176,9 @@ def _huggingface(
                 dtype=options.dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **common,
+                local_files_only=options.offline,
+                trust_remote_code=options.trust_remote_code,
+                **split,
             )
     except SafetensorError as error:
         raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
@@ -192,7 +199,7 @@ def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTra
         opened = open_gguf(model, options.dtype)
     except UnsupportedModelError as error:
         return _read_by_transformers(Path(model), options, tokenizer, error)
-    return opened.source.model().to(options.device or default_device()), tokenizer or _tokenizer_of(opened)
+    return opened.source.model().to(options.device or default_device()), tokenizer or _noted(model, opened.tokenizer)
 
 
 def _read_by_transformers(
@@ -218,6 +225,7 @@ def _read_by_transformers(
                     quantization_config=GgufConfig(dequantize=True),
                     output_loading_info=True,
                     local_files_only=True,
+                    trust_remote_code=options.trust_remote_code,
                 )
         except NO_MEMORY:
             raise
@@ -270,24 +278,24 @@ def _any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f".{name}")[1:]
 
 
-def _tokenizer_of(opened: Opened) -> Any:
-    try:
-        return opened.tokenizer()
-    except (OSError, ValueError, KeyError, SpecEngineError) as error:
-        print(f"no tokenizer for {opened.source.name}: {str(error).splitlines()[0]}", file=sys.stderr)
-        return None
+def _tokenizer(name: str, options: LoadOptions) -> Any:
+    return _noted(name, partial(tokenizer_at, name, options.offline, options.trust_remote_code))
 
 
-def _tokenizer(path: str, options: LoadOptions) -> Any:
+def _noted(name: str, load: Callable[[], Any]) -> Any:
+    """Return a tokenizer; None, with a note on stderr that says why, where it cannot be made."""
     try:
-        return AutoTokenizer.from_pretrained(
-            path, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
-        )
+        return load()
     except NO_MEMORY:
         raise
     except Exception as error:  # tokenizers' classes may raise anything over files that are missing
-        print(f"no tokenizer for {path}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        print(f"no tokenizer for {name}: {' '.join(why(error).split())[:300]}", file=sys.stderr)
         return None
+
+
+def tokenizer_at(name: str | Path, offline: bool, trust_remote_code: bool) -> Any:
+    """Return the tokenizer of a folder or Hub id. Raises what transformers raises."""
+    return AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(options: LoadOptions) -> Any:
@@ -304,11 +312,9 @@ def load_tokenizer(options: LoadOptions) -> Any:
                 return gguf.tokenizer(file)
         if looks_like_path(name) and not Path(name).exists():
             raise InputError("there is no such file or folder")
-        return AutoTokenizer.from_pretrained(
-            name, local_files_only=options.offline, trust_remote_code=options.trust_remote_code
-        )
+        return tokenizer_at(name, options.offline, options.trust_remote_code)
     except Exception as error:  # transformers raises of many kinds over files that hold none
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (why(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"tokenizer: got {shown(tokenizer, 300)}, accepted a tokenizer of transformers, or a path or Hub id of "
             f"one; {reason}"
@@ -355,7 +361,12 @@ def open_gguf(name: str, dtype: Any) -> Opened:
 
 
 def open_native(
-    name: str | None, *, dtype: Any = "auto", offline: bool = False, progress: Progress | None = None
+    name: str | None,
+    *,
+    dtype: Any = "auto",
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> Opened:
     """Open the weights of a model by name, None for the embedded default; nothing is packed yet.
 
@@ -365,16 +376,19 @@ def open_native(
     if name is None or name == models.embedded.NAME:
         folder = models.embedded.kept_folder()
         if folder is not None:
-            return _opened_folder(folder, config_of(folder), dtype, models.embedded.NAME)
+            config = config_of(folder, offline=True, trust_remote_code=False)
+            return _opened_folder(folder, config, dtype, models.embedded.NAME)
         return _opened_gguf(models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME)
     if is_gguf(name):
         return open_gguf(name, dtype)
     try:
-        config = config_of(name, local_files_only=offline)
+        config = config_of(name, offline=offline, trust_remote_code=trust_remote_code)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"native: {error}") from error
     refuse_config(text_config(config))
-    return _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
+    opened = _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
+    # code of a tokenizer is not among the files that were fetched
+    return opened._replace(tokenizer=partial(tokenizer_at, name, offline, True)) if trust_remote_code else opened
 
 
 def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
@@ -391,7 +405,7 @@ def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str
     text = text_config(config)
     source = FolderSource(folder, text, _dtype(folder, text, dtype), name=name, whole=config)
     _ = source.generation_config  # raises over a damaged file before any weights are read
-    return Opened(source, lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    return Opened(source, partial(tokenizer_at, folder, True, False))
 
 
 def _fetched(name: str, offline: bool) -> Path:
@@ -484,7 +498,9 @@ class FolderSource(Source):
 
     def model(self) -> PreTrainedModel:
         with no_loading_bars(), torch.device("cpu"):
-            return auto_class(self._whole).from_pretrained(self.folder, config=self._whole, dtype=self.dtype)
+            return auto_class(self._whole).from_pretrained(
+                self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False
+            )
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

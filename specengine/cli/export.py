@@ -77,8 +77,7 @@ def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tu
     name = models.resolve(target, offline=arguments.offline)
     if (reason := why_absent(name, offline=arguments.offline)) is not None:
         raise InputError(f"target: {target}: {reason}")
-    access = {"local_files_only": arguments.offline, "trust_remote_code": arguments.trust_remote_code}
-    config = config_of(name, **access)
+    config = config_of(name, offline=arguments.offline, trust_remote_code=arguments.trust_remote_code)
     decoder = config.get_text_config(decoder=True)
     layers = int(decoder.num_hidden_layers)
     require_shape(head, hidden_size=int(decoder.hidden_size), vocab_size=int(decoder.vocab_size), layers=layers)

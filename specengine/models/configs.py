@@ -22,6 +22,10 @@ SLIDING = families.SLIDING
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
 UNMASKED = ("moshi",)  # the cache of transformers drops what masks show: their context ends with the window
+OWN_CODE = (
+    "it has code of its own (auto_map), which runs only with trust_remote_code=True (on the command line "
+    "--trust-remote-code)"
+)
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -29,7 +33,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
-            made = auto_class(config).from_config(config, dtype=dtype)
+            made = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
             made.config.return_dict = True  # results are read by name
             return made
     except (UnsupportedModelError, *NO_MEMORY):
@@ -55,10 +59,15 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
     """Return the error for a failure of transformers, whose own text says more where it refuses on purpose."""
-    text = " ".join(str(error).split())
+    text = " ".join(why(error).split())
     if isinstance(error, OSError | ValueError):
         return UnsupportedModelError(f"model {str(name)!r}: {text}")
     return UnsupportedModelError(f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})")
+
+
+def why(error: Exception) -> str:
+    """Return the text of a failure of transformers, or in its place that the files have code of their own."""
+    return OWN_CODE if "trust_remote_code" in str(error) else str(error)
 
 
 # ---- the native forward

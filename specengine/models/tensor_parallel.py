@@ -51,7 +51,7 @@ def require_launched() -> None:
         raise InputError("tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun")
 
 
-def splitting(config: PretrainedConfig) -> Any:
+def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """Return the `distributed_config` of `from_pretrained` for this model over the present ranks.
 
     Attention stays whole on each rank where its heads cannot be dealt out evenly. UnsupportedModelError where the model
@@ -62,7 +62,7 @@ def splitting(config: PretrainedConfig) -> Any:
     except ImportError as error:
         raise UnsupportedModelError("tp_plan: it needs transformers 5.18 or newer") from error
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config)
+        shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}
     if not plan:
         raise UnsupportedModelError(f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers")
