@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from transformers import (
@@ -28,16 +28,29 @@ SHAPES_DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", 
 
 # Outputs that a call may ask for, and that are not given.
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# Fields that say nothing about which tokens come out, or that are read elsewhere.
-_WITHOUT_EFFECT = {
-    *_OUTPUTS, "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
-    "continuous_batching_config", "low_memory", "max_length", "decoder_start_token_id", "is_assistant",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
-    "assistant_lookbehind", "target_lookbehind", "early_stopping", "length_penalty", "speculation_type", "use_mtp",
-    "renormalize_logits",  # the same order and the same probabilities
-    "remove_invalid_values",  # what is not finite is never chosen here
+# Fields without effect on which tokens come out, by the reason.
+_REASONS = {
+    "an output, which is refused where a call asks for it": (*_OUTPUTS, "transformers_version"),
+    "padding and beginnings, of which a prompt of ids has none": ("bos_token_id", "pad_token_id"),
+    "of encoder-decoder models": ("decoder_start_token_id",),
+    "read elsewhere": ("max_length",),
+    "how transformers computes the same": (
+        "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config",
+        "disable_compile", "continuous_batching_config", "low_memory",
+    ),
+    "how transformers drafts, which changes no token": (
+        "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+        "assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+        "assistant_lookbehind", "target_lookbehind", "speculation_type", "use_mtp",
+    ),
+    "of beams, which are refused": ("early_stopping", "length_penalty"),
+    "the same order and the same probabilities": ("renormalize_logits",),
+    "what is not finite is never chosen here": ("remove_invalid_values",),
+}  # fmt: skip
+WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in names}
+# Fields of which transformers makes processors and criteria before it calls `custom_generate`.
+PROCESSED = {
+    "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"
 }  # fmt: skip
 # Fields that are accepted where they ask for nothing: at these values, and at any that is empty or false.
 _NEUTRAL: dict[str, Any] = {
@@ -47,6 +60,7 @@ _NEUTRAL: dict[str, Any] = {
     "encoder_repetition_penalty": 1,
     "guidance_scale": 1,
 }
+_REMEDIES = {"watermarking_config": "leave it out, in the model's generation config too"}  # no value is neutral
 _NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
 
 
@@ -66,14 +80,19 @@ class Configured:
         own.pop("return_dict_in_generate", None)  # the caller says what comes back
         self.values = own | asked
 
-    def refuse_unsupported(self, known: set[str]) -> None:
+    def refuse_unsupported(self, known: Collection[str]) -> None:
         """Raise InputError for fields that are not supported; known: fields that are read by name."""
+        if self.values.get("cache_implementation") == "quantized":
+            raise _unsupported(
+                "cache_implementation", "quantized", "its numbers differ, and so do tokens; leave it out"
+            )
         for name, value in self.values.items():
-            if name in known | _WITHOUT_EFFECT or name in (*_BEFORE, *_BEGINNING, *SHAPES_DRAWS):
+            if name in (*known, *WITHOUT_EFFECT, *_BEFORE, *_BEGINNING, *SHAPES_DRAWS):
                 continue
             neutral = _NEUTRAL.get(name, False)
             if (value or name in _NEVER_EMPTY) and value != neutral:
-                raise _unsupported(name, value, f"generation_config=GenerationConfig({name}={neutral}) goes without")
+                without = f"generation_config=GenerationConfig({name}={neutral}) goes without"
+                raise _unsupported(name, value, _REMEDIES.get(name, without))
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Take over the options, by name, that a processor below is made of: they go before the configs' values."""

@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specengine.errors import InputError
 from specengine.records import SpeculativeOutput, Stats
-from specengine.request.options import GenerationOptions
+from specengine.request.configs import PROCESSED, Configured
+from specengine.request.options import IN_CONFIGS, GenerationOptions
 from specengine.request.sampling import Sampler, Stopper
 from specengine.request.text import decoder
 
@@ -72,13 +73,9 @@ class CustomGenerate:
     def _check(self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]) -> None:
         if model is not getattr(self.engine.target, "model", None):
             raise InputError("model: custom_generate was called by another model than the engine's target")
-        for name in ("num_beams", "num_return_sequences"):  # before the batch, which transformers makes of them
-            if (value := getattr(config, name, None) or 1) > 1:
-                raise InputError(f"{name}: got {value}, accepted 1: only one sequence is supported")
+        # before the batch, which transformers makes of beams
+        Configured(config).refuse_unsupported(IN_CONFIGS | PROCESSED)
         _check_inputs(input_ids, inputs)
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            if getattr(config, name, None):
-                raise InputError(f"{name}: not supported by speculative decoding here")
         if config.prompt_lookup_num_tokens:
             raise InputError("prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that")
 

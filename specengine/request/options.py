@@ -59,7 +59,7 @@ class GenerationOptions(DeclaredOptions):
         elif not self.do_sample:
             self._refuse_sampling()
         self._configured = configured = Configured(self.generation_config, model_config)
-        configured.refuse_unsupported(_IN_CONFIGS)
+        configured.refuse_unsupported(IN_CONFIGS)
         self._fill_from(configured.values)
         configured.take(vars(self))
         check(self)
@@ -201,7 +201,7 @@ class GenerationOptions(DeclaredOptions):
         """Take over what is still None; what shapes a draw means nothing where none is asked for."""
         if self.do_sample is None:
             self.do_sample = bool(values.get("do_sample"))
-        for name in _IN_CONFIGS:
+        for name in IN_CONFIGS:
             if getattr(self, name) is None and (self.do_sample or name not in SHAPES_DRAWS):
                 setattr(self, name, values.get(name))
 
@@ -228,4 +228,4 @@ class GenerationOptions(DeclaredOptions):
             raise InputError(f"sequence_bias: got {shown(self.sequence_bias)}, accepted biases up to {MAX_NUMBER:g}")
 
 
-_IN_CONFIGS = declarations().keys() & vars(GenerationConfig()).keys()
+IN_CONFIGS = declarations().keys() & vars(GenerationConfig()).keys()

@@ -73,7 +73,7 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
     padded[0, 0] = 0
     with pytest.raises(InputError, match="attention_mask: padded prompts"):
         model.generate(ids, attention_mask=padded, **common)
-    with pytest.raises(InputError, match="output_scores: not supported"):
+    with pytest.raises(InputError, match="output_scores: True is not supported"):
         model.generate(ids, attention_mask=one, output_scores=True, **common)
     with pytest.raises(InputError, match="another model than the engine's target"):
         untouched("llama").generate(ids, attention_mask=one, **common)
@@ -82,8 +82,8 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "num_beams: got 2"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: got 2"),
+        ({"num_beams": 2}, "num_beams: 2 is not supported"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: 2 is not supported"),
         ({"position_ids": torch.arange(len(PROMPT))[None] + 3}, "position_ids: accepted 0, 1, 2"),
         ({"past_key_values": DynamicCache()}, "past_key_values: not supported"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: the engine drafts"),
