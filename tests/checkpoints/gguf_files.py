@@ -194,6 +194,8 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
+    elif isinstance(value, tuple):  # of a type that is named
+        writer.add_key_value(key, value[1], GGUFValueType[value[0]])
     else:
         types = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
         writer.add_key_value(key, value, types.get(type(value), GGUFValueType.STRING))

@@ -160,8 +160,38 @@ CONTRADICTING = {
     "llama.attention.layer_norm_rms_epsilon": (float("nan"), "must be a positive number; it is nan"),
     "llama.rope.freq_base": (-1.0, "must be a positive number; it is -1.0"),
     "llama.embedding_length": (128, r"token_embd.weight must be \[vocabulary, 128\]; it is \[265, 64\]"),
-    "tokenizer.ggml.eos_token_id": (265, "must be one of 265 token ids, not 265"),
+    "tokenizer.ggml.eos_token_id": (2.0, r"must be a token id, not 2\.0"),
 }
+
+
+NUMBERS = {
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 96,
+    "context_length": 128,
+    "rope.freq_base": 50_000.0,
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_counts_whatever_its_width(tmp_path: Path, key: str) -> None:
+    value, expected = NUMBERS[key], gguf.config(opened(tmp_path)).to_dict()
+    for kind in ("FLOAT64",) if isinstance(value, float) else ("UINT8", "INT16", "INT32", "UINT64", "INT64"):
+        assert gguf.config(opened(tmp_path, metadata={f"llama.{key}": (kind, value)})).to_dict() == expected
+    for kind, wrong in (("BOOL", True), ("STRING", str(value)), ("FLOAT32", -1.0)):
+        with pytest.raises(CheckpointError, match=f"{key} must be a positive"):
+            gguf.config(opened(tmp_path, metadata={f"llama.{key}": (kind, wrong)}))
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_a_list_of_equal_numbers_is_one_number(tmp_path: Path, key: str) -> None:
+    value, expected = NUMBERS[key], gguf.config(opened(tmp_path)).to_dict()
+    assert gguf.config(opened(tmp_path, metadata={f"llama.{key}": [value] * 2})).to_dict() == expected
+    for wrong in ([value], [value] * 3, [value, -value], ["x", "x"], [value / 1] * 2):
+        with pytest.raises(CheckpointError, match=f"{key} must be a positive"):
+            gguf.config(opened(tmp_path, metadata={f"llama.{key}": wrong}))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=key):
+        gguf.config(opened(tmp_path, metadata={f"llama.{key}": [value, 2 * value]}))
 
 
 @pytest.mark.parametrize("key", CONTRADICTING)

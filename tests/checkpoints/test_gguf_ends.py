@@ -79,11 +79,44 @@ def test_sentencepiece_files_without_ids_have_the_usual_ones(tmp_path: Path) -> 
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
 
 
+ROLES = ["bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep", "separator"]
+
+
+@pytest.mark.parametrize("wrong", [0xFFFFFFFF, 265, ("INT32", -1), ("UINT64", 1 << 40)])
+@pytest.mark.parametrize("role", ROLES)
+def test_an_id_outside_of_the_vocabulary_is_noted_and_none(
+    tmp_path: Path, role: str, wrong: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"tokenizer.ggml.{role}_token_id"
+    file, without = opened(tmp_path, metadata={key: wrong}), opened(tmp_path, metadata={key: None})
+    config, expected = gguf.config(file), gguf.config(without)
+    shown = wrong[1] if isinstance(wrong, tuple) else wrong
+    assert f"model.gguf: {key} = {shown} is no token of 265, and not read" in capsys.readouterr().err
+    assert config.to_dict() == expected.to_dict()
+    assert gguf.tokenizer(file)("hello 12").input_ids == gguf.tokenizer(without)("hello 12").input_ids
+    assert gguf.tokenizer(file).special_tokens_map == gguf.tokenizer(without).special_tokens_map
+
+
+def test_a_file_left_without_an_end_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = ["<0>", *files.byte_level_vocabulary()["tokenizer.ggml.tokens"][1:]]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0xFFFFFFFF}
+    assert gguf.config(opened(tmp_path, metadata=changes)).eos_token_id is None
+    assert "eos_token_id = 4294967295 is no token of 265" in (err := capsys.readouterr().err)
+    assert "no token ends an answer: give eos_token_id= or max_new_tokens=" in err
+    assert "no token ends" not in (gguf.config(opened(tmp_path)) and capsys.readouterr().err)
+
+
+def test_a_sentencepiece_id_outside_is_the_usual_one(tmp_path: Path) -> None:
+    """As in llama.cpp, which keeps the default of the kind of vocabulary."""
+    words = files.sentencepiece_vocabulary() | {"tokenizer.ggml.eos_token_id": 99_999}
+    assert gguf.config(opened(tmp_path, vocabulary=words)).eos_token_id == 2
+
+
 @pytest.mark.parametrize("role", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
-def test_an_end_outside_of_the_vocabulary_is_refused(tmp_path: Path, role: str) -> None:
-    for wrong in (99_999, "x", -1.0):
+def test_an_end_that_is_no_number_is_refused(tmp_path: Path, role: str) -> None:
+    for wrong in ("x", -1.0, True, [1]):
         file = opened(tmp_path, metadata={f"tokenizer.ggml.{role}_token_id": wrong})
-        with pytest.raises(CheckpointError, match=f"{role}_token_id must be one of 265 token ids, not {wrong}"):
+        with pytest.raises(CheckpointError, match=rf"{role}_token_id must be a token id, not"):
             gguf.config(file)
 
 

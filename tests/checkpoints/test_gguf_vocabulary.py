@@ -246,7 +246,7 @@ VOCABULARIES = {
     "tokenizer.ggml.tokens": ([1, 2], "tokens must be a list of str"),
     "tokenizer.ggml.merges": (["a b c"], "two pieces with one space between, not 'a b c'"),
     "tokenizer.ggml.token_type": ([1, 1], "must be as long as the 265 tokens"),
-    "tokenizer.ggml.bos_token_id": (265, "must be one of 265 token ids, not 265"),
+    "tokenizer.ggml.bos_token_id": ("one", "must be a token id, not one"),
     "tokenizer.ggml.pre": (7, "tokenizer.ggml.pre must be text, not 7"),
     "tokenizer.ggml.add_bos_token": ("yes", "add_bos_token must be true or false, not yes"),
     "tokenizer.ggml.add_eos_token": (1, "add_eos_token must be true or false, not 1"),
@@ -273,5 +273,5 @@ def test_merges_of_unknown_pieces_and_a_missing_vocabulary_are_refused(tmp_path:
         gguf.tokenizer(twice)
     missing = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}
     unset = opened(tmp_path, metadata=missing)
-    with pytest.raises(CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id is missing"):
+    with pytest.raises(CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id names no"):
         gguf.tokenizer(unset)

@@ -157,7 +157,8 @@ def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
 
 def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict[str, int]:
     """Return the sizes by their names in families.Fields."""
-    hidden, blocks, heads = (fields.count(key) for key in ("embedding_length", "block_count", "attention.head_count"))
+    hidden, blocks = fields.count("embedding_length"), fields.count("block_count")
+    heads = _first_count(fields, "attention.head_count", blocks, own)
     layers = blocks - _drafting(fields)
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
@@ -191,12 +192,14 @@ def _drafting(fields: _Fields) -> int:
 
 
 def _first_count(fields: _Fields, key: str, layers: int, own: families.GGUF, default: int | None = None) -> int:
-    """Return a count, or the first of a list of counts by layer where the family's files have such."""
+    """Return a count, or the first of a list of counts by layer: equal ones, unless the family's files have others."""
     listed = fields.value(key)
-    if key not in own.by_layer or not isinstance(listed, list):
+    if not isinstance(listed, list):
         return fields.count(key, default)
     if len(listed) != layers or not all(type(each) is int and 0 < each < 1 << 31 for each in listed):
         raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
+    if key not in own.by_layer and len(set(listed)) > 1:
+        raise fields.unsupported(key, "is not supported: layers have different numbers")
     return int(listed[0])
 
 
@@ -208,7 +211,8 @@ def _inner(fields: _Fields, layers: int, own: families.GGUF) -> int:
         return fields.count("expert_feed_forward_length")
     if key in own.by_layer or not isinstance(listed, list):
         return _first_count(fields, key, layers, own)
-    if not all(type(each) is int and each >= 0 for each in listed) or len(set(listed) - {0}) != 1:
+    whole = len(listed) == fields.count("block_count") and all(type(each) is int and each >= 0 for each in listed)
+    if not whole or len(set(listed) - {0}) != 1:
         raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
     return int(max(listed))
 
@@ -245,8 +249,8 @@ def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...]
 
 def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
     return {
-        "bos_token_id": special_id(file, "bos_token_id", vocabulary),
         "eos_token_id": end_ids(file, vocabulary),
+        "bos_token_id": special_id(file, "bos_token_id", vocabulary),
         "pad_token_id": special_id(file, "padding_token_id", vocabulary),
     }
 

@@ -1,12 +1,14 @@
 """The tokens of a GGUF file: their texts and kinds, and which of them end an answer.
 
 As llama.cpp finds them (src/llama-vocab.cpp, llama_vocab::impl::load): the file's own ids, and well-known texts, for
-many files name one end alone. Other than there, an id outside of the vocabulary is an error, and a byte-level file
+many files name one end alone. An id outside of the vocabulary is none, as there. Other than there, a byte-level file
 that names no end has none but those texts.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -28,6 +30,7 @@ class Kind(IntEnum):
 
 
 _SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file names none
+_IS_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
     {
@@ -55,25 +58,37 @@ _WITH_PARTS = (
 def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
     """Return the token id that the file gives for a role, as eos_token_id; None where there is none.
 
-    CheckpointError for one outside of the vocabulary, of so many tokens.
+    An id outside of the vocabulary, of so many tokens, is as if the file gave none. CheckpointError for other values.
     """
     value = file.metadata.get(f"tokenizer.ggml.{key}")
-    if value is None and file.metadata.get("tokenizer.ggml.model") == "llama":
-        default = _SENTENCEPIECE_IDS.get(key)
-        return default if default is not None and default < vocabulary else None
-    if value is not None and (type(value) is not int or not 0 <= value < vocabulary):
-        shown = str(value)[:80]
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be one of {vocabulary} token ids, not {shown}")
-    return value
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}")
+    if value is not None and 0 <= value < vocabulary:
+        return value
+    default = _SENTENCEPIECE_IDS.get(key) if file.metadata.get("tokenizer.ggml.model") == "llama" else None
+    return default if default is not None and default < vocabulary else None
 
 
 def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
-    """Return the tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`."""
+    """Return the tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`.
+
+    Ids outside of the vocabulary are noted on stderr.
+    """
     texts = file.metadata.get("tokenizer.ggml.tokens")
     texts = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+    vocabulary = len(texts) or vocabulary
     eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
+    _note_outside(file, vocabulary, "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens=")
     ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
     return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
+
+
+def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
+    ids = {key: value for key, value in file.metadata.items() if _IS_ID.fullmatch(key) and type(value) is int}
+    for key, value in ids.items():
+        if not 0 <= value < vocabulary:
+            own = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
+            print(own + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""), file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
     for name, wanted in (("bos", first), ("eos", last)):
         if wanted and ids[f"{name}_token"] is None:
             raise CheckpointError(
-                f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing"
+                f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id names no token"
             )
     options = {"add_bos_token": first, "add_eos_token": last, "clean_up_tokenization_spaces": False}
     return options | ({"chat_template": template} if (template := _chat_template(file)) else {})
