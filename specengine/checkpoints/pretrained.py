@@ -27,7 +27,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from specengine import checkpoints as models
 from specengine.checkpoints import gguf
@@ -42,7 +42,7 @@ from specengine.checkpoints.checks import (
 from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.stacks import Stack, stacked
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
-from specengine.files import read_text, safetensors_files
+from specengine.files import read_object, read_text, safetensors_files
 from specengine.models import native
 from specengine.models.configs import (
     NO_MEMORY,
@@ -66,6 +66,13 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
+_OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # in the order of transformers
+_PROBE = "specengine"
+_AS_PARTS = (
+    "{%- set as_parts = namespace(all=[]) -%}{%- for message in messages -%}{%- if message.content is string -%}"
+    "{%- set message = dict(message, content=[dict(type='text', text=message.content)]) -%}{%- endif -%}"
+    "{%- set as_parts.all = as_parts.all + [message] -%}{%- endfor -%}{%- set messages = as_parts.all %}\n"
+)
 _MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
@@ -236,7 +243,7 @@ def _read_by_transformers(
         model.generation_config.eos_token_id = gguf.end_ids(file, vocabulary)
         model.generation_config.suppress_tokens = gguf.suppressed_ids(file, vocabulary)
         model.config.name_or_path = path.name
-        return model.to(options.device or default_device()), tokenizer or gguf.tokenizer(file)
+        return model.to(options.device or default_device()), tokenizer or taking_texts(gguf.tokenizer(file))
 
 
 def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], adapter: Adapter | None) -> None:
@@ -285,7 +292,7 @@ def _tokenizer(name: str, options: LoadOptions) -> Any:
 def _noted(name: str, load: Callable[[], Any]) -> Any:
     """Return a tokenizer; None, with a note on stderr that says why, where it cannot be made."""
     try:
-        return load()
+        return taking_texts(load())
     except NO_MEMORY:
         raise
     except Exception as error:  # tokenizers' classes may raise anything over files that are missing
@@ -294,8 +301,55 @@ def _noted(name: str, load: Callable[[], Any]) -> Any:
 
 
 def tokenizer_at(name: str | Path, offline: bool, trust_remote_code: bool) -> Any:
-    """Return the tokenizer of a folder or Hub id. Raises what transformers raises."""
-    return AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
+    """Return the tokenizer of a folder or Hub id, with its processor's chat templates where it has no default one.
+
+    Raises what transformers raises.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
+    templates = named_templates(getattr(tokenizer, "chat_template", None))
+    quiet = {f"_raise_exceptions_for_{fault}": False for fault in ("missing_entries", "connection_errors")}
+    for file in _OF_PROCESSORS if "default" not in templates else ():
+        try:
+            path = cached_file(str(name), file, local_files_only=offline, **quiet)
+            stored = {} if path is None else read_object(Path(path))
+            templates = named_templates(stored.get("chat_template")) | templates
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"no chat template from {file} of {name}: {error}", file=sys.stderr)
+    if templates:
+        tokenizer.chat_template = templates["default"] if templates.keys() == {"default"} else templates
+    return tokenizer
+
+
+def named_templates(stored: Any) -> dict[str, str]:
+    """Return chat templates by name, of a text, a mapping or a list as files have them; ValueError for others."""
+    if isinstance(stored, list):
+        stored = {one["name"]: one["template"] for one in stored}
+    templates = {"default": stored} if isinstance(stored, str) else stored or {}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
+        raise ValueError(f"chat_template: got {shown(stored)}, accepted a text, or texts by name")
+    return dict(templates)
+
+
+def taking_texts(tokenizer: Any) -> Any:
+    """Return a tokenizer whose chat templates take contents that are texts.
+
+    Templates of models that read pictures may read lists of parts alone, and pass over a text, or fail.
+    """
+    templates = named_templates(getattr(tokenizer, "chat_template", None))
+
+    def shows(template: str, content: Any) -> bool:
+        message = {"role": "user", "content": content}
+        try:
+            return _PROBE in str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+        except Exception:  # a template raises what it likes
+            return False
+
+    for name, template in templates.items():
+        of_parts = "text" in template and not shows(template, _PROBE)
+        if of_parts and shows(template, [{"type": "text", "text": _PROBE}]):
+            templates[name] = _AS_PARTS + template
+            tokenizer.chat_template = templates["default"] if templates.keys() == {"default"} else templates
+    return tokenizer
 
 
 def load_tokenizer(options: LoadOptions) -> Any:
@@ -309,10 +363,10 @@ def load_tokenizer(options: LoadOptions) -> Any:
             own = name == models.embedded.NAME
             path = models.embedded.gguf(offline=options.offline, progress=options.progress) if own else Path(name)
             with gguf.read(path) as file:
-                return gguf.tokenizer(file)
+                return taking_texts(gguf.tokenizer(file))
         if looks_like_path(name) and not Path(name).exists():
             raise InputError("there is no such file or folder")
-        return tokenizer_at(name, options.offline, options.trust_remote_code)
+        return taking_texts(tokenizer_at(name, options.offline, options.trust_remote_code))
     except Exception as error:  # transformers raises of many kinds over files that hold none
         reason = (why(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
