@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,12 @@ _ORIGINAL = "original_max_position_embeddings"
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
 _BASE = "base_model_name_or_path"
 _REMEDY = "merge it into its model (merge_and_unload() of peft's AutoPeftModelForCausalLM), save that and load it"
+_WRAPPERS = (".base_layer.", "._orig_mod.", ".module.", "._fsdp_wrapped_module.")
+_STATES = ("state_dict", "model_state_dict")
+_OF_MLX = (
+    "MLX has packed its weights, which MLX alone reads: load the model that it was made of, a GGUF file of it, or what "
+    "mlx_lm.convert --dequantize writes"
+)
 _PROMPTS = "which cannot be applied, as it changes more than layers; accepted: LORA and other kinds of layers"
 # Kinds whose forward is more than their layers: PeftModel computes it, transformers does not.
 _ROUTED = ("POLY", "XLORA")
@@ -121,8 +128,11 @@ def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
 def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """Raise CheckpointError where a local folder's safetensors have other shapes than a model of this config.
 
-    Only headers are read, and no memory is taken for weights of sizes that no file has.
+    Only headers are read, and no memory is taken for weights of sizes that no file has. UnsupportedModelError for
+    weights that MLX has packed.
     """
+    if _is_of_mlx(packed := getattr(config, "quantization_config", None)):
+        raise UnsupportedModelError(f"model {name!r}: quantization_config: got {shown(packed)}; {_OF_MLX}")
     if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
         return
     model = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
@@ -136,9 +146,27 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
             raise CheckpointError(f"model {name!r}: its weights are damaged, fetch them again ({error})") from error
         differing += [f"{key} {has}, not {wanted[key]}" for key, has in shapes.items() if has != wanted[key]]
     if differing:
+        packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
         raise CheckpointError(
             f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
+            f"{packed}"
         )
+
+
+def _is_of_mlx(packing: Any) -> bool:
+    return isinstance(packing, dict) and {"group_size", "bits"} <= packing.keys() and "quant_method" not in packing
+
+
+def wrapped(wanted: Collection[str], stored: Iterable[str]) -> list[str]:
+    """Return what to do about stored names that are wanted names within others, as wrappers of modules write them."""
+    for name in stored:
+        if (inner := next((one for one in wanted if name.endswith(f".{one}")), None)) is not None:
+            return [f"names of tensors begin with {name.removesuffix(inner)!r}, which a wrapper adds: remove it"]
+        if (inside := next((one for one in _WRAPPERS if name.replace(one, ".") in wanted), None)) is not None:
+            return [f"names of tensors hold {inside!r}, which a wrapper adds: {_REMEDY}"]
+        if name.partition(".")[0] in _STATES:
+            return [f"its tensors lie in {name.partition('.')[0]!r}: save what that holds alone"]
+    return []
 
 
 def _refused(name: str | Path, field: str, value: Any, accepted: str) -> UnsupportedModelError:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
-from specengine.checkpoints.checks import why_absent
+from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.heads import layouts
 from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, shown, why_not_loaded
@@ -136,6 +136,8 @@ def load_head(
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     prefixes = layout.prefixes(layout.version)
+    if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
+        raise CheckpointError(f"{folder}: {faults[0]}")
     state = layout.converted(_renamed(folder, tensors, prefixes))
     notes = [*layout.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
     if _reads_by_the_target(config, state):

@@ -38,10 +38,12 @@ from specengine.checkpoints.checks import (
     looks_like_path,
     refuse_other_shapes,
     why_absent,
+    wrapped,
 )
+from specengine.checkpoints.eagle import is_head
 from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.stacks import Stack, stacked
-from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
+from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
 from specengine.files import read_object, read_text, safetensors_files
 from specengine.models import native
 from specengine.models.configs import (
@@ -105,7 +107,12 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
     elif asked:
         raise InputError(f"{', '.join(asked)}: the native forward was asked for, but {reason}")
     own = not isinstance(model, PreTrainedModel)
-    return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, own)
+    try:
+        return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, own)
+    except SpecEngineError as error:
+        if named and is_head(str(model)):
+            raise InputError(f"model: {model} is a draft head, accepted a whole model; give it as draft=") from error
+        raise
 
 
 def _asking(options: LoadOptions) -> list[str]:
@@ -263,6 +270,7 @@ def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], 
     if listed and adapter is not None:
         raise adapter.unfit(f"to {adapter.base}: {'; '.join(listed)}")
     if listed:
+        listed += wrapped(problems["missing"], report["unexpected_keys"])
         raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
 
 
@@ -273,6 +281,9 @@ def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str
     neither are the causal masks of old files.
     """
     has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
+    has -= {
+        name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name
+    }  # values, no layers
     names = set(unexpected)
     for name in names - parts_in(names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)):
         module = _any_layer(name.rpartition(".")[0])
