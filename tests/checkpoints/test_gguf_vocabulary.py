@@ -98,6 +98,7 @@ def test_control_tokens_are_not_made_of_letters(tmp_path: Path) -> None:
 # Merges alone count in Gemma 4's vocabulary, lines are apart, and the first token comes whatever the file says.
 GEMMA4_TEXTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "no space before it": ("hello hello", {}, [1, HELLO, SPACED_HELLO]),
+    "no space where the file does not say": ("hello hello", {"add_space_prefix": None}, [1, HELLO, SPACED_HELLO]),
     "two spaces": ("hello  hello", {}, [1, HELLO, SPACE, SPACED_HELLO]),
     "whatever scores say": ("hello", {"merges": ["e l", "h e", "l l"]}, [1, H, 273, 262, 263]),
     "lines": ("hello\n\nhello\n", {}, [1, HELLO, 275, HELLO, 274]),

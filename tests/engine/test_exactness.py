@@ -145,6 +145,34 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     assert torch.equal(penalty(torch.tensor([[5, 5, 1]]), scores), scores)
 
 
+def test_penalties_of_an_answer_do_not_count_the_prompt() -> None:
+    """The model's choice is the prompt's last token by less than the penalties take, once it counts."""
+    presence, frequency, token = 1.0, 0.25, PROMPT[-1]
+    model = untouched("llama")
+    with torch.inference_mode():
+        row = model(torch.tensor([PROMPT])).logits[0, -1]
+        bias = float(row.max() - row[token]) + 0.5
+        expected: list[int] = []
+        for _ in range(12):
+            scores = model(torch.tensor([PROMPT + expected])).logits[0, -1].clone()
+            scores[token] += bias
+            for said in set(expected):
+                scores[said] -= presence + frequency * expected.count(said)
+            expected.append(int(scores.argmax()))
+    assert expected[0] == token
+    engine = engine_of("llama", "ngram")
+    penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "sequence_bias": {(token,): bias}}
+    assert engine.generate(PROMPT, max_new_tokens=12, **penalties).token_ids == expected
+
+
+def test_top_p_leaves_out_what_begins_at_its_edge() -> None:
+    """Of equal tokens, whose probabilities are exact, a mass of exactly top_p is enough."""
+    for count, top_p, kept in ((2, 0.5, 1), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.5, 4)):
+        scores = torch.zeros(1, count)
+        ours, theirs = TopP(top_p)(None, scores), TopPLogitsWarper(top_p)(None, scores)
+        assert int(ours.isfinite().sum()) == int(theirs.isfinite().sum()) == kept
+
+
 def test_top_p_keeps_what_transformers_keeps() -> None:
     torch.manual_seed(0)
     ids = torch.zeros(1, 1, dtype=torch.int64)

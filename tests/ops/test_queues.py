@@ -315,6 +315,12 @@ class TestStepQueues:
             assert Queues(10, 5, 2).step(given, threshold)[3] == expand
 
     @each_backend
+    def test_a_batch_of_the_threshold_itself_is_worth_a_pass(self, backend):
+        given = [(0.0, 0, 0, 2, 0.0)]  # of a mass of exactly 1
+        for threshold, expand in ((1.0, [0]), (math.nextafter(1.0, 2.0), [])):
+            assert Queues(10, 5, 2, backend).step(given, threshold)[3] == expand
+
+    @each_backend
     def test_the_tree_is_filled_up_when_the_search_stops(self, backend):
         given = [(-float(score), 0, 0, score, 0.0) for score in range(1, 8)]
         for threshold, fill, tokens in ((0.0, True, [1, 2]), (0.9, False, [1, 2]), (0.9, True, [1, 2, 3, 4])):

@@ -91,6 +91,17 @@ class TestKeyedGumbelArgmax:
             noise = -(-ops.philox_uniform(7, position, size).log()).log()
             assert ops.keyed_gumbel_argmax(values, 7, position) == int((values.double() + noise).argmax())
 
+    def test_the_largest_noise_wins_from_far_below(self):
+        """The noise of token 510 is 22.87, the largest there is: no score bounds it at less."""
+        seed, position, token, other = 7, 115_434, 510, 10
+        noise = -(-ops.philox_uniform(seed, position, 768).log()).log()
+        assert noise[token] > 22.8
+        values = torch.full((768,), -100.0)
+        values[256:512] = -3.0
+        for best in (14.0, 19.5, 20.5):  # with its noise, of a token in another block
+            values[other] = best - float(noise[other])
+            assert ops.keyed_gumbel_argmax(values, seed, position) == (token if best < 19.8 else other)
+
     def test_seed_and_position_are_taken_modulo_two_to_the_64(self):
         values = torch.zeros(500)
         draw = ops.keyed_gumbel_argmax(values, 5, 9)
