@@ -185,12 +185,11 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
             pack=options.pack,
             strict=options.strict,
             captured=bool(options.graphs),
-            compile_blocks=options.compile_blocks,
             merge=loaded.own,
             reason=loaded.reason,
         )
     except NoTreesError as error:
-        if options.graphs or options.compile_blocks:
+        if options.graphs:
             raise
         return OwnCacheTarget(model, str(error), pack=options.pack, reason=loaded.reason)
 

@@ -51,7 +51,6 @@ class LoadOptions:
     graphs             run target and draft as CUDA graphs, captured on first use (Engine.warmup captures all at
                        once); None is True on a CUDA device where model and draft can, and False elsewhere;
                        without a CUDA device the same padded forwards run uncaptured, which only tests have a use for
-    compile_blocks     with graphs: the target's norms and feed-forward layers through torch.compile, on first use
     tp_plan            `auto` splits the target over the processes that torchrun started, by the plan that transformers
                        has for it; rank 0 drafts, and the others do not return from loading
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
@@ -74,7 +73,6 @@ class LoadOptions:
     numerics: str = "auto"
     pack: bool | None = None
     graphs: bool | None = None
-    compile_blocks: bool = False
     tp_plan: str | None = None
     strict: bool = False
     learn: Any = None
@@ -104,8 +102,6 @@ class LoadOptions:
             raise InputError(f"numerics: got {shown(self.numerics)}, accepted {', '.join(NUMERICS)}")
         if self.tp_plan is not None:
             self._check_splitting()
-        if self.compile_blocks and not self.graphs:
-            raise InputError("compile_blocks: it is for the padded forwards of graphs; add graphs=True")
         self._check_tokenizer()
         self.device = _device(self.device) if self.device is not None else None
         return self
@@ -123,7 +119,7 @@ class LoadOptions:
     def _check_splitting(self) -> None:
         if self.tp_plan != "auto":
             raise InputError(f"tp_plan: got {shown(self.tp_plan)}, accepted auto or none")
-        given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "compile_blocks", "device")}
+        given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
         given |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
         if alone := [name for name, value in given.items() if value]:
             raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
@@ -133,7 +129,7 @@ class LoadOptions:
             given = getattr(self, name)
             if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
                 raise InputError(f"{name}: got {shown(given)}, accepted a dict of options by name")
-        for name in ("offline", "trust_remote_code", "lookup", "pack", "graphs", "compile_blocks", "strict"):
+        for name in ("offline", "trust_remote_code", "lookup", "pack", "graphs", "strict"):
             given, optional = getattr(self, name), name in ("lookup", "pack", "graphs")
             if not isinstance(given, bool) and not (optional and given is None):
                 raise InputError(f"{name}: got {shown(given)}, accepted True{', None' if optional else ''} or False")

@@ -157,11 +157,6 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
         "model and draft can)",
     )
     group.add_argument(
-        "--compile-blocks",
-        action="store_true",
-        help="with --graphs, run the target's norms and feed-forward layers through torch.compile",
-    )
-    group.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=False,

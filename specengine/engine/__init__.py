@@ -149,7 +149,7 @@ class Engine:
                 of a checkpoint that has one, and `recycling` with lookup for any other
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
-        options dtype, device, tokenizer, draft_options, policy_options, graphs, compile_blocks, lookup, strict,
+        options dtype, device, tokenizer, draft_options, policy_options, graphs, lookup, strict,
                 pack, offline, trust_remote_code, progress: see options.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.

@@ -21,7 +21,7 @@ from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower
 from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
-from specengine.models.twins import Packed, compiled, evaluating, is_changed, set_attention, worth_packing
+from specengine.models.twins import Packed, evaluating, is_changed, set_attention, worth_packing
 from specengine.models.windows import dense, near_prompt, note_places
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
@@ -114,7 +114,6 @@ class CausalLM:
     The model stays as it is, in training or not and with its own attention: a twin over the same parameters is run.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
-    compile_blocks: run tree rows with the blocks compiled around their attention, see models.twins.
     merge: the model is this object's own, so weights of products over one input may become views of one tensor.
     version: of the model; another one where it was changed.
     layers_note: why the layers run as the model's modules where fused ones were tried; empty otherwise.
@@ -123,9 +122,7 @@ class CausalLM:
     fuses = True
     layers_note = ""
 
-    def __init__(
-        self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False, merge: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
         self._refuse(model)
         refuse_absent(model)
         with _errors_named(model):
@@ -147,7 +144,7 @@ class CausalLM:
         self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(self.config, "num_kv_shared_layers", 0)
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
-        self._compiles, self._merges = compile_blocks, merge
+        self._merges = merge
         self._fused: fused.Fused | None = None
         self._take_twin()
         self._choose_attention()
@@ -184,7 +181,7 @@ class CausalLM:
         changed = self._watch.changed() if self._watch is not None else ""
         if not changed:
             return
-        fresh = type(self)(self.model, pack=self._pack, compile_blocks=self._compiles, merge=self._merges)
+        fresh = type(self)(self.model, pack=self._pack, merge=self._merges)
         if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
                 f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
@@ -207,24 +204,21 @@ class CausalLM:
         return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
 
     def _take_twin(self) -> None:
-        before = getattr(self, "_runs", None)
         self._runs: Any = self._twin if self._packed is None else self._packed.model(self._contents)
-        if self._runs is not before:
-            self._runs_rows: Any = compiled(self._runs) if self._compiles else self._runs
         if self._fused is not None:
             self._fused.refresh()
 
     @property
     def modules(self) -> str:
-        """Return how layers run: `fused`, `fused, merged products`, `compiled`, or `the model's own`."""
+        """Return how layers run: `fused`, `fused, merged products`, or `the model's own`."""
         if self._fused is not None:
             return "fused, merged products" if self._fused.merged else "fused"
-        return "compiled" if self._compiles else "the model's own"
+        return "the model's own"
 
     def _fuse(self) -> None:
         """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
         reason = fused.why_not(self._twin)
-        taken = self._dense_mask or self._shapes is not None or self._compiles or self._packed is not None
+        taken = self._dense_mask or self._shapes is not None or self._packed is not None
         if taken or reason == "" or not ops.is_served(fused.OPS, self.device):
             return
         try:
@@ -385,7 +379,7 @@ class CausalLM:
             arguments |= {"attention_mask": self._dummy_mask, "tree": rows}
         static = not (self._dense_mask or ops.is_free(rows.slot))
         view = _PaddedSlabView(cache, rows) if static else _SlabView(cache, int(rows.slot), len(rows))
-        logits, states = self._call(self._runs_rows, rows.tokens, rows.positions, view, features, arguments)
+        logits, states = self._call(self._runs, rows.tokens, rows.positions, view, features, arguments)
         self.seconds += time.perf_counter() - began
         return logits if one is None or self._keeps_rows else logits.index_select(0, one), states
 
@@ -724,14 +718,13 @@ class HuggingFaceTarget(CachedTarget):
         pack: bool | None = None,
         strict: bool = False,
         captured: bool = False,
-        compile_blocks: bool = False,
         merge: bool = False,
         reason: str = "",
     ) -> None:
         """merge: see CausalLM; reason: why it is not the native forward, or not graphs, that run this model, for
         people."""
         self.reason, self.captured = reason, captured
-        super().__init__(self.makes(model, pack=pack, compile_blocks=compile_blocks, merge=merge))
+        super().__init__(self.makes(model, pack=pack, merge=merge))
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward

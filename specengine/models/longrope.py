@@ -34,10 +34,8 @@ def switches(config: Any) -> bool:
 class LongRopeLM(CausalLM):
     """A LongRoPE model whose frequencies are chosen by `use`, not by the positions of a forward."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False, merge: bool = False
-    ) -> None:
-        super().__init__(model, pack=pack, compile_blocks=compile_blocks, merge=merge)
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
+        super().__init__(model, pack=pack, merge=merge)
         self.original = self.max_context
         self.max_context = int(self.config.max_position_embeddings)
 

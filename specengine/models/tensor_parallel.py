@@ -92,9 +92,7 @@ class ShardedLM(CausalLM):
 
     fuses = False  # its modules are tied to their ranks
 
-    def __init__(
-        self, model: PreTrainedModel, *, pack: bool | None = None, compile_blocks: bool = False, merge: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
         super().__init__(model, pack=False)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]

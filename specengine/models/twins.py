@@ -3,9 +3,6 @@
 Packed twins keep bfloat16 linear layers in oneDNN's own weight layout, for CPUs. Torch re-orders a bfloat16 weight for
 oneDNN at every call. Re-ordering it once leaves the arithmetic as it was (the results are bit-equal), about halves the
 time of a few rows, and takes a second copy of these weights in memory.
-
-Compiled twins run all parts of a block but its attention through torch.compile. A block's norms and feed-forward
-layers take one tensor and give one: compiled, their small kernels become a few.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specengine.errors import UnsupportedModelError
 from specengine.models.extension import is_plain
 
 M = TypeVar("M", bound=nn.Module)
@@ -205,28 +201,3 @@ def _free_memory() -> float:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return float("inf")
-
-
-# ---- compiled
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    """Return a twin whose blocks are compiled around their attention.
-
-    UnsupportedModelError where the model has no blocks: entries of one list, each with an attention that has a
-    `layer_idx`.
-    """
-    blocks = [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
-    inner = {id(part): part for block in blocks if _attentions(block) for part in block.children()}
-    parts = {key for key, part in inner.items() if not hasattr(part, "layer_idx")}
-    if not parts:
-        raise UnsupportedModelError(f"compile: {type(model).__name__} has no decoder blocks that could be compiled")
-
-    def replace(module: nn.Module) -> nn.Module | None:
-        return cast(nn.Module, torch.compile(module)) if id(module) in parts else None
-
-    return twin(model, replace)
-
-
-def _attentions(block: nn.Module) -> list[nn.Module]:
-    return [part for part in block.children() if hasattr(part, "layer_idx")]
