@@ -141,7 +141,7 @@ test-gpu-offline: $(OFFLINE)/.built  ## the same for kernels, then graphs, with 
 # without the forward on CPUs, which takes longest to compile
 $(OFFLINE)/.built: $(INSTALL_FILES)
 	$(LINK_SOURCES)
-	-SPECENGINE_CUDA=1 SPECENGINE_CPU=0 $(PYTHON) setup.py -q build_ext --inplace
+	-SPECENGINE_CPU=0 $(PYTHON) setup.py -q build_ext --inplace
 	@touch $@
 
 PYTEST_OFFLINE = $(ON_PATH) $(NINE_MINUTES) $(PYTHON) -m pytest $(GPU_TESTS) --continue-on-collection-errors \
@@ -207,7 +207,7 @@ ON_KERNELS := SPECENGINE_BACKEND=triton,cuda,cpp
 TRIAL := build/trial
 wheels: $(VENV)/.installed-dev  ## this machine's wheel and the head's into dist/, and the first of them tried
 	rm -rf $(TRIAL) && mkdir -p $(TRIAL)/empty dist
-	SPECENGINE_STRICT_BUILD=1 SPECENGINE_CUDA=0 $(RUN) -m pip wheel --disable-pip-version-check --no-deps -w dist . ./heads
+	SPECENGINE_STRICT_BUILD=1 $(RUN) -m pip wheel --disable-pip-version-check --no-deps -w dist . ./heads
 	$(RUN) -m pip install --disable-pip-version-check --no-deps --target $(TRIAL)/site dist/specengine-*.whl
 	PATH=$(CURDIR)/$(TRIAL)/empty PYTHONPATH=$(CURDIR)/$(TRIAL)/site $(CURDIR)/$(RUN) -P tests/installed_wheel.py
 
@@ -218,7 +218,7 @@ sdist: $(VENV)/.installed-dev  ## the source distributions into dist/
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f specengine/_ops*.so specengine/_cpu*.so specengine/_*.pyd specengine/_cuda.so $(VENV)/.installed-*
+	rm -f specengine/_ops*.so specengine/_cpu*.so specengine/_*.pyd $(VENV)/.installed-*
 	find specengine kernels tests bench research docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # pip is the last thing that a new environment gets, so an interrupted one is made again
@@ -255,7 +255,6 @@ $(VENV)/.installed-docs: $(INSTALL_FILES) | $(VENV)/bin/pip
 	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/.installed-run
 
-$(VENV)/.installed-gpu: export SPECENGINE_CUDA := 1
 $(VENV)/.installed-gpu: $(INSTALL_FILES) | $(VENV)/bin/pip
 	$(PIP_INSTALL) -e '.[dev,kernels]'
 	@$(REPORT_EXTENSION)

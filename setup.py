@@ -1,12 +1,9 @@
-"""Build what pyproject.toml cannot describe: the C++ extension, the CUDA library, kernels/ as specengine_kernels, and
-as specengine_csrc what NVRTC compiles where the CUDA library is not built.
+"""Build what pyproject.toml cannot describe: the C++ extensions, kernels/ as specengine_kernels, and as specengine_csrc
+what NVRTC compiles on a GPU.
 
-The CUDA library specengine/_cuda.so is built where nvcc is found (in CUDA_HOME/bin, else on the path) and somebody
-wants it: SPECENGINE_CUDA=1 or CUDA_HOME is set, or the machine has an NVIDIA device. So an installation for a CPU does
-not wait for it, even where nvcc is on the path. SPECENGINE_CUDA=0 leaves it out. SPECENGINE_CPU=0 leaves the forward on
-CPUs out, which takes longest. As many files are compiled at once as there are processors and gigabytes of free memory;
-SPECENGINE_JOBS=1 compiles one at a time. SPECENGINE_SANITIZE=1 builds the extensions with the sanitizers for memory and
-undefined behaviour: `make test-sanitized`.
+SPECENGINE_CPU=0 leaves the forward on CPUs out, which takes longest. As many files are compiled at once as there are
+processors and gigabytes of free memory; SPECENGINE_JOBS=1 compiles one at a time. SPECENGINE_SANITIZE=1 builds the
+extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
 
 An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
 with, makes that an error.
@@ -15,7 +12,6 @@ with, makes that an error.
 import os
 import re
 import shutil
-import subprocess
 import sys
 from glob import glob
 from importlib.util import find_spec
@@ -27,7 +23,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
-OPS, CPU, CUDA = "specengine._ops", "specengine._cpu", "specengine._cuda"
+OPS, CPU = "specengine._ops", "specengine._cpu"
 
 NOT_BUILT = {
     OPS: """
@@ -44,42 +40,14 @@ specengine works without it, through Hugging Face's modules; a CPU then runs mod
 To have it, install g++ or clang with C++17 (Windows: clang-cl, which the Visual Studio Installer calls "C++ Clang
 tools for Windows") and install specengine again.
 """,
-    CUDA: """
-specengine: the CUDA library specengine/_cuda.so was not built:
-    {error}
-specengine works without it and gives the same results; NVRTC, which torch's CUDA wheels bring, compiles its programs
-when they are used.
-To have it, install the CUDA toolkit 12.4 or later and g++, and install specengine again with SPECENGINE_CUDA=1;
-SPECENGINE_CUDA=0 leaves it out.
-""",
 }
 
 OPTIONAL = os.environ.get("SPECENGINE_STRICT_BUILD") != "1"
 WINDOWS = sys.platform == "win32"
 
-# A100; H100 and H200; and for what comes after them code that the driver compiles
-CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
-
 # the sanitizers see more at -O1, and what they find ends the process; what torch and Python are made of has no types
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
 WATCHED = [*SANITIZERS, "-fno-omit-frame-pointer", "-g", "-O1"] if os.environ.get("SPECENGINE_SANITIZE") == "1" else []
-
-
-def nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    if home:
-        return shutil.which("nvcc", path=os.path.join(home, "bin"))
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def cuda_is_wanted() -> bool:
-    asked = os.environ.get("SPECENGINE_CUDA", "")
-    if asked not in ("", "0", "1"):
-        raise SystemExit(f"SPECENGINE_CUDA: got {asked!r}, accepted 0, 1 or unset")
-    if asked or not sys.platform.startswith("linux"):
-        return asked == "1"
-    has_device = os.path.exists("/dev/nvidiactl") or os.path.exists("/proc/driver/nvidia/version")
-    return nvcc() is not None and (has_device or bool(os.environ.get("CUDA_HOME")))
 
 
 def cpu_is_wanted() -> bool:
@@ -148,27 +116,6 @@ def compile_at_once(compiler: Any, most: int) -> None:
     compiler.compile = compile_all
 
 
-def nvcc_command(compiler: str, sources: list[str], library: str, include: str = "csrc") -> list[str]:
-    """Builds the library; one thread per core and target. The CUDA runtime is linked in, and no symbol of it shows."""
-    targets = [flag for target in CUDA_TARGETS for flag in ("-gencode", target)]
-    host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-Xlinker", "--exclude-libs,ALL"]
-    return [
-        compiler,
-        "-O3",
-        "-std=c++17",
-        "-fmad=false",  # sums and products as the host makes them
-        *targets,
-        "-t",
-        "0",
-        *host,
-        "-shared",
-        f"-I{include}",
-        *sources,
-        "-o",
-        library,
-    ]
-
-
 def list_formats(folder: str, csrc: str = "csrc") -> None:
     """Write the headers that list csrc/cpu/formats and integers, below a folder where the compiler looks for headers.
 
@@ -188,12 +135,6 @@ def list_formats(folder: str, csrc: str = "csrc") -> None:
 class OptionalBuildExt(build_ext):
     """Explains a missing compiler; setuptools carries on, because the extensions are marked optional."""
 
-    def get_ext_filename(self, fullname):
-        *folders, name = fullname.split(".")  # setuptools asks with and without the package
-        if name == CUDA.rpartition(".")[2]:
-            return os.path.join(*folders, f"{name}.so")  # no module of Python, so not named like one
-        return super().get_ext_filename(fullname)
-
     def build_extensions(self):
         most = 1 if WINDOWS else jobs()
         files = sum(len(extension.sources) for extension in self.extensions)
@@ -204,30 +145,15 @@ class OptionalBuildExt(build_ext):
 
     def build_extension(self, ext):
         try:
-            if ext.name == CUDA:
-                self.build_cuda(ext)
-            else:
-                if ext.name == CPU:
-                    list_formats(self.build_temp)
-                    ext.include_dirs.append(self.build_temp)
-                    if WINDOWS:
-                        take_clang_cl(self.compiler)
-                super().build_extension(ext)
+            if ext.name == CPU:
+                list_formats(self.build_temp)
+                ext.include_dirs.append(self.build_temp)
+                if WINDOWS:
+                    take_clang_cl(self.compiler)
+            super().build_extension(ext)
         except (CCompilerError, CompileError, ExecError, LinkError, PlatformError) as error:
             print(NOT_BUILT[ext.name].format(error=error), file=sys.stderr)
             raise
-
-    def build_cuda(self, ext):
-        compiler, library = nvcc(), Path(self.get_ext_fullpath(ext.name))
-        if compiler is None:
-            raise ExecError("nvcc was found neither in CUDA_HOME/bin nor on the path")
-        newest = max(os.path.getmtime(file) for file in [*ext.sources, *ext.depends])
-        if not self.force and library.exists() and library.stat().st_mtime > newest:
-            return
-        library.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(nvcc_command(compiler, ext.sources, str(library)), capture_output=True, text=True)
-        if done.returncode != 0:
-            raise CompileError((done.stdout + done.stderr).strip()[-2000:])
 
 
 def take_clang_cl(compiler: Any) -> None:
@@ -279,7 +205,6 @@ def with_headers(folder: str) -> Any:
 
 def extensions() -> list[Extension]:
     headers = sorted(glob("csrc/**/*.hpp", recursive=True))
-    cuda = [Extension(CUDA, sorted(glob("csrc/*.cu")), depends=headers, optional=OPTIONAL)] if cuda_is_wanted() else []
     try:
         from pybind11 import setup_helpers  # here, so that tests can read this file without it
 
@@ -288,7 +213,7 @@ def extensions() -> list[Extension]:
         if (headers_of_torch := pybind11_of_torch()) is None:
             for name in (OPS, CPU):
                 print(NOT_BUILT[name].format(error=error), file=sys.stderr)
-            return cuda
+            return []
         extension = with_headers(headers_of_torch)
     ops = extension(
         OPS,
@@ -310,7 +235,7 @@ def extensions() -> list[Extension]:
         extra_link_args=[] if WINDOWS else ["-pthread", *WATCHED],
         optional=OPTIONAL,
     )
-    return [ops, *([forward] if cpu_is_wanted() else []), *cuda]
+    return [ops, *([forward] if cpu_is_wanted() else [])]
 
 
 if __name__ == "__main__":

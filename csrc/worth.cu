@@ -1,12 +1,6 @@
 // The rule of a search that weighs worth against costs: one block and one launch per level, per choice of whom to verify,
-// per tree of these and per outcome, capturable, without a host read. nvcc builds it at installation, NVRTC the kernels alone at run time
-// (specengine/ops/_nvrtc.py); both without fused products and sums, which would not have the bits of spec/worth.hpp.
-#ifndef __CUDACC_RTC__
-#include <cuda_runtime.h>
-
-#include "spec/device_abi.hpp"
-#endif
-
+// per tree of these and per outcome, capturable, without a host read. NVRTC compiles it at run time
+// (specengine/ops/_nvrtc.py), without fused products and sums, which would not have the bits of spec/worth.hpp.
 #include "spec/device_worth.hpp"
 
 namespace {
@@ -44,25 +38,3 @@ extern "C" __global__ void __launch_bounds__(kRuleLanes) outcome_kernel(const Ou
   BlockLanes lanes;
   outcome_on_lanes(args, reinterpret_cast<char*>(block_memory), lanes);
 }
-
-#ifndef __CUDACC_RTC__
-namespace {
-
-template <typename Args>
-int start(void (*kernel)(Args), const void* args, void* stream) {
-  const Args& given = *static_cast<const Args*>(args);
-  const auto bytes = static_cast<int>(bytes_of(given));
-  if (bytes > kMostShared) return cudaErrorInvalidValue;
-  if (bytes > kPlainShared)
-    if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
-  kernel<<<1, kRuleLanes, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)>>>(given);
-  return cudaGetLastError();
-}
-
-}  // namespace
-
-int spec_worth_level(const void* args, void* stream) { return start(level_kernel, args, stream); }
-int spec_worth_keep(const void* args, void* stream) { return start(keep_kernel, args, stream); }
-int spec_worth_extract(const void* args, void* stream) { return start(extract_kernel, args, stream); }
-int spec_worth_outcome(const void* args, void* stream) { return start(outcome_kernel, args, stream); }
-#endif

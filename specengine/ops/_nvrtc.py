@@ -1,4 +1,4 @@
-"""The kernels of csrc/*.cu compiled at run time, where the library was not built at installation.
+"""The kernels of csrc/*.cu, compiled at run time.
 
 NVRTC comes with torch's CUDA wheels; the sources are installed beside specengine (specengine_csrc). A source is
 compiled once per process and kind of device, in about a second, and its kernels are launched by the driver's interface

@@ -109,7 +109,7 @@ class _Provider:
 _PROVIDERS = {  # best first; a new backend is a new entry
     "cpp": _Provider(("cpu",), "pip install -e .", checks=True),
     "triton": _Provider(("cuda",), "pip install -e '.[kernels]'", interpreted=True),
-    "cuda": _Provider(("cuda",), "SPECENGINE_CUDA=1 pip install -e ."),
+    "cuda": _Provider(("cuda",), "pip install nvidia-cuda-nvrtc"),
     REFERENCE: _Provider((), ""),
 }
 _LOADERS = dict[str, Callable[[], Any]]()  # of modules of specengine.ops, which import this one

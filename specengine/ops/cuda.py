@@ -1,24 +1,19 @@
 """The kernels of csrc/*.cu: SALF's queue and auto's rule for CUDA tensors.
 
-They stand in specengine/_cuda.so, a plain shared library behind a C interface (csrc/spec/device_abi.hpp), which is
-loaded on first use; where it was not built, NVRTC compiles the kernels (_nvrtc.py). BackendError where it is
-missing or stale, names the build command; where there is no driver or a call fails, the CUDA error. Calls run on
-torch's current stream of the tensors' device; call each once before a capture, so that its kernel is loaded. Contents
-of tensors are the caller's promise, as reading them would make the host wait.
+NVRTC compiles them on first use (_nvrtc.py), and they run on torch's current stream of the tensors' device; call each
+once before a capture, so that its kernel is loaded. Contents of tensors are the caller's promise, as reading them would
+make the host wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specengine.errors import BackendError, InputError
 from specengine.ops import _nvrtc, queue, worth
 from specengine.ops._meanings import WORD_BITS
 from specengine.ops._registry import by_meaning
@@ -28,98 +23,17 @@ from specengine.ops.tree import Arrays, Counters, Nodes
 from specengine.ops.tree import extract as extract_op
 from specengine.ops.worth import MEMORY, PLACES, Counts, Limits, Notes, Source, Throughput
 
-LIBRARY = Path(__file__).parents[1] / "_cuda.so"
-BUILD = "SPECENGINE_CUDA=1 pip install -e ."
-ABI_VERSION = 4  # as in csrc/spec/device_abi.hpp
-CAPACITY = 256  # largest budget of a best-first queue
+CAPACITY = 256  # largest budget of a best-first queue, as in csrc/spec/device_best_first.hpp
 MOST_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
-DEVICE = "cuda"  # whose addresses the library takes
-
-_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-SIGNATURES: dict[str, tuple[Any, ...]] = {  # of functions that return 0 or a CUDA error code
-    "spec_driver_version": (_P,),
-    "spec_queues_step": (*(_P,) * 7, _I, *(_P,) * 5, _I, *(_P,) * 5, _L, _L, _D, _I, *(_P,) * 7),
-    "spec_worth_level": (_P, _P),
-    "spec_worth_keep": (_P, _P),
-    "spec_worth_extract": (_P, _P),
-    "spec_worth_outcome": (_P, _P),
-}
-
-
-# ---- the library
-
-
-def library() -> ctypes.CDLL:
-    """Return the loaded library; raises BackendError, with the build command, where it is missing, damaged or stale."""
-    return _open(LIBRARY)
-
-
-@cache
-def _open(path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        raise BackendError(f"{path} is not built; build it, with nvcc of CUDA 12.4 or later, by: {BUILD}")
-    try:
-        opened = ctypes.CDLL(str(path))
-        version = opened.spec_abi_version()
-    except (OSError, AttributeError) as error:
-        raise BackendError(f"{path} cannot be loaded ({error}); build it again by: {BUILD}") from error
-    if version != ABI_VERSION:
-        raise BackendError(f"{path} has interface {version}, {ABI_VERSION} is needed; build it again by: {BUILD}")
-    opened.spec_error.restype, opened.spec_error.argtypes = ctypes.c_char_p, (_I,)
-    for name, arguments in SIGNATURES.items():
-        getattr(opened, name).argtypes = arguments
-    return opened
-
-
-def check(code: int) -> None:
-    """Raise BackendError where `code`, of a call into the library, is a CUDA error."""
-    if code == 0:
-        return
-    driver = driver_version()
-    hint = f"driver of CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no NVIDIA driver was found"
-    raise BackendError(f"CUDA error {code}: {library().spec_error(code).decode()} ({hint})")
-
-
-def driver_version() -> int:
-    """Return 1000 * major + 10 * minor of the CUDA version that the driver knows; 0 without a driver."""
-    version = ctypes.c_int(0)
-    library().spec_driver_version(ctypes.byref(version))
-    return version.value
+_P = ctypes.c_void_p
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
-    """Return the ops that are here; raises ImportError where neither the library nor NVRTC can be used."""
-    reason = why_not_built()
-    if reason and _nvrtc.find() is None:
-        raise ImportError(reason.partition(";")[0])  # ops adds the build command
+    """Return the ops that are here; raises ImportError where NVRTC or the sources are missing."""
+    if _nvrtc.find() is None:
+        raise ImportError("NVRTC, of torch's CUDA wheels, was not found")
     rule = start_search, grow_likely, keep_likely, count_outcomes
     return {run.__name__: run for run in (step_queues, extract, *rule)}
-
-
-def why_not_built() -> str:
-    """Return why the library cannot be used; empty where it can."""
-    try:
-        library()
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-def _run(function: str, device: torch.device, *arguments: Any) -> None:
-    run = getattr(library(), function)
-    with torch.cuda.device(device):
-        check(run(*arguments, torch.cuda.current_stream(device).cuda_stream))
-
-
-def _address(name: str, tensor: Tensor, dtype: torch.dtype, least: int = 1) -> int:
-    """Return the address of a contiguous CUDA tensor of `dtype` that has `least` elements or more."""
-    if tensor.device.type != DEVICE or tensor.dtype is not dtype or tensor.numel() < least:
-        given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-        kind = str(dtype).removeprefix("torch.")
-        raise InputError(f"{name}: {kind} [{least}] on {DEVICE} is needed, got {given}")
-    if not tensor.is_contiguous():
-        raise InputError(f"{name}: a contiguous tensor is needed, got strides {tensor.stride()}")
-    return tensor.data_ptr()
 
 
 # ---- best-first queues
@@ -153,14 +67,10 @@ def step_queues(
     out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
     live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
     most = found.scores.shape[0]
-    if LIBRARY.exists():
-        sizes = budget, *lists[1], live[0], most, given[0], live[1], *given[1:], live[2]
-        _run("spec_queues_step", device, *lists[0], *sizes, *search, *out)
-    else:
-        step = _nvrtc.Step(
-            (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
-        )
-        _nvrtc.launch(_nvrtc.STEP, (step, *live), device)
+    step = _nvrtc.Step(
+        (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
+    )
+    _nvrtc.launch(_nvrtc.STEP, (step, *live), device)
     return drawn
 
 
@@ -182,7 +92,7 @@ def start_search(
         return by_meaning(worth.start_search, tree, size, counts, notes, throughput, rounds, free, asked)
     ids, pays = _nodes(args.width, size.device)
     args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
-    _rule(_nvrtc.LEVEL, "spec_worth_level", args, level_bytes(args), size.device)
+    _nvrtc.launch(_nvrtc.LEVEL, (args,), size.device, level_bytes(args))
     return pays
 
 
@@ -209,7 +119,7 @@ def grow_likely(
     args.frontier, args.children = _addresses(nodes, frontier.live), _addresses(stated, columns)
     args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*found)
     args.stride = 0 if marks is None else marks.stride(0)
-    _rule(_nvrtc.LEVEL, "spec_worth_level", args, level_bytes(args), device)
+    _nvrtc.launch(_nvrtc.LEVEL, (args,), device, level_bytes(args))
     return found
 
 
@@ -272,7 +182,7 @@ def keep_likely(
         most=most,
         out=_addresses(*kept, throughput.verified),
     )
-    _rule(_nvrtc.KEEP, "spec_worth_keep", args, shared, size.device)
+    _nvrtc.launch(_nvrtc.KEEP, (args,), size.device, shared)
     return kept
 
 
@@ -293,7 +203,7 @@ def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
         out=_addresses(*out),
         words_out=words.shape[1],
     )
-    _rule(_nvrtc.EXTRACT, "spec_worth_extract", args, _whole(4 * rows), device)
+    _nvrtc.launch(_nvrtc.EXTRACT, (args,), device, _whole(4 * rows))
     return out
 
 
@@ -319,7 +229,7 @@ def count_outcomes(
         cycle=_addresses(drafting, overhead, verified),
         memory=MEMORY,
     )
-    _rule(_nvrtc.OUTCOME, "spec_worth_outcome", args, shared, size.device)
+    _nvrtc.launch(_nvrtc.OUTCOME, (args,), size.device, shared)
     return None
 
 
@@ -330,13 +240,6 @@ def _nodes(width: int, device: torch.device) -> Nodes:
 
 def _addresses(*tensors: Tensor | None) -> Any:
     return (_P * len(tensors))(*(None if part is None else part.data_ptr() for part in tensors))
-
-
-def _rule(kernel: _nvrtc.Kernel, function: str, args: ctypes.Structure, shared: int, device: torch.device) -> None:
-    if LIBRARY.exists():
-        _run(function, device, ctypes.byref(args))
-    else:
-        _nvrtc.launch(kernel, (args,), device, shared)
 
 
 # What the blocks need, in bytes: `lay_out` of csrc/spec/device_worth.hpp.

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from specengine.ops import cuda
 from tests.cuda import host
 from tests.ops.backends import choose
 
@@ -29,16 +28,11 @@ def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return host.built(tmp_path_factory.mktemp("host"))
 
 
-@pytest.fixture(params=["host", "host, by NVRTC", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors that the library takes."""
+    """The device of the tensors that the kernels take."""
     if request.param == "cuda":
-        assert cuda.LIBRARY.exists(), f"on a GPU the library is tested too; build it by: {cuda.BUILD}"
         choose(monkeypatch, "cuda")
         return "cuda"
-    library = request.getfixturevalue("host_library")
-    if "NVRTC" in request.param:
-        host.take_by_nvrtc(library, monkeypatch)
-        return "cpu"
-    host.take(library, monkeypatch)
+    host.take(request.getfixturevalue("host_library"), monkeypatch)
     return "cpu"

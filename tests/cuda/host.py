@@ -1,4 +1,4 @@
-"""The library of csrc/*.cu on the host, where the lanes of a block run in lock step."""
+"""The kernels of csrc/*.cu on the host, where the lanes of a block run in lock step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specengine.ops import _nvrtc, cuda
+from specengine.ops import _nvrtc
 from tests.csrc.test_spec import COMPILER, CSRC
 
 
@@ -17,7 +17,7 @@ def built(folder: Path) -> Path:
     """The library, compiled into that folder; skips the test where it cannot be."""
     if COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C++ compiler (g++ or clang++) on the path")
-    library, source = folder / "_cuda.so", CSRC / "tests" / "host_device_library.cpp"
+    library, source = folder / "driver.so", CSRC / "tests" / "host_device_library.cpp"
     command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -25,16 +25,9 @@ def built(folder: Path) -> Path:
 
 
 def take(library: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let the ops of the library run by this one, on tensors of the host."""
-    patch.setattr(cuda, "LIBRARY", library)
-    patch.setattr(cuda, "_run", lambda name, _, *given: cuda.check(getattr(cuda.library(), name)(*given, None)))
-
-
-def take_by_nvrtc(library: Path, patch: pytest.MonkeyPatch) -> None:
     """Let the ops launch their kernels as those that NVRTC compiles, which this library stands in for."""
     driver = ctypes.CDLL(str(library))
     kernels = _nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME, _nvrtc.EXTRACT
-    patch.setattr(cuda, "LIBRARY", library.with_name("none.so"))
     patch.setattr(_nvrtc, "_driver", lambda: driver)
 
     def launch(kernel: _nvrtc.Kernel, values: tuple, _: object, shared: int = 0) -> None:

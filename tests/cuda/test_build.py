@@ -1,4 +1,4 @@
-"""Tests of when the library is built."""
+"""Tests of when extensions are built."""
 
 from __future__ import annotations
 
@@ -10,45 +10,12 @@ from types import ModuleType
 import pytest
 
 
-@pytest.mark.parametrize(
-    ("asked", "home", "wanted"), [("1", "", True), ("0", "/opt/cuda", False), ("", "/nowhere", False)]
-)
-def test_build_is_asked_for(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str, home: str, wanted: bool
-) -> None:
-    monkeypatch.setenv("SPECENGINE_CUDA", asked)
-    monkeypatch.setenv("CUDA_HOME", home)
-    assert setup_script.cuda_is_wanted() is wanted
-
-
-def test_nvcc_on_the_path_of_a_machine_without_a_device_is_left_alone(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SPECENGINE_CUDA", raising=False)
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(setup_script.os.path, "exists", lambda path: False)
-    assert not setup_script.cuda_is_wanted()
-
-
-def test_library_is_not_named_like_a_module_of_python(setup_script: ModuleType) -> None:
-    build = object.__new__(setup_script.OptionalBuildExt)  # naming a file needs no distribution
-    assert build.get_ext_filename("specengine._cuda") == str(Path("specengine", "_cuda.so"))
-    assert build.get_ext_filename("_cuda") == "_cuda.so"
-
-
-def test_unknown_wish_is_refused(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECENGINE_CUDA", "yes")
-    with pytest.raises(SystemExit, match="SPECENGINE_CUDA"):
-        setup_script.cuda_is_wanted()
-
-
 def names(setup_script: ModuleType) -> list[str]:
     return [extension.name for extension in setup_script.extensions()]
 
 
 def test_the_forward_on_cpus_can_be_left_out(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pybind11")
-    monkeypatch.setenv("SPECENGINE_CUDA", "0")
     for asked, wanted in (("", True), ("1", True), ("0", False)):
         monkeypatch.setenv("SPECENGINE_CPU", asked)
         assert (setup_script.CPU in names(setup_script)) is wanted
@@ -100,7 +67,6 @@ def test_memory_of_a_container_bounds_what_is_free(setup_script: ModuleType, mon
 def test_headers_of_torch_stand_in_for_pybind11(setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a network that has torch."""
     monkeypatch.setitem(sys.modules, "pybind11", None)
-    monkeypatch.setenv("SPECENGINE_CUDA", "0")
     monkeypatch.setenv("SPECENGINE_CPU", "0")
     (extension,) = setup_script.extensions()
     assert extension.name == setup_script.OPS
@@ -108,13 +74,11 @@ def test_headers_of_torch_stand_in_for_pybind11(setup_script: ModuleType, monkey
     assert any(Path(folder, "pybind11", "pybind11.h").is_file() for folder in extension.include_dirs)
 
 
-def test_without_pybind11_the_library_alone_is_built(
+def test_without_pybind11_nothing_is_built(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a machine without a network `setup.py build_ext` runs with what is there."""
     monkeypatch.setitem(sys.modules, "pybind11", None)
     monkeypatch.setattr(setup_script, "find_spec", lambda name: None)
-    for asked, names in (("1", [setup_script.CUDA]), ("0", [])):
-        monkeypatch.setenv("SPECENGINE_CUDA", asked)
-        assert [extension.name for extension in setup_script.extensions()] == names
+    assert setup_script.extensions() == []
     assert "specengine._ops was not built" in capsys.readouterr().err

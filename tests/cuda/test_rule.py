@@ -189,13 +189,13 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
 def test_larger_searches_run_by_their_meaning(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block has not the memory."""
     monkeypatch.setattr(cuda, "MOST_SHARED", 100)
-    run = cuda._rule
+    launch = _nvrtc.launch
 
     def extract_alone(kernel: _nvrtc.Kernel, *given: Any) -> None:
         assert kernel is _nvrtc.EXTRACT
-        run(kernel, *given)
+        launch(kernel, *given)
 
-    monkeypatch.setattr(cuda, "_rule", extract_alone)
+    monkeypatch.setattr(_nvrtc, "launch", extract_alone)
     test_cycles_are_what_they_mean(device, SHAPES[1], 0, False)
 
 
@@ -211,14 +211,6 @@ def test_blocks_of_the_default_ask_for_no_more_memory_than_a_launch_has() -> Non
         cuda.outcome_bytes(policy.capacity),
     )
     assert max(shared) <= _nvrtc.PLAIN_SHARED
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC")
-def test_kernels_compiled_here_give_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "none.so")
-    for shape in SHAPES:
-        test_cycles_are_what_they_mean("cuda", shape, 0, False)
 
 
 @pytest.mark.gpu
