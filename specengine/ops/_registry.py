@@ -211,10 +211,13 @@ def _fault(name: str, key: str, device: torch.device) -> str:
     kind = device.type
     if not _is_there(kind):
         return f"{key} cannot be tried without a {kind} device"
-    refuse_in_captures(name, key)
     trial = _LOADERS["_trial"]()  # it calls the ops
+    tried = trial.needed(name, _loaded(key))
+    if name not in tried:
+        return _fault(tried[-1], key, device) if tried else ""
+    refuse_in_captures(name, key)
     _compiled(key, device)
-    fault = trial.differs(trial.needed(name), _loaded(key), device)
+    fault = trial.differs(tried, _loaded(key), device)
     if fault:
         warn_of_fault(f"{name} on {kind}", f"{key} is wrong there: {fault}")
         return f"{key} is wrong on {kind}: {fault}"

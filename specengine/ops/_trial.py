@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.ops import attention, queue, select, worth
+from specengine.ops import attention
 from specengine.ops._registry import OPS, meaning
-from specengine.ops.tree import Nodes, ancestor_words
-from specengine.ops.worth import KNOTS, LEVELS, PLACES, Counts, Notes, Prices, Throughput
+from specengine.ops.tree import ancestor_words
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; integers must be equal
 HALF = 2e-2  # both, of bfloat16
@@ -44,8 +43,6 @@ def differs(names: tuple[str, ...], run: Implementations, device: torch.device, 
 
     A fault is an exception, or a result that differs from the meaning's. inputs: to try, instead of those of the op.
     """
-    if inputs is None and names[-1] not in INPUTS:
-        return "it has no inputs to try it on"
     for number, given in enumerate(INPUTS[names[-1]](device) if inputs is None else inputs):
         theirs, means = _copied(given), _copied(given)
         with meaning():
@@ -63,10 +60,8 @@ def differs(names: tuple[str, ...], run: Implementations, device: torch.device, 
 
 def run_all(run: Implementations, device: torch.device) -> None:
     """Run each op once, side by side, so that programs are compiled in threads; what fails is left to `differs`."""
-    tried = {needed(name) for name in run}
-    side_by_side(
-        [(names, run, given) for names in tried if names[-1] in INPUTS for given in INPUTS[names[-1]](device)], device
-    )
+    tried = {needed(name, run) for name in run} - {()}
+    side_by_side([(names, run, given) for names in tried for given in INPUTS[names[-1]](device)], device)
 
 
 def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, ...]]], device: torch.device) -> None:
@@ -108,13 +103,7 @@ def _copied(given: Any) -> Any:
 
 
 def _counted(value: Any) -> list[Any]:
-    """Return the values of a result, or of a changed argument, without padding, which notes have behind the nodes."""
-    if isinstance(value, Notes):
-        return [part[:-1] for part in value]
-    if isinstance(value, queue.Queues):
-        waiting = int((value.scores > -math.inf).sum())
-        kept = ("accepted", "scores", "bound")
-        return [part if name in kept else part[:waiting] for name, part in value._asdict().items()]
+    """Return the values of a result, or of a changed argument, without padding."""
     if isinstance(value, tuple):
         live: Any = getattr(value, "live", None)
         cut = isinstance(live, Tensor)
@@ -197,11 +186,6 @@ def _logits(device: torch.device) -> list[Tensor]:
     return [logits, logits.bfloat16()]
 
 
-def _best_candidates(device: torch.device) -> list[tuple[Any, ...]]:
-    scores = _wave(device, ROWS, phase=2.0).abs().neg()
-    return [(logits, scores, _count(device, 4), 12) for logits in _logits(device)]
-
-
 def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
     drawn = (
         torch.arange(ROWS, device=device, dtype=torch.int64) * 2**33,
@@ -209,16 +193,6 @@ def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
         _real(device, 0.7),
     )
     return [(logits, *how) for logits in _logits(device) for how in ((), drawn)]
-
-
-def _couple(device: torch.device) -> list[tuple[Any, ...]]:
-    positions, seed, scale = (
-        torch.arange(ROWS, device=device, dtype=torch.int64) * 2**33,
-        _whole(device, -(2**61) + 5),
-        _real(device, 0.7),
-    )
-    some = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 7 + 3
-    return [(logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)]
 
 
 def _walk(device: torch.device) -> list[tuple[Any, ...]]:
@@ -230,11 +204,6 @@ def _walk(device: torch.device) -> list[tuple[Any, ...]]:
 def _compact_kv(device: torch.device) -> list[tuple[Any, ...]]:
     slab = _wave(device, 2, 2, 2, 20, 8)
     return [(slab, _whole(device, 0, 2, 5, 6), _count(device, live), _count(device, 9)) for live in (4, 2)]
-
-
-def _gather_rows(device: torch.device) -> list[tuple[Any, ...]]:
-    given = _wave(device, 6, SIZE), _whole(device, 5, 0, 3), _wave(device, 9, SIZE, phase=1.0), _whole(device, 8, 8, 1)
-    return [given]
 
 
 def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,113 +259,33 @@ def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
     return [(*_rows(device), mask, 60)]
 
 
-def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
-    rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
-    tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
-    slab, slot, live = _wave(device, 2, HEADS // 2, 20, SIZE), _whole(device, 7), _count(device, ROWS)
-    weights = _wave(device, SIZE, phase=2.0), _wave(device, SIZE, phase=3.0)
-    found = list[tuple[Any, ...]]()
-    for kind, ways in ((torch.float32, (False, True)), (torch.bfloat16, (False,)), (torch.float16, (True,))):
-        query, key, value, cache, first, second = (part.to(kind) for part in (*rows, slab, *weights))
-        for stepwise in ways:
-            turn = attention.Rotation(*tables, first, second, 1e-6, stepwise=True) if stepwise else tables
-            found.append((query, key, value, positions, turn, cache, slot, live))
-    return found
-
-
-def _layer(device: torch.device, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
-    parts = [_wave(device, *shape, phase=float(n)) for n, shape in enumerate(shapes)]
-    return [[part.to(kind) for part in parts] for kind in (torch.float32, torch.bfloat16)]
-
-
-def _add_rms_norm(device: torch.device) -> list[tuple[Any, ...]]:
-    parts = _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,))
-    return [(states, before, weight, 1e-6) for states, some, weight in parts for before in (None, some)]
-
-
-def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
-    queues = queue.Queues.start(8, device)
-    scores = torch.tensor([-0.1, -0.4, -0.4, -2.0], device=device, dtype=torch.float32)
-    rows, columns = _whole(device, 0, 0, 0, 0), _whole(device, 4, 2, 9, 1)
-    found = select.Candidates(rows, columns, scores, scores, _count(device, 4))
-    frontier = Nodes(_whole(device, 0), _count(device, 1))
-    search = queue.Search(2, 3, 0.0, True)
-    return [(queues, found, frontier, _whole(device, *[0] * 9), None, _count(device, 1), search)]
-
-
-def _search(device: torch.device, capacity: int = 20) -> tuple[Any, ...]:
-    """Return a tree of 5 nodes and the books of a search over it, in which passes pay."""
-    cells = worth.SOURCES * worth.DEPTHS * worth.RANKS
-    tries, table = _wave(device, cells, KNOTS).abs() + 2, _wave(device, cells, KNOTS, phase=1.0).sigmoid()
-    passes = _wave(device, LEVELS).abs() + 58
-    profile = _wave(device, LEVELS, PLACES).sigmoid().sort(1, descending=True).values
-    group, gains = _whole(device, 0), passes[:, None] * profile
-    counts = Counts(tries * table, tries, table, gains, passes, profile, group)
-    cell, place = _whole(device, *[7] * (capacity + 1)), _whole(device, *[1] * (capacity + 1))
-    waiting, drafted = (cell < 0) | (_wave(device, capacity + 1) > 0), _wave(device, capacity + 1, phase=2.0) > 0
-    notes = Notes(_wave(device, capacity + 1).abs().neg(), cell, place, waiting, drafted)
-    verify, draft = _wave(device, 9).abs() / 100 + 0.1, _wave(device, 4).abs() / 100
-    prices = Prices(verify / 10, draft / 10, _whole(device, 1, 2, 3))
-    recent, numbers = _wave(device, 2).abs() + 1, (_real(device, 0.25), _count(device, 3), _real(device, 0.5))
-    throughput = Throughput(verify, draft, prices, recent, *numbers, verify.new_zeros(0))
-    return _tree(device, capacity), _count(device, 5), counts, notes, throughput
-
-
-def _start_search(device: torch.device) -> list[tuple[Any, ...]]:
-    return [(*_search(device), 2, None, (8, -1.0))]
-
-
-def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
-    tree, size, *books = _search(device)
-    frontier, logits = Nodes(_whole(device, 1, 2, 4), _count(device, 3)), _wave(device, 3, COLUMNS)
-    ids = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 3
-    marks = (_wave(device, 3, COLUMNS, phase=1.0) > 0).to(torch.uint8)
-    counters, limits = (size, _count(device, 2), _count(device, 0)), worth.Limits(-20.0, 12, 2, 9)
-    both = select.Drafted(logits, ids, False, marks), select.Drafted(logits.log_softmax(1), None, True, None)
-    return [(tree, counters, frontier, drafted, *books, limits) for drafted in both]
-
-
-def _keep_likely(device: torch.device) -> list[tuple[Any, ...]]:
-    return [(*_search(device), None, (12, 20, -3.0), most) for most in (3, 8)]
-
-
-def _count_outcomes(device: torch.device) -> list[tuple[Any, ...]]:
-    tree, size, *books = _search(device)
-    path = Nodes(_whole(device, 0, 1, 3), _count(device, 3))
-    return [(tree, size, path, _whole(device, 8, 10, 99), *books)]
-
-
 def _extract(device: torch.device) -> list[tuple[Any, ...]]:
     return [(_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3)) for capacity in (5, 70)]
 
 
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
-INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
-    "add_rms_norm": _add_rms_norm,
+# Ops that could change an answer: the target's attention and choices, the walk, the cache, and the masks of trees.
+# The others only draft, or are compared with the modules that they replace (fused layers). The first of these that a
+# backend has stands for its other ops: where nothing of it runs, they are not taken either.
+INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
+    "walk": _walk,
+    "extract": _extract,
     "append_nodes": _append_nodes,
-    "best_candidates": _best_candidates,
     "cached_attention": _cached_attention,
     "choose_tokens": _choose_tokens,
     "compact_kv": _compact_kv,
-    "count_outcomes": _count_outcomes,
-    "couple": _couple,
-    "extract": _extract,
-    "gather_rows": _gather_rows,
-    "grow_likely": _grow_likely,
-    "keep_likely": _keep_likely,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
-    "rope_store": _rope_store,
-    "silu_mul": lambda device: [tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))],
-    "start_search": _start_search,
-    "step_queues": _step_queues,
     "strict_cached_attention": _strict,
-    "top_children": lambda device: [(logits, 7) for logits in _logits(device)],
-    "top_entropy": lambda device: [(logits, 7) for logits in _logits(device)],
     "tree_attention": _tree_attention,
-    "walk": _walk,
 }
 
 
-def needed(name: str) -> tuple[str, ...]:
-    """Return the ops that are tried together with this one; the last of them is called."""
-    return PACKED if name in PACKED else (name,)
+def needed(name: str, run: Implementations) -> tuple[str, ...]:
+    """Return the ops to try before this one is taken, of which the last is called; none where `run` has none.
+
+    They are the op itself, PACKED for both of these, and for ops that cannot change an answer the first of `run`'s
+    that can.
+    """
+    if name in PACKED:
+        return PACKED
+    return (name,) if name in INPUTS else tuple(other for other in INPUTS if other in run)[:1]

@@ -32,6 +32,7 @@ from specengine.ops import _registry, _trial
 from specengine.ops.tree import TokenTree
 from tests import toy
 from tests.kernels.sizes import sizes
+from tests.ops import small_inputs
 from tests.ops.backends import choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -86,11 +87,11 @@ def test_unasked_it_is_taken_on_a_device_alone(monkeypatch: pytest.MonkeyPatch) 
     assert all((taken[op].name == "triton") == (DEVICE == "cuda") and "triton" in taken[op].available for op in SERVED)
 
 
-def test_every_kernel_passes_its_trial() -> None:
+def test_every_kernel_gives_what_its_op_means() -> None:
     kernels = _registry._loaded("triton")
     assert set(kernels) == SERVED
     for op in SERVED:
-        assert not _trial.differs(_trial.needed(op), kernels, torch.device(DEVICE)), op
+        assert not small_inputs.differs(op, kernels, torch.device(DEVICE)), op
 
 
 @pytest.mark.parametrize("name", ["cached_attention", pytest.param("strict_cached_attention", marks=pytest.mark.slow)])

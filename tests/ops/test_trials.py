@@ -15,6 +15,7 @@ from specengine import ops
 from specengine.errors import BackendError
 from specengine.ops import _registry, _trial
 from specengine.ops._registry import _Provider, by_meaning
+from tests.ops import small_inputs
 from tests.ops.backends import choose
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0]])
@@ -26,6 +27,7 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose(monkeypatch, "auto")
     monkeypatch.setattr(_registry, "TRIED", ("cpu",))
     monkeypatch.setattr(_registry, "_is_there", lambda kind: True)
+    monkeypatch.setitem(_trial.INPUTS, "top_children", small_inputs.INPUTS["top_children"])
     _registry._fault.cache_clear()
     yield
     _registry._fault.cache_clear()
@@ -162,6 +164,28 @@ def test_trials_compile_in_threads_before_they_compare(monkeypatch: pytest.Monke
     _registry._compiled.cache_clear()
 
 
-def test_every_implementation_for_a_device_can_be_tried() -> None:
-    served = [name for key in ("triton", "cuda") for name in _registry._loaded(key)]
-    assert {_trial.needed(name)[-1] for name in served} <= set(_trial.INPUTS)
+def test_ops_that_cannot_change_an_answer_are_taken_with_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[tuple[Any, ...]] = []
+
+    def walk(*given: Any) -> Any:
+        walks.append(given)
+        return by_meaning(ops.walk, *given)
+
+    provided(monkeypatch, walk=walk, gather_rows=raising, couple=raising)
+    taken = ops.backends("cpu")
+    assert {taken[name].name for name in ("walk", "gather_rows", "couple")} == {"fast"}
+    assert len(walks) == len(_trial.INPUTS["walk"](torch.device("cpu")))
+
+
+def test_a_backend_of_which_nothing_runs_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    provided(monkeypatch, walk=raising, gather_rows=lambda *given: by_meaning(ops.gather_rows, *given))
+    with pytest.warns(RuntimeWarning, match="walk on cpu runs in torch from now on") as warned:
+        taken = ops.backends("cpu")
+    assert len(warned) == 1
+    assert taken["walk"].name == taken["gather_rows"].name == "reference"
+    assert taken["gather_rows"].reason.startswith("fast is wrong on cpu: RuntimeError")
+
+
+def test_every_implementation_for_a_device_can_be_compared() -> None:
+    served = {name for key in ("triton", "cuda") for name in _registry._loaded(key)}
+    assert served - {"pack_mask"} <= set(_trial.INPUTS) | set(small_inputs.INPUTS)
