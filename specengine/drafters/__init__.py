@@ -228,8 +228,8 @@ class Wrapped(Drafter):
         self.inner.reset()
 
 
-def unwrapped(drafter: Drafter) -> Drafter:
-    """Return the innermost drafter."""
+def innermost(drafter: Drafter) -> Drafter:
+    """Return what a draft wraps, itself where it wraps none."""
     while isinstance(drafter, Wrapped):
         drafter = drafter.inner
     return drafter
@@ -237,8 +237,8 @@ def unwrapped(drafter: Drafter) -> Drafter:
 
 def reserve(drafter: Drafter | None, tokens: int, nodes: int, longest: int) -> None:
     """Make room in a drafter that needs it, see CapturedDrafter.reserve. Others make room as they go."""
-    if drafter is not None and isinstance(innermost := unwrapped(drafter), CapturedDrafter):
-        innermost.reserve(tokens, nodes, longest)
+    if drafter is not None and isinstance(inner := innermost(drafter), CapturedDrafter):
+        inner.reserve(tokens, nodes, longest)
 
 
 def another(drafter: Drafter) -> Drafter:
@@ -252,13 +252,6 @@ def another(drafter: Drafter) -> Drafter:
     if dataclasses.is_dataclass(given):
         return cast(Drafter, dataclasses.replace(given))  # type: ignore[type-var]
     raise InputError(f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__")
-
-
-def innermost(drafter: Drafter) -> Drafter:
-    """Return what a draft wraps, itself where it wraps none."""
-    while isinstance(drafter, Wrapped):
-        drafter = drafter.inner
-    return drafter
 
 
 def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:

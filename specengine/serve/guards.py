@@ -114,7 +114,6 @@ class BodyLimit:
 FEW = 1 << 16  # bytes that are parsed without a look at them
 MAX_PARTS = 100_000  # strings, lists and objects
 MAX_VALUES = 1_000_000  # commas: of which most are between token ids
-_PACKED = (b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd")  # how gzip, zlib and zstd begin
 
 
 def parsed(body: bytes, encoding: str = "") -> Any:

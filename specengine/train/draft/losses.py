@@ -243,9 +243,6 @@ class _Recorded:
         return self._attend(query, key, value)
 
 
-_Pair = tuple[Tensor, Tensor]  # keys and values
-
-
 class _PathAttention:
     """Attention of nodes to the rows from `begin` to their anchor, to their ancestors and to themselves."""
 
