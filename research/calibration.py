@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research.losses import PLACES, TREES, sibling_ranks, taught
+from research.ranks import RANKS, by_rank, calibration_error
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.records import Cycle
-from specengine.train.draft.diagnostics import RANKS, by_rank, calibration_error
 from specengine.train.draft.epochs import Epochs
 from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text

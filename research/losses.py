@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research import bootstrap
+from research.ranks import Observed, RankReport, observe, reports
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
@@ -37,7 +38,6 @@ from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
-from specengine.train.draft.diagnostics import Observed, RankReport, observe, reports
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher

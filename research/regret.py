@@ -26,7 +26,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
 from specengine.records import Outcome
-from specengine.train import svg
+from specengine.train.draft.curve import draw
 
 PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of a point
 
@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     records = provenance.show(measure(args), args.out)
     if args.plot:
-        svg.draw(args.plot, (9.0, 3.0), lambda figure: _draw(figure, records))
+        draw(args.plot, (9.0, 3.0), lambda figure: _draw(figure, records))
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

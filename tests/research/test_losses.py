@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from research import bootstrap, losses
+from research.ranks import Observed, by_rank, observe
 from specengine.checkpoints.eagle import load_head
 from specengine.models.eagle import head_from
-from specengine.train.draft.diagnostics import Observed, by_rank, observe
 from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import LOG, train_draft

@@ -1,13 +1,14 @@
-"""Plot a training run from its log."""
+"""Plot a training run from its log, if matplotlib is installed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.train.svg import draw
+from specengine.files import atomic
 
 
 def plot(log: Path, file: Path) -> bool:
@@ -40,3 +41,16 @@ def _agreement(axes: Any, entries: list[dict[str, Any]]) -> None:
     lengths = axes.twinx()
     lengths.plot(steps, [entry["held_back"]["acceptance_length"] for entry in entries], "k--")
     lengths.set(ylabel="acceptance length (dashed)")
+
+
+def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> bool:
+    """Write an SVG file of `size` inches that `onto` draws. Return False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=size, layout="constrained")
+    onto(figure)
+    with atomic(file) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    return True

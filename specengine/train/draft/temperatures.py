@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specengine.models.eagle import EagleHead
-from specengine.train.draft.diagnostics import logits_of
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.validation import autocasting
@@ -58,6 +57,12 @@ def fit_temperatures(
     if not bool(rows.all()):
         return ()
     return tuple(round(1 / _lowest(of_depth), 3) for of_depth in losses)
+
+
+def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
+    """Return logits of the draft's recurrent states, float32 [..., draft vocabulary], before temperatures."""
+    logits = head.logits(states)
+    return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 
 
 def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from research.ranks import BINS, RANKS, by_rank, calibration_error
 from specengine.models.eagle import causal
-from specengine.train.draft.diagnostics import BINS, RANKS, by_rank, calibration_error
 from specengine.train.draft.teacher import Teacher
 from specengine.train.text.corpus import Text
 from tests.toy import VOCABULARY, head_config, tiny, tiny_head

@@ -12,6 +12,7 @@ from torch import Tensor
 from specengine.models.eagle import EagleConfig, EagleHead
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Branches, Teacher
+from specengine.train.draft.temperatures import logits_of
 from specengine.train.text.corpus import Text
 
 RANKS = 5
@@ -110,12 +111,6 @@ def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observ
 def temperature_at(config: EagleConfig, depth: int) -> float:
     """Return the temperature of the head's logits for nodes of this depth, 1 or more."""
     return config.temperatures[min(depth, len(config.temperatures)) - 1] if config.temperatures else 1.0
-
-
-def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
-    """Return logits of the draft's recurrent states, float32 [..., draft vocabulary], before temperatures."""
-    logits = head.logits(states)
-    return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 
 
 def calibration_error(hits: Tensor, confidence: Tensor) -> float:
