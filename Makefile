@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 lint bench peers bench-peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 test-mutants lint bench peers bench-peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -92,6 +92,11 @@ test-aarch64:  ## the C++ tests for aarch64 under an emulator (Debian: g++-aarch
 	$(ARM_CXX) -static -std=c++17 -O1 -Icsrc csrc/tests/spec_test.cpp csrc/tests/spec/*.cpp -o $(ARM)/spec_test
 	$(ARM_RUN) $(ARM)/spec_test
 	$(ARM_RUN) $(ARM)/cpu_test without-forks
+
+# hours, resumable; ONLY="NAME NAME" tries some
+ONLY ?=
+test-mutants: $(VENV)/.installed-dev  ## small mistakes in a copy of the sources, one at a time: do the tests notice?
+	$(RUN) -m tests.mutants --out build/results/mutants.jsonl $(if $(ONLY),--only $(ONLY))
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(RUN) -m ruff check .

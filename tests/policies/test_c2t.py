@@ -182,6 +182,16 @@ def test_siblings_share_their_parents_entropy(monkeypatch: pytest.MonkeyPatch) -
         assert float(seen[1][node]) == pytest.approx(-(row * np.log(row)).sum(), abs=1e-4)
 
 
+def test_candidates_have_the_probability_of_their_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    policy, draft = with_net(C2t(beta=0.0, children=2, layer=None, max_depth=4), 1), drafter((12, 3, 0.5))
+    inner = ops.classify_paths
+    monkeypatch.setattr(ops, "classify_paths", lambda p, h, d, net: (seen.append(p), inner(p, h, d, net))[1])
+    tree = grown(policy, draft)
+    assert len(tree) == 31
+    assert torch.equal(torch.cat([paths.reshape(-1) for paths in seen]), tree.path_log_probs[1:])
+
+
 def test_a_chain_ends_before_the_first_token_of_low_confidence() -> None:
     policy, draft = with_net(C2t(beta=0.6, children=1, layer=None, max_depth=8, min_level1=0), 2), drafter((12, 7, 0.1))
     tree = grown(policy, draft)

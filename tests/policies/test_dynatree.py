@@ -129,6 +129,19 @@ def test_one_window_moves_each_setting_once(rate: float, base: int, high: float,
     assert (policy._high, policy._deep) == (pytest.approx(high), pytest.approx(deep))
 
 
+@pytest.mark.parametrize(("accepted", "settings"), [(10, (6, 0.85, 0.45)), (0, (4, 0.95, 0.55))])
+def test_the_next_tree_follows_what_has_moved(accepted: int, settings: tuple[int, float, float]) -> None:
+    base, high, deep = settings
+    limits: dict[str, Any] = {"stop": 0.0, "least": 0.0, "nodes": 200}
+    moved, fresh = DynaTree(**limits), DynaTree(base_depth=base, high=high, deep=deep, **limits)
+    before = [list(slow.paths(slow.grow(moved, slow.drafter(5, seed)))) for seed in range(8)]
+    for _ in range(moved.window):
+        moved.learn(Outcome.of(cycle(accepted, 10)))
+    after = [list(slow.paths(slow.grow(moved, slow.drafter(5, seed)))) for seed in range(8)]
+    assert after == [list(slow.paths(slow.grow(fresh, slow.drafter(5, seed)))) for seed in range(8)]
+    assert after != before
+
+
 def test_the_proportional_law_follows_the_distance() -> None:
     policy = DynaTree(law="proportional")
     for _ in range(policy.window):
