@@ -234,6 +234,17 @@ def test_small_model_catches_up_with_tokens_it_was_not_asked_about() -> None:
     assert (logits - dense(draft.lm.model, [1, 2, 3, 4, 5, 6])).abs().max() < 1e-4
 
 
+@torch.inference_mode()
+def test_small_model_takes_in_cycles_that_had_no_pass() -> None:
+    """One after the other, as of a policy that drafts from nothing: their tokens wait in order."""
+    draft = SmallModel(tiny("llama"))
+    draft.begin([1, 2])
+    for root, token in ((3, 4), (4, 5), (5, 6)):
+        draft.accept(committed(root, [token]))
+    logits = draft.root(TokenTree.root(6, 4)).logits[0]
+    assert (logits - dense(draft.lm.model, [1, 2, 3, 4, 5, 6])).abs().max() < 1e-4
+
+
 def test_a_larger_vocabulary_of_the_draft_is_cut_to_the_targets() -> None:
     target = HuggingFaceTarget(tiny("llama"))
     draft = SmallModel(tiny("llama", seed=1, vocab_size=VOCABULARY + 44), target.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -410,6 +411,21 @@ def test_wrong_parameters_change_the_logits() -> None:
     recurrent = head_from(replace(config, norm_recurrent=True), random_state(config), torch.float32, CPU)
     below = [dense_logits(head, model, [*PROMPT, 3, 4], 1) for head in (tiny_head(config), recurrent)]
     assert (below[0] - below[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["eagle-1", "eagle-3"])
+@torch.inference_mode()
+def test_embeddings_stand_before_hidden_states_as_published(variant: str) -> None:
+    """In what the first product reads: without weights for its first half no embedding makes a difference."""
+    head = copy.deepcopy(tiny_head(VARIANTS[variant]))
+    size, attention = head.config.hidden_size, head.layers[0].self_attn
+    readers = [head.fc] if variant == "eagle-1" else [attention.q_proj, attention.k_proj, attention.v_proj]
+    for layer in readers:
+        layer.weight[:, :size] = 0.0
+    hidden, other, embeddings = torch.randn(3, 1, 5, size, generator=torch.Generator().manual_seed(0))
+    where = torch.arange(5)[None], seen(head, 5)
+    assert torch.equal(head(hidden, embeddings, *where), head(hidden, other, *where))
+    assert not torch.equal(head(hidden, embeddings, *where), head(other, embeddings, *where))
 
 
 def test_a_head_trains() -> None:

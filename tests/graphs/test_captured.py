@@ -442,3 +442,5 @@ def test_a_draft_holds_no_more_than_its_passes_have_run() -> None:
         drafter.begin(PROMPT)
     drafter.ended([*PROMPT, 5, 6, 7], len(PROMPT) + 3)
     assert drafter.cache.length == len(PROMPT)
+    drafter.ended([*PROMPT, 5, 6, 7], len(PROMPT) - 2)
+    assert drafter.cache.length == len(drafter._tokens) == len(PROMPT) - 2

@@ -128,6 +128,14 @@ def test_the_first_of_equals_wins_across_tiles_and_slices(columns: int) -> None:
     assert choose(logits, [0, 1], None) == [min(1030, columns // 2)] * 2
 
 
+def test_of_equals_in_one_lane_the_first_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 1)
+    logits = torch.full((1, 3 * kernel.TILE), -1.0)
+    logits[0, 7 :: kernel.TILE] = 5.0
+    assert kernel.slices_for(*logits.shape) == 1
+    assert choose(logits, [0], None) == [7]
+
+
 def test_skipped_tiles_cannot_win() -> None:
     """One column stands out by less than the largest noise, so every tile but the hopeless ones has to be drawn."""
     for seed in range(2):
