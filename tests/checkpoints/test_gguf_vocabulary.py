@@ -76,6 +76,16 @@ def test_sentencepiece_text_as_in_llama_cpp(tmp_path: Path, case: str) -> None:
     assert ids_of(tmp_path, files.sentencepiece_vocabulary(), text, **metadata) == expected
 
 
+@pytest.mark.parametrize(("score", "expected"), [(-9.0, [HELLO - 3, H + 2]), (9.0, [H, HELLO + 2])])
+def test_of_pieces_that_overlap_the_better_score_is_merged_first(
+    tmp_path: Path, score: float, expected: list[int]
+) -> None:
+    vocabulary = files.sentencepiece_vocabulary()
+    for key, value in (("tokens", "el"), ("scores", score), ("token_type", 1)):
+        vocabulary[f"tokenizer.ggml.{key}"] = [*vocabulary[f"tokenizer.ggml.{key}"], value]
+    assert ids_of(tmp_path, vocabulary, "hel", add_space_prefix=False, add_bos_token=False) == expected
+
+
 def test_sentencepiece_answers_keep_their_spaces(tmp_path: Path) -> None:
     plain = gguf.tokenizer(opened(tmp_path, vocabulary=files.sentencepiece_vocabulary()))
     assert plain.decode([SPACED_HELLO, SPACED_HELLO]) == "hello hello"

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specengine.models.kv_cache import GRANULE, KVCache
+from specengine.models.kv_cache import GRANULE, KVCache, UnevenCache
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, plainly
@@ -25,6 +25,7 @@ def random_cache(length: int, scratch: int) -> KVCache:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 300), st.sets(st.integers(1, 80), max_size=12))
+@example(7, {2})  # only the last one moves, by a slot
 def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     path = [0, *sorted(rest)]
     cache = random_cache(length, 81)
@@ -39,6 +40,20 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     assert torch.equal(cache.slab[:, :, :, :length], before[:, :, :, :length])
     gathered = before[:, :, :, [length + node for node in path]]
     assert torch.equal(cache.slab[:, :, :, length : cache.length], gathered)
+
+
+def test_every_slab_keeps_the_path() -> None:
+    cache = UnevenCache([(2, 3, 4), (1, 2, 8), (1, 1, 16)], 40, dtype=torch.float32)
+    for slab in cache.slabs:
+        slab.normal_()
+    cache.length = 10
+    before = [slab.clone() for slab in cache.slabs]
+    cache.commit([0, 2, 5])
+    for slab, old in zip(cache.slabs, before, strict=True):
+        assert torch.equal(slab[:, :, :, :13], old[:, :, :, [*range(10), 10, 12, 15]])
+    cache.reserve(GRANULE + 1)
+    for slab, old in zip(cache.slabs, before, strict=True):
+        assert torch.equal(slab[:, :, :, :10], old[:, :, :, :10])
 
 
 def test_reserve_keeps_what_is_committed() -> None:
