@@ -19,6 +19,23 @@ class InputError(SpecEngineError, ValueError):
     """Raised for a value that is not accepted. The message names the field and the accepted values."""
 
 
+class ContextLengthError(InputError):
+    """Raised for a prompt that does not fit into the context.
+
+    tokens: of the prompt; at_least: it may have more; context: in tokens; maximum: of a prompt.
+    """
+
+    tokens = context = maximum = 0
+    at_least = False
+
+    @classmethod
+    def of(cls, message: str, tokens: int, context: int, maximum: int, *, at_least: bool = False) -> ContextLengthError:
+        """Return the error with its figures."""
+        error = cls(message)
+        error.tokens, error.context, error.maximum, error.at_least = tokens, context, maximum, at_least
+        return error
+
+
 class UnsupportedModelError(SpecEngineError):
     """Raised for a model that cannot be a target or a draft. The message names the missing property."""
 

@@ -108,7 +108,7 @@ def _answer(engine: Engine, asked: Any, ticket: Ticket) -> Any:
         ticket=ticket,
     )
     result = complete(engine, generation, ticket)
-    answer = Completion(generation.stats, generation.prompt)
+    answer = Completion(generation.stats, generation.prompt, passed=generation.stops_passed)
     answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
     answer.reason = "length" if result.finish_reason == "length" else "stop"
     return answer

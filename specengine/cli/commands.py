@@ -109,6 +109,7 @@ LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: fl
     ("default-max-tokens", int, 2048, "length of an answer where the request gives none (default 2048)"),
     ("max-seconds", float, 600.0, "time for one answer (default 600)"),
     ("request-seconds", float, 60.0, "time for a client to send its request (default 60)"),
+    ("keep-alive-seconds", float, 75.0, "time that a connection stays open after an answer (default 75)"),
     ("drain-seconds", float, 30.0, "time for answers under way when the server stops (default 30)"),
 )
 

@@ -670,6 +670,11 @@ class TextGeneration:
     def origins(self, wanted: bool) -> None:
         self._origins.wanted = wanted
 
+    @property
+    def stops_passed(self) -> int:
+        """Return the characters at the beginning of the answer in which no stop string counts."""
+        return self._stopper.passed
+
     def __iter__(self) -> Iterator[StreamPiece]:
         return self
 
@@ -744,7 +749,7 @@ class TextGeneration:
                 self._ring.add(self.prompt, self._tokens)
             except OSError as error:
                 self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
-        text = cut_after_stop(self._decode(self._tokens), self.options.stops)
+        text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
         text = text[: len(text) - self._stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.parts import Part, Parts
-from specengine.protocol.problems import RequestError, anthropic_error
+from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply, sse
-from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling
+from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools
 from specengine.protocol.thoughts import Thought
 from specengine.protocol.tool_formats import ToolCall
 
@@ -48,10 +48,11 @@ class Choice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Asked(BaseModel):
+class _Asked(WithTools):
     """Fields of both endpoints."""
 
     model_config = _STRICT
+    functions_are = ("custom",)
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, fail_fast=True)
     system: Blocks | None = None
@@ -64,16 +65,6 @@ class _Asked(BaseModel):
     context_management: dict[str, Any] | None = Field(None, description="no effect: what is too long is refused")
     mcp_servers: list[Any] | None = Field(None, max_length=0)
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class CountRequest(_Asked):
-    """POST /v1/messages/count_tokens."""
-
-
-class MessagesRequest(_Asked):
-    """POST /v1/messages."""
-
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -84,6 +75,18 @@ class MessagesRequest(_Asked):
     inference_geo: str | None = None
     container: None = None
     policy: Literal["plain"] | None = None
+
+
+class CountRequest(_Asked):
+    """POST /v1/messages/count_tokens: what says how to answer has no effect."""
+
+    max_tokens: int | None = None
+
+
+class MessagesRequest(_Asked):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
 
 
 NAMES = {
@@ -212,6 +215,7 @@ class MessagesReply(Reply):
 
     def __init__(self, body: MessagesRequest, asked: Sampling, model: str, tokenizer: Any) -> None:
         self._model, self._id = model, f"msg_{uuid.uuid4().hex}"
+        self._noted = {"notes": body.notes} if body.notes else {}
         self._parts = Parts(asked, tokenizer)
         self._open: type | None = None  # kind of the block that grows
         self._count = 0  # of blocks
@@ -229,7 +233,7 @@ class MessagesReply(Reply):
         yield _event("message_start", message=self._message([]) | nothing)
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._told(self._parts.push(piece.text))
+        yield from self._told(self._parts.push(piece.text, piece.answer.passed))
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from self._told(self._parts.end())
@@ -238,7 +242,7 @@ class MessagesReply(Reply):
         yield _event("message_stop")
 
     def failed(self, problem: RequestError) -> bytes:
-        return sse(anthropic_error(problem), "error")
+        return sse(problem.body_for("/v1/messages"), "error")
 
     def _told(self, parts: Sequence[Part]) -> Iterator[bytes]:
         for part in parts:
@@ -260,7 +264,7 @@ class MessagesReply(Reply):
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         kept = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**kept, "content": blocks}
+        return {**kept, "content": blocks, **self._noted}
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         stopped, reason = self._parts.stopped, _REASONS[self._parts.reason(answer)]

@@ -17,6 +17,7 @@ class Completion:
 
     text       the engine's, a stop string included
     reason     stop or length, once it is known
+    passed     characters at the beginning in which no stop string counts
     by_length  by draft length, the depth of a cycle's tree: how many cycles accepted 0, 1, 2 and so on draft tokens
     first      seconds of the first cycle, which the prompt's own time does not hold
     predicted  tokens of the prediction that stand in the answer, and those that do not
@@ -29,6 +30,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: str | None = None
+    passed: int = 0
     by_length: dict[int, list[int]] = field(default_factory=dict)
     first: float = 0.0
     predicted: tuple[int, int] = (0, 0)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.parts import Parts, text_of_parts
+from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply, sse
 from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, declared_values
 
@@ -98,12 +99,15 @@ class InfillReply(Reply):
         yield from ()
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        text = text_of_parts(self._parts.push(piece.text))
+        text = text_of_parts(self._parts.push(piece.text, piece.answer.passed))
         if text:
             yield sse({"index": 0, "content": text, "tokens": piece.tokens, "stop": False})
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield sse(self._said(text_of_parts(self._parts.end()), answer))
+
+    def failed(self, problem: RequestError) -> bytes:
+        return sse(problem.body_for("/infill"))
 
     def _said(self, text: str, answer: Completion) -> dict[str, Any]:
         usage, stopped = answer.usage, self._parts.stopped

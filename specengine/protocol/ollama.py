@@ -10,11 +10,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
 from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply
-from specengine.protocol.requests import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Tool
+from specengine.protocol.requests import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Tool, WithTools
 from specengine.protocol.tool_formats import ToolCall
+from specengine.records import TokenLogprob
 
 VERSION = "0.12.6"  # of Ollama, whose requests these are; clients ask for a least one
 LINES = "application/x-ndjson"
@@ -85,7 +87,7 @@ class Turn(BaseModel):
     tool_call_id: str | None = None
 
 
-class ChatBody(_Asked):
+class ChatBody(WithTools, _Asked):
     """POST /api/chat."""
 
     messages: list[Turn] = Field(default_factory=list, fail_fast=True)
@@ -119,17 +121,18 @@ def chat_of(body: ChatBody) -> ChatRequest:
         "messages": [_message(turn) for turn in body.messages],
         "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
     }
-    return ChatRequest.model_validate(_fields(body) | _thinking(body) | fields)
+    return ChatRequest.model_validate(_chat_fields(body) | fields)
 
 
 def generation_of(body: GenerateBody) -> Sampling:
     """Return a chat of one message, or a completion: of a raw prompt, or before a suffix."""
     if body.raw or body.suffix:
         suffix = {"suffix": body.suffix} if body.suffix else {}
-        return CompletionRequest.model_validate(_fields(body) | {"prompt": body.prompt or "", **suffix})
+        rated = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+        return CompletionRequest.model_validate(_fields(body) | {"prompt": body.prompt or "", **rated, **suffix})
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
-    return ChatRequest.model_validate(_fields(body) | _thinking(body) | {"messages": messages})
+    return ChatRequest.model_validate(_chat_fields(body) | {"messages": messages})
 
 
 def is_empty(body: _Asked) -> bool:
@@ -173,7 +176,6 @@ def _fields(body: _Asked) -> dict[str, Any]:
         fields["response_format"] = {"type": "json_schema", "schema": schema}
     elif body.format:
         fields["response_format"] = {"type": "json_object"}
-    chats = isinstance(body, ChatBody)
     return fields | {
         "model": body.model,
         "max_tokens": None if most is None or most < 0 else most,
@@ -181,14 +183,14 @@ def _fields(body: _Asked) -> dict[str, Any]:
         "seed": options.seed,
         "stop": options.stop,
         "stream": body.stream is not False,
-        **({"logprobs": body.logprobs, "top_logprobs": body.top_logprobs} if chats else {}),
     }
 
 
-def _thinking(body: _Asked) -> dict[str, Any]:
-    if body.think is None:
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
+def _chat_fields(body: _Asked) -> dict[str, Any]:
+    rated = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    thinks = {} if body.think is None else {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
+    effort = {"reasoning_effort": body.think} if body.think and isinstance(body.think, str) else {}
+    return _fields(body) | rated | thinks | effort
 
 
 # ---- answers
@@ -203,27 +205,35 @@ class OllamaReply(Reply):
     def __init__(self, body: _Asked, asked: Sampling, model: str, tokenizer: Any) -> None:
         self._model, self._chats = model, isinstance(body, ChatBody)
         self._parts = Parts(asked, tokenizer)
+        self._noted = {"notes": body.notes} if isinstance(body, ChatBody) and body.notes else {}
+        self._logprobs = None if asked.wanted_logprobs is None else ChatLogprobs(TokenTexts(tokenizer))
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        return self._said(self._parts.of(answers[0])) | self._ended(answers[0])
+        answer = answers[0]
+        return self._said(self._parts.of(answer)) | self._rated(answer.logprobs) | self._ended(answer)
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
         self._parts.begin(answer.prompt_ids)
         yield from ()
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._told(self._parts.push(piece.text))
+        parts, rated = self._parts.push(piece.text, piece.answer.passed), self._rated(piece.logprobs or [])
+        yield from self._told(parts or [""] * bool(rated), rated)
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from self._told(self._parts.end())
         yield _line(self._said([]) | self._ended(answer))
 
     def failed(self, problem: RequestError) -> bytes:
-        return _line({"error": str(problem)})
+        return _line(problem.body_for("/api/"))
 
-    def _told(self, parts: Sequence[Part]) -> Iterator[bytes]:
+    def _told(self, parts: Sequence[Part], rated: dict[str, Any] | None = None) -> Iterator[bytes]:
         for part in parts:
-            yield _line(self._said([part]) | {"done": False})
+            yield _line(self._said([part]) | (rated or {}) | {"done": False})
+            rated = None
+
+    def _rated(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {} if self._logprobs is None else {"logprobs": self._logprobs.of(logprobs)["content"]}
 
     def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
         text, thoughts, calls = text_of_parts(parts), thoughts_of(parts), calls_of(parts)
@@ -247,6 +257,7 @@ class OllamaReply(Reply):
             "prompt_eval_duration": read,
             "eval_count": usage["completion_tokens"],
             "eval_duration": wrote,
+            **self._noted,
         }
 
 

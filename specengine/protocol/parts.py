@@ -37,8 +37,9 @@ class Parts:
         if self._thoughts is not None:
             self._thoughts.begin(prompt, self._tokenizer)
 
-    def push(self, text: str) -> list[Part]:
-        return self._read(self._stop.push(text))
+    def push(self, text: str, passed: int = 0) -> list[Part]:
+        """Return the parts of a piece; passed: characters of the answer in which no stop string counts."""
+        return self._read(self._stop.push(text, passed))
 
     def end(self) -> list[Part]:
         """Return what was held back."""
@@ -50,7 +51,7 @@ class Parts:
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""
         self.begin(answer.prompt_ids)
-        return joined(self.push(answer.text) + self.end())
+        return joined(self.push(answer.text, answer.passed) + self.end())
 
     def reason(self, answer: Completion) -> str:
         """Return stop, length or tool_calls."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.errors import InputError
+from specengine.errors import ContextLengthError, InputError
 from specengine.protocol.infill import fim_ends, fim_prompt
 from specengine.protocol.messages import is_empty
 from specengine.protocol.problems import RequestError
@@ -158,7 +158,8 @@ class CheckedRequest:
         ids = self._prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
-            raise InputError(f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server")
+            message = f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server"
+            raise ContextLengthError.of(message, len(ids), most, most)
         constrained = constraint_options(self.request, tokenizer)
         defaults = {name: value for name, value in self.defaults.items() if not (constrained and name in CONSTRAINTS)}
         options = defaults | self.options | constrained
@@ -180,6 +181,7 @@ class CheckedRequest:
             options["stopping_criteria"] = [OneCall(ToolReader(known, schemas), decoder(engine.tokenizer, shown))]
         target = engine.target
         asked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
+        asked.stops_after = asked.min_new_tokens or 0  # as vLLM does, where transformers' generate would stop
         still_wanted()
         return PreparedRequest(ids, asked, shown, engine.constraint(asked))
 

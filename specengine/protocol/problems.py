@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specengine.errors import InputError, QueueFullError, SpecEngineError, shown
+from specengine.errors import ContextLengthError, InputError, QueueFullError, SpecEngineError, shown
 from specengine.request.declared import declarations
 
 if TYPE_CHECKING:
@@ -53,6 +53,32 @@ class RequestError(Exception):
         return json_response(self.body_for(path), self.status, self.headers)
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that the context does not hold, in each protocol's own words: agents shorten it where they read them."""
+
+    def __init__(self, error: ContextLengthError, field: str) -> None:
+        tokens = f"at least {error.tokens}" if error.at_least else f"{error.tokens}"
+        message = f"This model's maximum context length is {error.context} tokens. However, your {field} resulted in "
+        message += f"{tokens} tokens, and an answer needs room. Please reduce the length of the {field}."
+        super().__init__(400, message, field, "context_length_exceeded")
+        self.error = error
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        error = self.error
+        if path.startswith("/v1/messages"):
+            message = f"prompt is too long: {error.tokens} tokens > {error.maximum} maximum"
+            return anthropic_error(RequestError(400, message))
+        if path.startswith("/api/"):
+            above = f"prompt too long; exceeded max context length by {error.tokens - error.maximum} tokens"
+            return {"error": f"the input length exceeds the context length: {above}"}
+        if path.startswith("/v1/"):
+            return self.body
+        message = f"request ({error.tokens} tokens) exceeds the available context size ({error.context} tokens)"
+        message += ", try increasing it"
+        figures = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
+        return {"error": {"code": 400, "message": message, "type": "exceed_context_size_error", **figures}}
+
+
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
@@ -88,6 +114,8 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Reques
     """
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, ContextLengthError):
+        return PromptTooLongError(error, (names or {}).get("prompt", "prompt"))
     if isinstance(error, QueueFullError):
         return RequestError(429, str(error), code="queue_full")
     if isinstance(error, InputError):

@@ -108,7 +108,9 @@ class ChatChoice(ChoiceReply):
         return [self._choice({"role": "assistant", "content": ""})]
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
-        yield from self._deltas(self._parts.push(piece.text), self._of_tokens(piece.tokens, piece.logprobs))
+        yield from self._deltas(
+            self._parts.push(piece.text, piece.answer.passed), self._of_tokens(piece.tokens, piece.logprobs)
+        )
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         yield from self._deltas(self._parts.end(), {})
@@ -161,7 +163,7 @@ class TextChoice(ChoiceReply):
         return [self._choice(prompt) | told] if prompt or told else []
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
-        text = self._stop.push(piece.text)
+        text = self._stop.push(piece.text, piece.answer.passed)
         told = self._of_tokens(piece.tokens, piece.logprobs)
         if text or told:
             yield self._choice(text) | told
@@ -171,7 +173,7 @@ class TextChoice(ChoiceReply):
 
     def message(self, answer: Completion) -> Choice:
         opening = next(iter(self.begin(answer)), self._choice(""))
-        text = self._echo(answer) + self._stop.push(answer.text) + self._stop.end()
+        text = self._echo(answer) + self._stop.push(answer.text, answer.passed) + self._stop.end()
         told = self._of_tokens(answer.token_ids, answer.logprobs)
         if opening["logprobs"] is not None:
             told["logprobs"] = {name: opening["logprobs"][name] + rated for name, rated in told["logprobs"].items()}
@@ -203,6 +205,8 @@ class OpenAIReply(Reply):
         self.prefix = "chatcmpl" if chat else "cmpl"
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._tokenizer = tokenizer
+        notes = getattr(request, "notes", [])
+        self._noted = {"notes": notes} if notes else {}
         made = ChatChoice if chat else TextChoice
         self._choices: list[ChoiceReply] = [made(place, each, tokenizer) for place, each in enumerate(request.each())]
 
@@ -213,7 +217,7 @@ class OpenAIReply(Reply):
             if self.request.return_token_ids and len(answers) > 1:
                 choice["prompt_token_ids"] = answer.prompt_ids
             choices.append(choice)
-        body = self._envelope(self.kind) | {"choices": choices, "usage": self._usage(answers)}
+        body = self._envelope(self.kind) | self._noted | {"choices": choices, "usage": self._usage(answers)}
         if len(answers) > 1:
             return body
         if self.request.return_token_ids:
@@ -222,7 +226,7 @@ class OpenAIReply(Reply):
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
         for choice in self._choices[place].begin(answer):
-            chunk = self._chunk([choice], answer)
+            chunk = self._chunk([choice], answer) | self._noted
             if self.request.return_token_ids:
                 (choice if len(self._choices) > 1 else chunk)["prompt_token_ids"] = answer.prompt_ids
             yield sse(chunk)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     PrivateAttr,
     create_model,
     field_validator,
@@ -196,7 +197,8 @@ class Hints(BaseModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    client_metadata: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, description="for the chat template; none: without thoughts, if it can")
     verbosity: str | None = None
     priority: int | None = Field(None, description="vLLM's")
     request_id: str | None = Field(None, description="vLLM's")
@@ -204,6 +206,36 @@ class Hints(BaseModel):
     id_slot: int | None = Field(None, description="llama.cpp's")
     timings_per_token: bool | None = Field(None, description="llama.cpp's; timings come with the last chunk")
     keep_alive: str | int | float | None = Field(None, description="Ollama's")
+
+
+class WithTools(BaseModel):
+    """A request that may offer tools. Those of types that no client calls by a function are left out, with a note.
+
+    notes: of what was left out
+    """
+
+    functions_are: ClassVar[Collection[str]] = ("function",)
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        return self._notes
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _leave_out(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        tools = given.get("tools") if isinstance(given, dict) else None
+        kinds = (
+            [tool.get("type") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else []
+        )
+        other = {at: kind for at, kind in enumerate(kinds) if isinstance(kind, str) and kind not in cls.functions_are}
+        if other and isinstance(tools, list):
+            given = {**given, "tools": [tool for at, tool in enumerate(tools) if at not in other] or None}
+        made = read(given)
+        made._notes = [  # noqa: SLF001
+            f"tools[{at}]: type {kind!r:.60} is left out, accepted functions" for at, kind in other.items()
+        ]
+        return made
 
 
 class Neutral(BaseModel):
@@ -345,7 +377,7 @@ class Sampling(Declared, Hints, Neutral):
         raise NotImplementedError
 
 
-class ChatRequest(Sampling):
+class ChatRequest(WithTools, Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -419,7 +451,14 @@ class ChatRequest(Sampling):
             ends = {"continue_final_message": True, "add_generation_prompt": False}
         else:
             ends = {} if generation is None else {"add_generation_prompt": generation}
-        return {**(self.chat_template_kwargs or {}), **ends}
+        return {**self._effort, **(self.chat_template_kwargs or {}), **ends}
+
+    @property
+    def _effort(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        return (
+            {} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        )
 
 
 class Infill(NamedTuple):

@@ -24,6 +24,7 @@ from specengine.protocol.requests import (
     Hints,
     Sampling,
     StreamOptions,
+    WithTools,
     declared_values,
 )
 from specengine.protocol.thoughts import Thought, thought_tokens
@@ -63,7 +64,7 @@ class TextConfig(BaseModel):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Declared, Hints):
+class ResponsesRequest(WithTools, Declared, Hints):
     """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
 
     model_config = _STRICT
@@ -107,15 +108,6 @@ class ResponsesRequest(Declared, Hints):
             raise ValueError("this server keeps no responses; ask for a stream")
         return value
 
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _are_functions(cls, tools: Any) -> Any:
-        kinds = [tool.get("type") for tool in tools or () if isinstance(tool, dict)] if isinstance(tools, list) else []
-        other = next((kind for kind in kinds if kind != "function"), None)
-        if other is not None:
-            raise ValueError(f"got type {other!r:.60}, accepted functions, which the client calls")
-        return tools
-
 
 NAMES = {
     "messages": "input",
@@ -157,15 +149,11 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
         "stream": body.stream,
-        "chat_template_kwargs": _thinking(body) or None,
+        "reasoning_effort": (body.reasoning or {}).get("effort") or body.reasoning_effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
         "policy": body.policy,
     }
     return ChatRequest.model_validate(declared_values(body) | fields)
-
-
-def _thinking(body: ResponsesRequest) -> dict[str, Any]:
-    off = {"enable_thinking": False} if (body.reasoning or {}).get("effort") == "none" else {}
-    return off | (body.chat_template_kwargs or {})
 
 
 def _format(text: TextConfig | None) -> dict[str, Any] | None:
@@ -280,6 +268,7 @@ class ResponsesReply(Reply):
         rated = self._rated(answer.logprobs)
         for item in self._items:
             item.rated = rated if item.kind == "message" else []
+        self._items[-1].status = self._status(answer)
         return self._response(self._status(answer), answer)
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
@@ -288,20 +277,22 @@ class ResponsesReply(Reply):
             yield self._event(f"response.{name}", response=self._response("in_progress", None))
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._told(self._parts.push(piece.text), self._rated(piece.logprobs or []))
+        yield from self._told(self._parts.push(piece.text, piece.answer.passed), self._rated(piece.logprobs or []))
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         parts = self._parts.end()
         yield from self._told(parts if parts or self._items else [""], [])
-        if self._items:
-            yield from self._close(self._items[-1])
         status = self._status(answer)
+        if self._items:
+            self._items[-1].status = status
+            yield from self._close(self._items[-1])
         yield self._event(f"response.{status}", response=self._response(status, answer))
 
     def failed(self, problem: RequestError) -> bytes:
         response = self._response("failed", None)
         kind = "server_error" if problem.status >= 500 else "invalid_prompt"
-        response["error"] = {"code": kind, "message": str(problem)}
+        code = problem.code if problem.code == "context_length_exceeded" else kind
+        response["error"] = {"code": code, "message": str(problem)}
         return self._event("response.failed", response=response)
 
     def _told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
@@ -322,7 +313,6 @@ class ResponsesReply(Reply):
             yield self._event(f"response.{item.told}.delta", **where, delta=delta, **logprobs)
 
     def _close(self, item: _Item) -> Iterator[bytes]:
-        item.status = "completed"
         if item.part is None:
             arguments = {"name": item.done["name"], "arguments": item.text}
             yield self._event(f"response.{item.told}.done", **item.named, **arguments)
@@ -364,7 +354,9 @@ class ResponsesReply(Reply):
             }
         ended = {} if answer is None else {"timings": answer.timings, "metrics": answer.metrics}
         text = body.text or TextConfig()
+        noted = {"notes": body.notes} if body.notes else {}
         return {
+            **noted,
             "id": self._id,
             "object": "response",
             "created_at": self._created,

@@ -28,6 +28,7 @@ class Settings:
     default_max_tokens  of an answer where the request does not say
     max_seconds         that an answer may take: the reading of its request, and all from its turn on
     request_seconds     that a client may take to send its request
+    keep_alive_seconds  that a connection stays open after an answer, for another request
     ping_seconds        after which a silent stream gets a comment, which keeps proxies awake
     drain_seconds       that answers under way have when the server is told to stop
     allow_special_text  read the text of special tokens in chats as those tokens, as it is in completions
@@ -49,6 +50,7 @@ class Settings:
     default_max_tokens: int = 2048
     max_seconds: float = 600.0
     request_seconds: float = 60.0
+    keep_alive_seconds: float = 75.0
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0
     allow_special_text: bool = False
@@ -72,7 +74,7 @@ class Settings:
         for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
             value = getattr(self, field)
             require(field, value, "1 or more", value is None or value >= 1)
-        for field in ("max_seconds", "request_seconds", "ping_seconds", "drain_seconds"):
+        for field in ("max_seconds", "request_seconds", "keep_alive_seconds", "ping_seconds", "drain_seconds"):
             value = getattr(self, field)
             require(field, value, "above 0", 0 < value < math.inf)
         for key in self.api_keys:

@@ -30,20 +30,22 @@ class StopText:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = list(stops)
         self._rest = ""
+        self._sent = 0  # characters before the rest
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """Return the text that can be sent."""
+    def push(self, text: str, passed: int = 0) -> str:
+        """Return the text that can be sent; passed: characters of the answer in which no stop string counts."""
         if self.found is not None:
             return ""
         self._rest += text
-        places = [(self._rest.find(stop), stop) for stop in self.stops if stop in self._rest]
-        if places:
+        found = [(self._rest.find(stop, max(passed - self._sent - len(stop) + 1, 0)), stop) for stop in self.stops]
+        if places := [(place, stop) for place, stop in found if place >= 0]:
             end, self.found = min(places)
             sent, self._rest = self._rest[:end], ""
             return sent
         keep = held_back(self._rest, self.stops)
         sent, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
+        self._sent += len(sent)
         return sent
 
     def end(self) -> str:

@@ -44,6 +44,7 @@ class GenerationOptions(DeclaredOptions):
 
     def __post_init__(self) -> None:
         self._configured = Configured()
+        self.stops_after = 0  # tokens of the answer that no stop string counts in
         self.cut = ""  # a note for an answer that ends before `max_new_tokens`
         self._max_length = 0  # of prompt and answer, as far as the options go
 
@@ -121,7 +122,9 @@ class GenerationOptions(DeclaredOptions):
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
         complete = None if constraint is None else constraint.complete
-        return Stopper(self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode, complete)
+        return Stopper(
+            self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode, complete, self.stops_after
+        )
 
     def sampler(self, prompt_length: int, device: Any, constraint: Constraint | None = None) -> Sampler:
         """Return the sampler with all processors, in transformers' order: penalties and bans, then the user's own, the

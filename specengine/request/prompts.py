@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specengine.errors import InputError, shown
+from specengine.errors import ContextLengthError, InputError, shown
 from specengine.registry import is_array, is_number, plain
 
 MAX_NESTED = 32  # levels of a message's fields
@@ -55,10 +55,9 @@ def token_ids(  # noqa: PLR0913
         raise InputError("prompt: it is empty, at least one token is needed")
     _require_known("prompt", ids, vocab_size)
     if len(ids) >= max_context:
-        raise InputError(
-            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
-            f"the context here is {max_context} and an answer needs room"
-        )
+        message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
+        message += f"the context here is {max_context} and an answer needs room"
+        raise ContextLengthError.of(message, len(ids), max_context, max_context - 1)
     return ids
 
 
@@ -330,19 +329,25 @@ class Room:
             count += len(tokenizer(_readable(piece), add_special_tokens=False)["input_ids"])
             read += len(piece)
             if count > MARGIN * self.tokens:
-                raise InputError(
-                    f"{field}: its first {read} of {letters} characters have {count} tokens, "
-                    f"accepted at most {self.tokens}"
+                message = (
+                    f"its first {read} of {letters} characters have {count} tokens, accepted at most {self.tokens}"
                 )
+                raise self._too_long(field, message, count)
 
     def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
         """Raise InputError where so many characters fit into no text of so many tokens."""
         longest = self.longest or longest_token(tokenizer)
         if letters > longest * self.tokens:
-            raise InputError(
-                f"{field}: it has {letters} characters, accepted at most {self.tokens} tokens, "
-                f"of which the longest has {longest} characters"
-            )
+            message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
+            message += f"of which the longest has {longest} characters"
+            raise self._too_long(field, message, -(-letters // longest))
+
+    def _too_long(self, field: str, message: str, tokens: int) -> InputError:
+        """Return the error for a text of at least so many tokens."""
+        message = f"{field}: {message}"
+        if field != "prompt":
+            return InputError(message)
+        return ContextLengthError.of(message, tokens, self.tokens, self.tokens - 1, at_least=True)
 
 
 def longest_token(tokenizer: Any) -> int:

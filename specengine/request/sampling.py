@@ -280,12 +280,13 @@ class Stopper:
         criteria: Sequence[Callable[..., Any]] = (),
         decode: Callable[[list[int]], str] | None = None,
         complete: Callable[[list[int]], bool] | None = None,
+        stops_after: int = 0,
     ) -> None:
         self.left = max_new_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop_strings = list(stop_strings)
         self.criteria = list(criteria)
-        self.decode, self.complete = decode, complete
+        self.decode, self.complete, self.stops_after = decode, complete, stops_after
         self.tokens: list[int] = []
         self.last_reason: str | None = None
         self.overhang = 0  # characters of the text behind a stop string that holds a special token's text
@@ -306,14 +307,19 @@ class Stopper:
         return self.last_reason
 
     def _hit_stop_string(self) -> bool:
-        token = self.tokens[-1]
-        hit = self._texts is not None and self._texts.push(token) is not None
+        token, counts = self.tokens[-1], len(self.tokens) > self.stops_after
+        hit = self._texts is not None and self._texts.push(token, counts) is not None
         if self._shown is None:
             return hit
-        behind = self._shown.push(token)
+        behind = self._shown.push(token, counts)
         if behind is not None and not hit:
             self.overhang = 0 if token in self._shown.shown else behind
         return hit or behind is not None
+
+    @property
+    def passed(self) -> int:
+        """Return the characters at the beginning of the answer in which no stop string counts."""
+        return 0 if self._texts is None else self._texts.passed
 
     def _showing(self, decode: Any) -> _Tail | None:
         """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
@@ -325,33 +331,44 @@ class Stopper:
 class _Tail:
     """Hold the end of a growing text, as far back as a stop string may begin.
 
-    shown: special tokens that the text shows.
+    shown: special tokens that the text shows; passed: characters from the beginning that no stop string ends in.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str], shown: Collection[int] = ()) -> None:
-        self.shown = shown
+        self.shown, self.passed, self._count = shown, 0, 0
         self._strings, self._stream, self._text = strings, TextStream(decode), ""
         self._longest = max(map(len, strings))
 
-    def push(self, token: int) -> int | None:
+    def push(self, token: int, counts: bool = True) -> int | None:
         """Return the number of characters behind the stop string that ends first, or None if there is none.
 
-        A last token included. The text before was searched when its tokens came.
+        A last token included. The text before was searched when its tokens came. counts: whether a stop string may end
+        with this token.
         """
-        self._text = self._text[-self._longest :] + self._stream.push([token])
+        new = self._stream.push([token])
+        self._count += len(new)
+        self._text = self._text[-self._longest :] + new
         text = self._text + self._stream.rest
-        ends = [text.find(string) + len(string) for string in self._strings if string in text]
-        return len(text) - min(ends) if ends else None
+        if not counts:
+            self.passed = self._count + len(self._stream.rest.rstrip("\N{REPLACEMENT CHARACTER}"))
+            return None
+        end = first_stop_end(text, self._strings, self.passed - self._count + len(self._text))
+        return None if end is None else len(text) - end
 
 
 def _no_specials(strings: Sequence[str]) -> Collection[int]:
     return ()
 
 
-def cut_after_stop(text: str, stop_strings: Sequence[str]) -> str:
+def first_stop_end(text: str, stop_strings: Sequence[str], passed: int = 0) -> int | None:
+    """Return where the stop string ends that ends first, after the first `passed` characters; None without one."""
+    places = [(text.find(string, max(passed - len(string) + 1, 0)), string) for string in stop_strings]
+    return min((place + len(string) for place, string in places if place >= 0), default=None)
+
+
+def cut_after_stop(text: str, stop_strings: Sequence[str], passed: int = 0) -> str:
     """Return `text` up to and including the stop string that ends first; the whole text if there is none."""
-    ends = [text.find(string) + len(string) for string in stop_strings if string in text]
-    return text[: min(ends)] if ends else text
+    return text[: first_stop_end(text, stop_strings, passed)]
 
 
 def _is_true(verdict: bool | Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from specengine.protocol.replies import Reply
 from specengine.protocol.settings import Settings
 from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker
 
+log = logging.getLogger("specengine.serve")
 CLIENT_CLOSED_REQUEST = 499
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
@@ -43,6 +45,8 @@ async def answered(
     asked = dialect.translated(body)
     if asked.model is not None and settings.strict_model:
         require_model(asked.model, settings)
+    for note in getattr(body, "notes", ()):
+        log.warning("%s", note)
     names: Mapping[str, str] = dialect.names
     try:
         checked = [CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()]

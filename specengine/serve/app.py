@@ -20,7 +20,7 @@ from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import answered, require_model, require_ready
-from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Hosts, Keys
+from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Forms, Hosts, Keys, Paths
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
@@ -55,18 +55,17 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
 def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
-    made = []
+    made = [Middleware(Paths)]
+    if settings.hosts:
+        made.append(Middleware(Hosts, names=settings.hosts, failed=failed))
     if settings.origins:
-        headers = ["Authorization", "Content-Type", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"]
+        open_to: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         made.append(
-            Middleware(
-                CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=headers
-            )
+            Middleware(CORSMiddleware, allow_origins=settings.origins, expose_headers=["Retry-After"], **open_to)
         )
     if settings.api_keys:
         made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
-    if settings.hosts:
-        made.insert(0, Middleware(Hosts, names=settings.hosts, failed=failed))
+    made.append(Middleware(Forms, origins=settings.origins, failed=failed))
     return [*made, Middleware(BodyLimit, most=settings.max_body_bytes, failed=failed)]
 
 
@@ -114,7 +113,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         return json_response({"status": "ok", "parallel": worker.parallel})
 
     for path in HEALTH:
-        app.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 

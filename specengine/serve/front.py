@@ -38,7 +38,7 @@ from specengine.serve.app import middleware
 from specengine.serve.guards import HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
-from specengine.serve.server import LOGGING, limited, open_socket
+from specengine.serve.server import LOGGING, connections, limited, open_socket
 from specengine.serve.worker import MAX_RETRY_SECONDS
 
 LOST = "replica_lost"
@@ -282,9 +282,9 @@ def run(
             front.app(),
             http=limited(settings.request_seconds),
             log_config=LOGGING,
-            server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=max(round(settings.drain_seconds), 1),
+            **connections(settings),
         )
     )
     with opened, cluster.running(scale):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
@@ -20,6 +22,62 @@ from specengine.serve.static import FILES
 
 HEALTH = ("/health", "/healthz", "/v1/health")
 WITHOUT_KEY = (*HEALTH, *FILES)
+JSON = "application/json"
+_ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
+_SLASHES = re.compile("/{2,}")
+
+
+class Paths:
+    """Reads a path as proxies and clients write it: after the server's address, with more slashes, with one at its end.
+
+    A HEAD is answered as its GET is; what sends the answer leaves out the body.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = _ADDRESS.sub("", scope["path"])
+            path = _SLASHES.sub("/", path).rstrip("/") or "/"
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            scope = {**scope, "path": path, "raw_path": quote(path).encode(), "method": method}
+        await self.app(scope, receive, send)
+
+
+class Forms:
+    """Refuses bodies that any page of elsewhere can make a browser send, which asks nobody before: those not declared
+    as JSON, from an origin that is neither the server's nor one of `origins`.
+
+    Of everybody else any body is read as JSON, however it is declared. failed: counts refusals by status.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], failed: Counter) -> None:
+        self.app, self.origins, self.failed = app, origins, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            headers = Headers(scope=scope)
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
+                if (origin := self._elsewhere(headers)) is not None:
+                    message = f"origin: got {shown(origin)}, accepted {JSON} alone from pages of elsewhere; see --cors"
+                    problem = RequestError(403, message, "origin", "origin_not_allowed")
+                    self.failed.labels(problem.status).inc()
+                    await problem.response(scope["path"])(scope, receive, send)
+                    return
+                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
+        await self.app(scope, receive, send)
+
+    def _elsewhere(self, headers: Headers) -> str | None:
+        """Return the origin of a page of elsewhere; None for this server's own, and for what is no page."""
+        named = headers.getlist("origin")
+        allowed = [f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")]
+        other = next((origin for origin in named if origin not in (*allowed, *self.origins)), None)
+        if other is None and not named and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            other = headers["sec-fetch-site"]
+        return None if "*" in self.origins else other
 
 
 class Hosts:

@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -24,18 +25,47 @@ from specengine.serve.metrics import Metrics
 from specengine.serve.worker import Worker
 
 MAX_HEADER_BYTES = 1 << 16
+MAX_FRAMING = 2  # bytes received per byte of a body, once more than MAX_HEADER_BYTES have come
+LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
+LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
+_PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
-_Protocol: Any = AutoHTTPProtocol
+_Protocol: Any = H11Protocol  # whatever else is installed: HTTP/1.0 and offers of upgrades are answered alike
+
+
+class _Lingering:
+    """A transport whose `close` lets a client that still sends read its refusal: the rest is dropped for a while."""
+
+    def __init__(self, transport: Any, protocol: _Limited) -> None:
+        self._transport, self._protocol, self._ends = transport, protocol, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._ends or bool(self._transport.is_closing())
+
+    def close(self) -> None:
+        if not self._protocol.sending or self.is_closing():
+            self._transport.close()
+            return
+        self._ends = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
 class _Limited(_Protocol):
     seconds: float
     _timer: Any = None
     _head = 0  # bytes of a request whose headers have not ended
+    _framed = 0  # bytes that came with a body beyond MAX_FRAMING times its own
+    _half_closed = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.transport = _Lingering(transport, self)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -43,22 +73,60 @@ class _Limited(_Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         before, of_a_body = self.cycle, self._body_comes
+        held = len(before.body) if of_a_body else 0
         super().data_received(data)
         if self.cycle is not before:
-            self._head = 0
+            self._head = self._framed = 0
         elif not of_a_body:
             self._head += len(data)
+        elif not before.response_complete:
+            self._framed = max(self._framed + len(data) - MAX_FRAMING * (len(before.body) - held), 0)
         if self._head > MAX_HEADER_BYTES:
             self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
-        elif self._head or self._body_comes:
+        elif self._framed > MAX_HEADER_BYTES:
+            self._refuse(400, f"the body comes in chunks that take more than {MAX_FRAMING} times its bytes")
+        elif self.sending:
             self._wait()
         else:
             self._ended()
 
+    def eof_received(self) -> bool:
+        """Answer a client that has ended its side with a whole request; return whether the connection stays."""
+        self._half_closed = self._answering and not self.cycle.response_started  # who ends a stream has gone
+        if self._half_closed and self.scope["http_version"] != "1.0":  # which has no answers before the answer
+            self.loop.call_later(LEFT_SECONDS, self._probe)
+        return self._half_closed
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed and not self._answering:
+            self.transport.close()
+
+    def _probe(self) -> None:
+        """Send what a client that waits passes over; one that has gone refuses it, which ends its answer."""
+        if self._answering and not self.transport.is_closing():
+            if not self.cycle.response_started:
+                self.transport.write(_PROBE)
+            self.loop.call_later(LEFT_SECONDS / 2, self._probe)
+
+    def _get_upgrade(self) -> None:
+        """Return None: an offer to go on in another protocol is passed over, as a server may."""
+
+    @property
+    def sending(self) -> bool:
+        """Whether a request is coming that is not whole."""
+        return bool(self._head) or self._body_comes
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self._body_comes and not self.cycle.response_complete
+
     @property
     def _body_comes(self) -> bool:
-        return self.cycle is not None and bool(self.cycle.more_body)
+        return self.conn.their_state is h11.SEND_BODY
 
     def _wait(self) -> None:
         if self._timer is None:
@@ -93,6 +161,15 @@ def limited(seconds: float) -> type[Any]:
     return type("Limited", (_Limited,), {"seconds": seconds})
 
 
+def connections(settings: Settings) -> dict[str, Any]:
+    """Return uvicorn's options of connections."""
+    return {
+        "server_header": False,
+        "h11_max_incomplete_event_size": 2 * MAX_HEADER_BYTES,  # smaller headers are refused here, by their size
+        "timeout_keep_alive": settings.keep_alive_seconds,
+    }
+
+
 _FORMAT = {"format": "%(asctime)s %(levelname)s %(message)s"}
 LOGGING: dict[str, Any] = {
     "version": 1,
@@ -111,7 +188,7 @@ class Server(uvicorn.Server):
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
         http = limited(settings.request_seconds)
         app = create_app(worker, settings)
-        super().__init__(uvicorn.Config(app, http=http, server_header=False, lifespan="on", **options))
+        super().__init__(uvicorn.Config(app, http=http, lifespan="on", **connections(settings), **options))
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -33,7 +33,7 @@ HEADERS = {
 def add_page(app: FastAPI) -> None:
     """Serve the files; they need no key, as they hold nothing that is not in the package."""
     for path, name in FILES.items():
-        app.add_api_route(path, _serving(name), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, _serving(name), methods=["GET"], include_in_schema=False)
 
 
 def _serving(name: str) -> Callable[[], Response]:

@@ -348,6 +348,7 @@ class Worker:
                 answer.add(piece.cycle)
                 job.ticket.client.served += len(piece.cycle.tokens)
                 answer.text += piece.text
+                answer.passed = generation.stops_passed
                 if generation.result is not None:
                     answer.text = generation.result.text
                     answer.reason = "length" if generation.result.finish_reason == "length" else "stop"

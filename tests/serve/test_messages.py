@@ -145,7 +145,6 @@ def test_tokens_are_counted_as_they_are_read(own: Saying) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
         ({"nonsense": 1}, "nonsense"),

@@ -126,7 +126,6 @@ def test_limits_logprobs_and_schemas(own: Saying, client: Any) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
         ({"conversation": "conv_1"}, "conversation", "keeps no responses"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "keeps no items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "text"),
         ({"input": []}, "input", ""),
