@@ -1,4 +1,4 @@
-"""LiteLLM, as OpenAI's provider and as vLLM's."""
+"""LiteLLM, as the providers of OpenAI, vLLM, Ollama and Anthropic."""
 
 import asyncio
 import os
@@ -44,6 +44,24 @@ def test_errors_are_the_clients_own(asked: dict[str, Any]) -> None:
         litellm.completion(**asked, temperature=-1)
     with pytest.raises(litellm.NotFoundError, match="this server has"):
         litellm.completion(**asked | {"model": asked["model"] + "-2"})
+
+
+@pytest.mark.parametrize("provider", ["ollama", "ollama_chat", "anthropic"])
+def test_other_protocols(scripted_server: str, provider: str) -> None:
+    """Those of Ollama post JSON without saying so."""
+    asked = {"model": f"{provider}/claude", "api_base": scripted_server, "api_key": "any", "messages": HELLO}
+    whole = litellm.completion(**asked, max_tokens=40)
+    assert "Hello" in whole.choices[0].message.content
+    chunks = litellm.completion(**asked, max_tokens=40, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("model", ["openai/tiny", "hosted_vllm/tiny", "anthropic/tiny"])
+def test_a_prompt_that_is_too_long_is_known_as_such(tiny_server: str, model: str) -> None:
+    base = tiny_server if model.startswith("anthropic") else f"{tiny_server}/v1"
+    long: list[Any] = [{"role": "user", "content": "word " * 3000}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(model=model, api_base=base, api_key="any", messages=long, max_tokens=4, num_retries=0)
 
 
 @pytest.mark.model
