@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +22,7 @@ from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
 from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, schemas_of, tools_for
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
-from specengine.request.grammars import STRICT, WRITTEN, Constraint, compiled
+from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import decoder
@@ -35,11 +37,13 @@ class ModelLimits(NamedTuple):
     """Limits of a loaded model for prompts, with a tokenizer for the thread that reads requests.
 
     longest: characters of the longest token, where they are known already
+    lock: held while the tokenizer reads, where several threads share it
     """
 
     tokenizer: Any
     max_context: int
     longest: int | None = None
+    lock: AbstractContextManager[Any] = nullcontext()
 
 
 class PreparedRequest(NamedTuple):
@@ -155,7 +159,8 @@ class CheckedRequest:
         still_wanted: called now and then; what it raises comes out.
         """
         tokenizer = limits.tokenizer
-        ids = self._prompt_ids(engine, limits, still_wanted)
+        with limits.lock:
+            ids = self._prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             message = f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server"
@@ -171,8 +176,9 @@ class CheckedRequest:
         if self.echoes and options["max_new_tokens"] == 1:
             options["policy"] = "plain"  # the draft would read the prompt for one token
         if self.prediction is not None:
-            self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
-            options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
+            with limits.lock:
+                self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
+                options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
         known = format_of(tokenizer) if self._functions else None
         shown = marks(known, tokenizer) if known is not None else []
         shown += thought_marks(tokenizer) if isinstance(self.request, ChatRequest) else []
@@ -318,8 +324,9 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
         raise RequestError(400, message, name, "unsupported_field")
     added = tokenizer.get_added_vocab()
     opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
+    end = time.monotonic() + MAX_SECONDS
     rules = [f"body: ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {closing}"]
-    rules += [f"call_{index}: {_call(tool)}" for index, tool in enumerate(tools)]
+    rules += [f"call_{index}: {_call(tool, end)}" for index, tool in enumerate(tools)]
     if isinstance(choice, NamedChoice):
         rules.append(f"start: {opening} body")
     elif choice == "required" or answer is not None:
@@ -338,10 +345,10 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
     return "\n".join(["%llguidance {}", *rules])
 
 
-def _call(tool: Tool) -> str:
+def _call(tool: Tool, end: float) -> str:
     function = tool.function
     schema = NO_ARGUMENTS if is_empty(function.parameters) else (function.parameters or {}) | {"type": "object"}
-    if not function.strict and not _readable(schema):
+    if not function.strict and not _readable(schema, end):
         schema = {"type": "object"}
     name = json.dumps(function.name, ensure_ascii=False)
     head = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
@@ -349,9 +356,14 @@ def _call(tool: Tool) -> str:
     return rf'{head} %json {given} "}}\n"'
 
 
-def _readable(schema: dict[str, Any]) -> bool:
+def _readable(schema: dict[str, Any], end: float) -> bool:
+    """Return whether the schema is accepted; RequestError where it, or those before it, take longer than to `end`."""
     try:
         compiled("json_schema", schema)
     except InputError:
+        if time.monotonic() > end:
+            raise RequestError(
+                400, f"tools: reading their schemas takes more than {MAX_SECONDS:g} s", "tools"
+            ) from None
         return False
     return True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -17,6 +20,8 @@ from transformers import LogitsProcessor
 from specengine.errors import InputError, missing_extra, shown
 from specengine.files import MARK
 from specengine.models import common_prefix
+from specengine.request import schemas
+from specengine.request.readers import READERS, STACK_BYTES, NoReaderError
 
 T = TypeVar("T")
 
@@ -26,16 +31,20 @@ STRICT = {"lenient": False, "coerce_one_of": False}
 MAX_TEXT = 1 << 18  # characters of a schema or a grammar
 # Of a schema, all its objects together: the library compares each with each.
 MAX_PROPERTIES, MAX_PATTERNS = 1500, 50
-_MAX_SYMBOLS = 100_000
+LIMITS = {"max_grammar_size": 100_000, "verbose_errors": False}
 MAX_SECONDS = 3.0  # of reading a schema or a grammar
-_STACK_BYTES = 1 << 29  # what recursion over a text of MAX_TEXT characters may take; memory is used as it is needed
+_LARGE = 1 << 14  # characters that take more than a few milliseconds to read
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _INTERNAL = re.compile(r"<(non-verbose|backtrace|state)>?.*", re.DOTALL)  # of the library's messages
 _setting_stack = threading.Lock()
 
+log = logging.getLogger(__name__)
+
 
 def library() -> Any:
     """Return llguidance; MissingExtraError where it is not installed."""
+    if "llguidance" not in sys.modules:
+        READERS.start()  # while this imports
     try:
         import llguidance
         import llguidance.hf
@@ -49,24 +58,33 @@ def compiled(field: str, given: Any) -> str:
     return _compiled(field, _text_of(field, given))
 
 
-@lru_cache(maxsize=8)  # an option is checked before there is a model, and again with it
+@lru_cache(maxsize=32)  # an option is checked before there is a model, and again with it
 def _compiled(field: str, text: str) -> str:
-    def make() -> tuple[str, bool, list[str]]:
+    try:
+        text = _exact(field, text)
         if field == "grammar":
             made = library().grammar_from("grammar", text)
         else:
             made = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
-        return made, *library().LLMatcher.validate_grammar_with_warnings(made, limits=_limits())
-
-    try:
-        made, fault, messages = _deeply(field, make)
+        fault = _fault(made)
     except InputError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError, TimeoutError, MemoryError) as error:
         raise refused(field, str(error)) from error
     if fault:
-        raise refused(field, messages[0])
-    return made
+        raise refused(field, fault)
+    return str(made)
+
+
+def _fault(made: str) -> str:
+    try:
+        return READERS.fault(made, LIMITS, MAX_SECONDS)
+    except NoReaderError:
+        log.warning("schemas and grammars are read in this process, as no other can be started")
+        is_wrong, messages = _deeply(
+            lambda: library().LLMatcher.validate_grammar_with_warnings(made, limits=_limits()), len(made)
+        )
+        return str(messages[0]) if is_wrong else ""
 
 
 def refused(field: str, why: str) -> InputError:
@@ -92,24 +110,27 @@ def _text_of(field: str, given: Any) -> str:
         raise InputError(f"{field}: got {len(given)} characters, accepted up to {MAX_TEXT}")
     try:
         given.encode()
-        return _sized(field, given)
     except UnicodeEncodeError as error:
         raise InputError(f"{field}: character {error.start} is not Unicode text") from error
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise refused(field, str(error)) from error
+    return given
 
 
-def _sized(field: str, text: str) -> str:
-    """Return the grammar, or the schema as JSON text, after the size of its schemas is checked."""
-    if field == "grammar":
-        for embedded in _EMBEDDED.finditer(text):
-            _check_size(field, [json.JSONDecoder().raw_decode(text, embedded.end())[0]])
-        return text
-    schema = json.loads(text)
+def _exact(field: str, text: str) -> str:
+    """Return the grammar, or the schema as JSON text, with its schemas checked for size and rewritten; ValueError."""
+    if field != "grammar":
+        return _written(field, schemas.parsed(text))
+    parts, end = [], 0
+    for embedded in _EMBEDDED.finditer(text):
+        if embedded.start() >= end:
+            schema, after = schemas.decoder().raw_decode(text, embedded.end())
+            parts += [text[end : embedded.end()], _written(field, schema)]
+            end = after
+    return "".join([*parts, text[end:]])
+
+
+def _written(field: str, schema: Any) -> str:
     _check_size(field, [schema])
-    return json.dumps(schema, allow_nan=False)
+    return json.dumps(schemas.rewritten(schema), allow_nan=False)
 
 
 def _check_size(field: str, parts: list[Any]) -> None:
@@ -130,32 +151,32 @@ def _check_size(field: str, parts: list[Any]) -> None:
 
 
 def _limits() -> Any:
-    return library().LLParserLimits(max_grammar_size=_MAX_SYMBOLS, verbose_errors=False)
+    return library().LLParserLimits(**LIMITS)
 
 
-def _deeply(field: str, call: Callable[[], T]) -> T:
+def _deeply(call: Callable[[], T], size: int) -> T:
     """Return the result of `call` on a stack that is deep enough for the library's recursion over references.
 
-    InputError after MAX_SECONDS; what was begun is then left to its end.
+    size: characters of the text; a large one is read beside what else runs.
     """
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
+            if size > _LARGE and sys.platform == "linux":  # where a thread has a niceness of its own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             results.append(call())
         except BaseException as error:
             errors.append(error)
 
     with _setting_stack:
-        before = threading.stack_size(_STACK_BYTES)
+        before = threading.stack_size(2 * STACK_BYTES)
         try:
             (thread := threading.Thread(target=run, daemon=True)).start()
         finally:
             threading.stack_size(before)
-    thread.join(MAX_SECONDS)
-    if thread.is_alive():
-        raise refused(field, f"reading it takes more than {MAX_SECONDS:g} s")
+    thread.join()
     if errors:
         raise errors[0]
     return results[0]
@@ -177,7 +198,7 @@ class Vocabularies:
         InputError where the grammar does not fit the tokenizer, or is met by no text.
         """
         vocabulary = self._vocabulary(field, tuple(ends))
-        matcher = _deeply(field, lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()))
+        matcher = _deeply(lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()), len(made))
         if matcher.is_error():
             raise refused(field, matcher.get_error())
         found = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import anyio
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,11 +19,15 @@ from specengine.protocol.dialects import Dialect
 from specengine.protocol.preparing import CheckedRequest
 from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
 from specengine.protocol.replies import Reply
+from specengine.protocol.requests import Sampling
 from specengine.protocol.settings import Settings
 from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker
 
+T = TypeVar("T")
+
 log = logging.getLogger("specengine.serve")
 CLIENT_CLOSED_REQUEST = 499
+_READ_AT_ONCE = anyio.CapacityLimiter(256)  # schemas and grammars: each waits for a process, some for seconds
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 
@@ -49,7 +54,9 @@ async def answered(
         log.warning("%s", note)
     names: Mapping[str, str] = dialect.names
     try:
-        checked = [CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()]
+        checked = await read_beside(
+            asked, lambda: [CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()]
+        )
         names = checked[0].names
         assert worker.engine is not None
         reply = dialect.reply(body, asked, settings.name, worker.engine.tokenizer)
@@ -58,6 +65,13 @@ async def answered(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except SpecEngineError as error:
         raise of_error(error, names) from error
+
+
+async def read_beside(asked: Sampling, read: Callable[[], T]) -> T:
+    """Return what `read` returns, from a thread where the request has a schema or a grammar."""
+    if not asked.constraints:
+        return read()
+    return await anyio.to_thread.run_sync(read, limiter=_READ_AT_ONCE)
 
 
 async def _answered(

@@ -26,7 +26,7 @@ from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
-from specengine.serve.answering import require_model, require_ready
+from specengine.serve.answering import read_beside, require_model, require_ready
 from specengine.serve.worker import Worker
 
 Result = TypeVar("Result")
@@ -109,7 +109,7 @@ def _tokens(app: FastAPI, texts: Texts) -> None:
 
     @app.post("/apply-template", summary="The prompt of a conversation, as a text")
     async def apply_template(body: ChatRequest) -> Response:
-        asked = CheckedRequest(body, texts.settings)
+        asked = await read_beside(body, lambda: CheckedRequest(body, texts.settings))
 
         def prompt(engine: Engine, limits: ModelLimits) -> str:
             asked.require_possible(limits)
@@ -119,7 +119,8 @@ def _tokens(app: FastAPI, texts: Texts) -> None:
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
-        asked = CheckedRequest(counting(body), texts.settings, renamed=anthropic.NAMES)
+        counted = counting(body)
+        asked = await read_beside(counted, lambda: CheckedRequest(counted, texts.settings, renamed=anthropic.NAMES))
         return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
 
 

@@ -59,7 +59,7 @@ class Job:
     who: a name of whoever asks
     ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
-    read_s: seconds that reading took
+    is_read: a thread has begun with it; read_s: seconds that it took
     """
 
     asked: CheckedRequest
@@ -69,6 +69,7 @@ class Job:
     came: float = field(default_factory=time.perf_counter)
     prepared: PreparedRequest | None = None
     quick: bool = True
+    is_read: bool = False
     read_s: float = 0.0
 
     @property
@@ -284,21 +285,30 @@ class Worker:
             return None
 
     def _read_all(self) -> None:
-        """Read what takes long, one after the other."""
+        """Read what takes long, texts one after the other."""
         assert self.engine is not None
         assert self.limits is not None
-        while (job := self._first(lambda job: not job.quick and job.prepared is None)) is not None:
-            try:
-                self._prepare(self.engine, job, self.limits)
-            except Exception as error:
-                with self._changed:
-                    gone = job not in self._jobs
-                    if not gone:
-                        self._jobs.remove(job)
-                if not gone:
-                    self._failure(job, error)
+        limits = self.limits._replace(lock=threading.Lock())
+        while (job := self._first(lambda job: not (job.quick or job.is_read or job.prepared))) is not None:
+            job.is_read = True
+            if job.asked.constrains:  # a schema of one does not wait for another's
+                reading = (self.engine, job, limits)
+                threading.Thread(target=self._read, args=reading, name="specengine-grammar", daemon=True).start()
+            else:
+                self._read(self.engine, job, limits)
+
+    def _read(self, engine: Engine, job: Job, limits: ModelLimits) -> None:
+        try:
+            self._prepare(engine, job, limits)
+        except Exception as error:
             with self._changed:
-                self._changed.notify_all()
+                gone = job not in self._jobs
+                if not gone:
+                    self._jobs.remove(job)
+            if not gone:
+                self._failure(job, error)
+        with self._changed:
+            self._changed.notify_all()
 
     def _prepare(self, engine: Engine, job: Job, limits: ModelLimits) -> PreparedRequest:
         """Read the request; InputError, or RequestError where nobody waits for it any more or its time is over."""
