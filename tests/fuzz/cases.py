@@ -23,7 +23,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 from tests.checkpoints.layouts import LAYER_IDS, NESTED, speculators
-from tests.fuzz import folders, living
+from tests.fuzz import folders, lives, living
 from tests.fuzz.mutations import NUMBERS, TEXTS, mutated, near, nested, strange
 from tests.fuzz.outcomes import ANSWERED, MOST_LINE, REFUSED, Finding, Outcome, refused
 from tests.heads import LLAMA3, YARN, deep
@@ -240,7 +240,8 @@ GIVEN = {
     "weights": living.weights,
     "folders": folders.folders,
 }
-KINDS = SPOILED | GIVEN
+LIVES = {"lives": lives.lives}
+KINDS = SPOILED | GIVEN | LIVES
 
 
 def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from specengine.errors import shown
-from tests.fuzz import cases, running
+from tests.fuzz import __main__, cases, running
 from tests.fuzz.cases import Outcome, Workplace
 from tests.fuzz.workers import worker
 
@@ -31,6 +32,31 @@ def test_models_and_folders_that_change_are_answered_as_they_are_or_refused() ->
     assert not report.findings, "\n".join(report.findings)
     for kind in cases.GIVEN:
         assert report.counts[kind]["answered"] >= 4
+
+
+def test_lives_of_engines_answer_as_plain_decoding(tmp_path: Path) -> None:
+    report = running.fuzz(running.here(tmp_path), 5, seed=1, kinds=tuple(cases.LIVES))
+    assert not report.findings, "\n".join(report.findings)
+    assert report.counts["lives"]["answered"] > 3
+
+
+@pytest.mark.slow
+def test_many_lives_of_engines_answer_as_plain_decoding() -> None:
+    with worker() as run:
+        report = running.fuzz(run, 150, seed=2, kinds=tuple(cases.LIVES))
+    assert not report.findings, "\n".join(report.findings)
+
+
+@pytest.mark.slow
+def test_a_result_file_of_lives_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, rows = tmp_path / "lives.jsonl", []
+    for count in ("2", "5"):
+        monkeypatch.setattr("sys.argv", ["fuzz", "--kind", "lives", "--cases", count, "--out", str(file)])
+        assert __main__.main() == 0
+        rows.append([json.loads(line) for line in file.read_text().splitlines()])
+    assert [row["cases"] for row in (rows[0][-1], rows[1][-1])] == [2, 5]
+    assert [row["first"] for row in rows[1][:-1]] == [0, 2]
+    assert sum(rows[1][-1]["family"].values()) == sum(rows[1][-1]["outcomes"].values()) == 5
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.fuzz import changes, forms, living
+from specengine import cycle
+from specengine.drafters.small_model import SmallModel
+from specengine.request.text import TextStream
+from tests.fuzz import changes, forms, lives, living
 from tests.fuzz.outcomes import Finding
 from tests.fuzz.settings import SETTINGS
 from tests.fuzz.workers import worker
@@ -118,3 +124,35 @@ def test_a_case_that_ends_the_process_is_found_and_the_next_is_run() -> None:
         assert (ended.outcome, ended.given) == ("found", "what this name draws")
         assert ended.error == "the process died of SIGSEGV; before it this process ran 0/target/0"
         assert run("0/target/2").outcome == "answered"
+
+
+def another_choice(patch: pytest.MonkeyPatch) -> None:
+    walk = cycle.walk
+
+    def wrong(tree: Any, choose: Callable[[int], int], commit: Any) -> Any:
+        return walk(tree, choose if len(tree) == 1 else lambda node: choose(node) ^ 1, commit)
+
+    patch.setattr(cycle, "walk", wrong)
+
+
+def shorter_pieces(patch: pytest.MonkeyPatch) -> None:
+    push = TextStream.push
+    patch.setattr(TextStream, "push", lambda self, tokens: push(self, tokens)[1:])
+
+
+def a_draft_that_fails(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SmallModel, "root", lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize("fault", [another_choice, shorter_pieces, a_draft_that_fails])
+@pytest.mark.parametrize("numbers", ["float32", "modules"])
+def test_a_life_with_a_fault_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None], numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = {"act": "stream", "prompts": [[104, 101, 108]], "options": {"max_new_tokens": 12}, "after": 1, "seed": 1}
+    given = {"family": "llama", "draft": "small model", "policy": "eagle", "numbers": numbers, "lookup": False}
+    life = lives.Life(given | {"acts": [act] * 3}, tmp_path)
+    assert life.run().kind == "answered"
+    fault(monkeypatch)
+    with pytest.raises((Finding, ZeroDivisionError)):
+        life.run()
