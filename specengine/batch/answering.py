@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import openai
@@ -18,6 +20,8 @@ from specengine.records import GenerationResult
 
 # Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
+BLOCKS = 64  # of a file of weights, evenly spaced
+BLOCK_BYTES = 4096
 AHEAD = 256  # answers that may wait for an earlier one, of which the file is in need
 STOP_SECONDS = 1.0  # to wait for answers that are given up
 
@@ -71,7 +75,26 @@ def failed(item: Item, kind: str, message: str) -> Answered:
 def facts(engine: Engine) -> dict[str, Any]:
     """Return the facts of an engine that its answers depend on, JSON-ready. Engines that answer alike have the same."""
     identity = stored.identity(engine.target, engine.drafter)
-    return {name: value for name, value in identity.items() if name not in _SPEED_ALONE}
+    defaults: Any = engine.target.generation_config
+    texts = {
+        "chat template": stored.digest({"template": getattr(engine.tokenizer, "chat_template", None)}),
+        "generation config": stored.digest({} if defaults is None else defaults.to_dict()),
+        "weights": _sampled(Path(engine.target.name)),
+    }
+    return {name: value for name, value in identity.items() if name not in _SPEED_ALONE} | texts
+
+
+def _sampled(model: Path) -> str:
+    """Return a digest of blocks of a model's files at a path: other weights of the same shapes have another one."""
+    read = hashlib.sha256()
+    for file in sorted(model.glob("*")) if model.is_dir() else [model]:
+        if file.suffix in (".safetensors", ".gguf", ".bin") and file.is_file():
+            size = file.stat().st_size
+            with file.open("rb") as handle:
+                for block in range(BLOCKS):
+                    handle.seek(size * block // BLOCKS)
+                    read.update(handle.read(BLOCK_BYTES))
+    return read.hexdigest()[:32]
 
 
 def _turns(engine: Engine, item: Item, ticket: Ticket) -> list[GenerationResult]:

@@ -17,7 +17,7 @@ from specengine.batch.lines import Item, read, seed_of
 from specengine.errors import InputError
 from tests.batch import files
 from tests.batch.conftest import Example
-from tests.toy import byte_tokenizer
+from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS: dict[str, Any] = {"record": "settings"}
@@ -248,6 +248,24 @@ def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
         pytest.raises(InputError, match=r"other engine .device: 'one' there, 'two' now"),
     ):
         opened.loaded({"device": "two", "dtype": "float32"})
+
+
+@pytest.mark.parametrize("changed", ["chat template", "weights", "generation config"])
+def test_a_model_that_was_replaced_between_runs_is_refused(changed: str, tmp_path: Path, capsys: Any) -> None:
+    model = files.make_model(tmp_path / "tiny")
+    prompts, out = files.write(tmp_path / "in.jsonl", ["a", "b"]), tmp_path / "out.jsonl"
+    assert files.batch(prompts, out, model) == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole[: whole.index(b"\n") + 1])
+    if changed == "chat template":
+        byte_tokenizer("[{{ messages[-1].content }}]").save_pretrained(model)
+    elif changed == "weights":
+        tiny(seed=2, initializer_range=0.1, max_position_embeddings=512).save_pretrained(model)
+    else:
+        (model / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    assert files.batch(prompts, out, model) == 2
+    assert f"other engine ({changed}: " in capsys.readouterr().err
+    assert out.read_bytes() == whole[: whole.index(b"\n") + 1]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
