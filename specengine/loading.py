@@ -26,7 +26,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
 from specengine.models import Target
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError, fixed_context
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
@@ -162,6 +162,8 @@ def _pair(
     """Return target and draft, both for graphs or neither; no draft where none was asked for and the target has no use
     for it. UnsupportedModelError where one was."""
     target = _target(loaded, options)
+    if options.context is not None:
+        _set_context(target, options.context)
     if drafts and isinstance(target, OwnCacheTarget) and (options.strict or not target.trees):
         if options.strict or draft is not None or policy is not None:
             what = "strict" if options.strict else "draft" if draft is not None else "policy"
@@ -192,6 +194,17 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         if options.graphs:
             raise
         return OwnCacheTarget(model, str(error), pack=options.pack, reason=loaded.reason)
+
+
+def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None:
+    """Let texts have so many tokens. InputError where the target's positions end before."""
+    lm = target.lm
+    limit = min(target.max_context, lm.max_context)
+    fixed = fixed_context(lm.config) if limit == lm.max_context else f"strict attention ends with its window of {limit}"
+    if context > limit and fixed:
+        raise InputError(f"context: got {context}, accepted 2 to {limit}: {fixed}")
+    lm.widen(context)
+    target.max_context = context
 
 
 def _unwatch(*models: CausalLM | NativeLM) -> None:
@@ -272,9 +285,9 @@ def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafte
 
 def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> str:
     whole = getattr(target.lm.config, "max_position_embeddings", None) or 0
-    if isinstance(target, NativeTarget) and target.max_context < whole:
+    if isinstance(target, NativeTarget) and target.lm.max_context < whole:
         return (
-            f"native: the context ends with LongRoPE's original {target.max_context} tokens; "
+            f"native: the context ends with LongRoPE's original {target.lm.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         )
     if draft is None and drafter is not None and target.name and (missing := embedded.missing_head(target.name)):

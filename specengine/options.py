@@ -55,6 +55,8 @@ class LoadOptions:
                        has for it; rank 0 drafts, and the others do not return from loading
     strict             verify so that a token's logits have the same bits in every tree and in plain decoding: then half
                        precision is as exact as float32; costs more per node
+    context            tokens of prompt and answer that a text may have; by default as the model's config says
+                       (max_position_embeddings, or what scaled positions reach)
     learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
                        learn` has made of it there, without graphs
     progress           called with lines about what takes long; by default they go to stderr
@@ -75,6 +77,7 @@ class LoadOptions:
     graphs: bool | None = None
     tp_plan: str | None = None
     strict: bool = False
+    context: int | None = None
     learn: Any = None
     progress: Callable[[str], None] | None = None
 
@@ -129,6 +132,10 @@ class LoadOptions:
             given = getattr(self, name)
             if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
                 raise InputError(f"{name}: got {shown(given)}, accepted a dict of options by name")
+        if self.context is not None and (type(self.context) is not int or self.context < 2):
+            raise InputError(
+                f"context: got {shown(self.context)}, accepted a whole number of tokens, 2 or more, or none"
+            )
         for name in ("offline", "trust_remote_code", "lookup", "pack", "graphs", "strict"):
             given, optional = getattr(self, name), name in ("lookup", "pack", "graphs")
             if not isinstance(given, bool) and not (optional and given is None):

@@ -163,6 +163,12 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
         help="compute the same bits in every tree as in plain decoding, also in bfloat16; costs more per node",
     )
     group.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and answer that a text may have (default: as the model's config says)",
+    )
+    group.add_argument(
         "--tp-plan",
         choices=("auto",),
         default="auto" if RANKS > 1 else None,

@@ -19,6 +19,7 @@ from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models import fused
 from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
 from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
+from specengine.models.families import scaled_context
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
 from specengine.models.twins import Packed, evaluating, is_changed, set_attention, worth_packing
@@ -121,6 +122,7 @@ class CausalLM:
 
     fuses = True
     layers_note = ""
+    widest = 0  # context that was asked for beyond the config's
 
     def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
         self._refuse(model)
@@ -157,6 +159,11 @@ class CausalLM:
     def _watched(self) -> Watch | None:
         return Watch(self.model)
 
+    def widen(self, context: int) -> None:
+        """Take in texts of so many tokens, whatever the config says."""
+        self.widest = context
+        self.max_context = max(self.max_context, context)
+
     def unwatch(self) -> None:
         """Look for no more changes by others, for which each answer reads all weights: the model is nobody else's."""
         self._watch, self._contents = None, []
@@ -182,6 +189,7 @@ class CausalLM:
         if not changed:
             return
         fresh = type(self)(self.model, pack=self._pack, merge=self._merges)
+        fresh.widen(self.widest)
         if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
                 f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
@@ -670,12 +678,13 @@ def mixing(model: nn.Module) -> str:
 
 
 def context_limit(config: Any) -> int:
-    """Return how many tokens the model can hold: its position limit.
+    """Return how many tokens the model can hold: its position limit, or what its scaled positions reach.
 
     LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
     the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    limit = scaled_context(config, limit)
     if config.model_type == "xlnet":  # whose positions are relative, and its limit -1
         limit = 1 << 20
     if config.model_type in UNMASKED:
@@ -689,6 +698,19 @@ def context_limit(config: Any) -> int:
     if limit < 2:
         raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
     return int(limit)
+
+
+def fixed_context(config: Any) -> str:
+    """Return why no text can be longer than `context_limit`; empty where only the model's training says so."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {given.get("rope_type") for given in (rope, *rope.values()) if isinstance(given, dict)}
+    table = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    reasons = {
+        "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
+        "positions of other kinds begin there (dynamic or LongRoPE)": not kinds.isdisjoint(("dynamic", "longrope")),
+        "its table of positions has no more entries": not rope and table and not getattr(config, "alibi", False),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _widened(mask: Tensor, slots: int) -> Tensor:

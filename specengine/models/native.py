@@ -200,6 +200,10 @@ class NativeLM:
             self._model = self.source.model()
         return self._model
 
+    def widen(self, context: int) -> None:
+        """Take in texts of so many tokens, whatever the config says."""
+        self.max_context = max(self.max_context, context)
+
     @property
     def layers(self) -> int:
         return self.shape.layers

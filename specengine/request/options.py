@@ -33,6 +33,7 @@ from specengine.request.declared import (
     require_whole,
 )
 from specengine.request.grammars import Constraint, ConstraintProcessor, compiled
+from specengine.request.prompts import CONTEXT_SOURCES
 from specengine.request.sampling import PresenceFrequencyPenalty, Processor, Sampler, Stopper, TopP
 
 MIN_TEMPERATURE = 1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
@@ -77,7 +78,8 @@ class GenerationOptions(DeclaredOptions):
             raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
-            self.cut = f"max_new_tokens: the answer ends with the context, {max_context} tokens of prompt and answer"
+            ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
+            self.cut = f"max_new_tokens: {ends}; {CONTEXT_SOURCES}"
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
         configured.check(self._context(prompt_length, "cpu"), samples=self.samples)
         return self

@@ -56,9 +56,12 @@ def token_ids(  # noqa: PLR0913
     _require_known("prompt", ids, vocab_size)
     if len(ids) >= max_context:
         message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
-        message += f"the context here is {max_context} and an answer needs room"
+        message += f"the context here is {max_context} and an answer needs room; {CONTEXT_SOURCES}"
         raise ContextLengthError.of(message, len(ids), max_context, max_context - 1)
     return ids
+
+
+CONTEXT_SOURCES = "it is the config's max_position_embeddings unless the option context says otherwise"
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.longrope import LongRopeTarget, switches
+from specengine.request.prompts import CONTEXT_SOURCES
 from tests.sweep.serving import NEW, Knowing, generated, prompt_of
 from tests.sweep.small import VOCABULARY, model_of
 from tests.toy import policy_for, random_tree
@@ -77,4 +78,5 @@ def test_where_transformers_does_not_run_again_the_context_ends() -> None:
     assert HuggingFaceTarget(model).max_context == ORIGINAL
     answer = Engine.from_pretrained(model, policy="plain").generate(prompt_of(20), max_new_tokens=9, eos_token_id=[])
     assert len(answer.token_ids) == 5
-    assert answer.stats.notes == ["max_new_tokens: the answer ends with the context, 25 tokens of prompt and answer"]
+    ends = "max_new_tokens: the answer ends with the context, 25 tokens of prompt and answer"
+    assert answer.stats.notes == [f"{ends}; {CONTEXT_SOURCES}"]

@@ -13,6 +13,7 @@ from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesEr
 from specengine.models.kv_cache import Rows
 from specengine.models.windows import attend_near, dense, near_prompt, note_places
 from specengine.ops.tree import TokenTree
+from specengine.request.prompts import CONTEXT_SOURCES
 from tests.toy import near_copy, policy_for, random_tree, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,5 +149,5 @@ def test_a_native_model_ends_with_the_original_context_of_longrope_where_it_is_a
     assert len(answer.token_ids) == 12
     assert answer.stats.notes == [
         "native: the context ends with LongRoPE's original 16 tokens; backend='huggingface' has all 64",
-        "max_new_tokens: the answer ends with the context, 16 tokens of prompt and answer",
+        "max_new_tokens: the answer ends with the context, 16 tokens of prompt and answer; " + CONTEXT_SOURCES,
     ]

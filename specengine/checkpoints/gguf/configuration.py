@@ -277,7 +277,9 @@ def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
     if kind not in (None, "linear", "yarn") or _ROPE_FACTORS in fields.file.tensors:
         raise fields.unsupported("rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind")
     if kind != "yarn":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+        trained = fields.value("rope.scaling.original_context_length")
+        original = {} if trained is None else {"original_max_position_embeddings": trained}
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor, **original}
     return {
         "rope_type": "yarn",
         "rope_theta": theta,

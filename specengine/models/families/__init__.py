@@ -128,6 +128,10 @@ def _apart(heads: int, sizes: list[int]) -> list[int]:
     ]
 
 
+SCALED = ("linear", "llama3", "yarn")  # kinds of positions whose factor says how far they reach
+MAX_CONTEXT = 1 << 30
+
+
 class QueryFactors(NamedTuple):
     """Factors on turned queries, which grow with the position.
 
@@ -753,6 +757,23 @@ class Layer:
             yield from self.own.parts_of_layer(shape)
         if self.scale is not None:
             yield Part("scale", self.scale, 1)
+
+
+def scaled_context(config: Any, limit: int) -> int:
+    """Return how many tokens scaled positions reach: their factor times the context that they were trained for.
+
+    limit: the context in the config, which stays where it is above the trained one, or some layers are not scaled.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    reached = []
+    for given in ropes:
+        kind = given.get("rope_type", given.get("type"))
+        factor: Any = given.get("factor")
+        trained: Any = given.get("original_max_position_embeddings") or limit
+        scaled = kind in SCALED and isinstance(factor, int | float) and limit <= trained
+        reached.append(int(min(factor * trained, MAX_CONTEXT)) if scaled else limit)
+    return max(min(reached), limit)
 
 
 @dataclass(frozen=True)

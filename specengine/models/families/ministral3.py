@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Family, Layer, QueryFactors
+from specengine.models.families import GGUF, Attention, Family, Layer, QueryFactors, scaled_context
 
+MIN_REACH = 1 << 20  # positions that have factors of their own, for contexts beyond the config's
 KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings")
 GROWTH, LEFT_OUT = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 
@@ -15,7 +16,7 @@ def query_factors(config: Any) -> QueryFactors | None:
     beta, every = (config.rope_parameters.get(key) for key in KEYS)
     if not (beta and every):
         return None
-    count = -(-config.max_position_embeddings // every)
+    count = -(-max(scaled_context(config, config.max_position_embeddings), MIN_REACH) // every)
     return QueryFactors(every, tuple(1.0 + beta * math.log(1 + number) for number in range(count)))
 
 
