@@ -61,6 +61,7 @@ _NEUTRAL: dict[str, Any] = {
     "guidance_scale": 1,
 }
 _REMEDIES = {"watermarking_config": "leave it out, in the model's generation config too"}  # no value is neutral
+MIN_TOP_P = 1e-30  # of which the likeliest token is left, as of transformers' 0
 _NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
 
 
@@ -78,7 +79,9 @@ class Configured:
                 raise _unsupported(name, asked[name], "leave it out")
         own = {} if model is None else _set_fields(model)
         own.pop("return_dict_in_generate", None)  # the caller says what comes back
-        self.values = own | asked
+        self.values = {name: value for name, value in (own | asked).items() if not _keeps_all(name, value)}
+        if self.values.get("top_p") == 0:
+            self.values["top_p"] = MIN_TOP_P
 
     def refuse_unsupported(self, known: Collection[str]) -> None:
         """Raise InputError for fields that are not supported; known: fields that are read by name."""
@@ -132,6 +135,11 @@ class Configured:
                     f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
                 ) from error
         return [processor for processor in processors if processor is not None]
+
+
+def _keeps_all(name: str, value: Any) -> bool:
+    """Return whether transformers takes this share of the tokens for all of them."""
+    return name in ("top_p", "typical_p") and isinstance(value, int | float) and value > 1
 
 
 def _set_fields(config: GenerationConfig) -> dict[str, Any]:

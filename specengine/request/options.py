@@ -206,9 +206,13 @@ class GenerationOptions(DeclaredOptions):
         """Take over what is still None; what shapes a draw means nothing where none is asked for."""
         if self.do_sample is None:
             self.do_sample = bool(values.get("do_sample"))
+        known = declarations()
         for name in IN_CONFIGS:
             if getattr(self, name) is None and (self.do_sample or name not in SHAPES_DRAWS):
                 setattr(self, name, values.get(name))
+                reader = known[name].reader if name in known else None
+                if reader is not None and values.get(name) is not None:
+                    reader.check(f"generation_config.{name}", values[name])
 
     def _up_to(self, max_length: int | None, prompt_length: int) -> int:
         """Return how many tokens a config's max_length, which counts the prompt, leaves for the answer."""

@@ -1,6 +1,8 @@
 """Generation configs as models bring them: what transformers makes of each key, or an error of ours."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,52 @@ def test_the_call_has_a_way_round_what_is_refused(fields: dict[str, Any], remedy
     with pytest.raises(InputError, match=rf"generation_config\.{name}: .* not supported .*GenerationConfig\({name}="):
         engine.generate(PROMPT, max_new_tokens=2)
     assert engine.generate(PROMPT, max_new_tokens=2, generation_config=GenerationConfig(**remedy)).token_ids
+
+
+def test_every_way_round_is_one_that_transformers_takes() -> None:
+    model = tiny("llama")
+    engine, named = Engine.from_pretrained(model, "none"), []
+    for name in vars(GenerationConfig()):
+        model.generation_config = GenerationConfig()
+        setattr(model.generation_config, name, 3)
+        try:
+            engine.generate(PROMPT, max_new_tokens=2)
+        except InputError as error:
+            if (found := re.search(r"generation_config=GenerationConfig\((\w+)=(\w+)\)", str(error))) is not None:
+                config = GenerationConfig(**{found[1]: ast.literal_eval(found[2])})
+                assert engine.generate(PROMPT, max_new_tokens=2, generation_config=config).token_ids
+                named.append(found[1])
+    assert len(named) > 5
+    model.generation_config = GenerationConfig(watermarking_config={"bias": 1.0})
+    with pytest.raises(InputError, match="leave it out, in the model's generation config too"):
+        engine.generate(PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+@pytest.mark.parametrize("fields", [{"top_p": 0.0}, {"top_p": 0}, {"top_p": 1e-30}])
+def test_no_share_of_the_tokens_is_the_likeliest_one(fields: dict[str, Any], by_call: bool) -> None:
+    config = GenerationConfig(do_sample=True, temperature=3.0, top_k=0, **fields)
+    found = ours(GenerationConfig(), generation_config=config) if by_call else ours(config)
+    assert found == theirs(GenerationConfig()) is not None
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 1.5}, {"top_p": 100}, {"typical_p": 2.0}])
+def test_more_than_all_tokens_are_all_of_them(fields: dict[str, Any]) -> None:
+    config = {"do_sample": True, "temperature": 3.0}
+    assert ours(GenerationConfig(**config, **fields), seed=3) == ours(GenerationConfig(**config), seed=3) is not None
+
+
+@pytest.mark.parametrize("fields", [{"top_p": -0.5}, {"top_k": -3}, {"min_p": 1.5}, {"typical_p": 0.0}])
+def test_a_value_of_the_models_own_is_named_so(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    model = tiny("llama")
+    for field, value in {"do_sample": True, **fields}.items():
+        setattr(model.generation_config, field, value)
+    engine = Engine.from_pretrained(model, "none")
+    with pytest.raises(InputError, match=rf"^generation_config\.{name}: got {fields[name]}"):
+        engine.generate(PROMPT, max_new_tokens=2)
+    with pytest.raises(InputError, match=rf"^{name}: got {fields[name]}"):
+        engine.generate(PROMPT, max_new_tokens=2, **fields)
 
 
 @pytest.mark.parametrize(
