@@ -294,6 +294,40 @@ def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> 
     assert (logits - dense_logits(draft.head.module, target.model, [*prompt, 3], 0)).abs().max() < 1e-4
 
 
+@torch.inference_mode()
+def test_the_columns_of_a_head_are_the_tokens_that_its_map_says() -> None:
+    """d2t holds, by column, what is added to the column's number to get the target's token."""
+    target, config = HuggingFaceTarget(deep()), head_config(draft_vocab_size=6)
+    state = random_state(config) | {"d2t": torch.tensor([3, 3, 10, 40, 40, VOCABULARY - 6])}
+    drafter = Eagle(head_from(config, state, torch.float32, CPU), target.lm)
+    target.want(drafter.traits.features)
+    drafter.begin(PROMPT[:-1], target.prefill(PROMPT[:-1]))
+    step = drafter.root(TokenTree.root(PROMPT[-1], 2))
+    assert step.token_ids is not None
+    assert step.token_ids.tolist() == [3, 4, 12, 43, 44, VOCABULARY - 1]
+    assert step.logits.shape == (1, 6)
+
+
+@pytest.mark.parametrize("held", [0, 4, 20])
+def test_a_draft_that_holds_less_than_the_target_decides_what_is_run_again(held: int) -> None:
+    """held: how many tokens of the first turn the draft still has."""
+    target, tokenizer = HuggingFaceTarget(deep()), byte_tokenizer()
+    draft = Checking(tiny_head(head_config()), target.lm)
+    session = Engine(target, draft, RandomShape(seed=3), tokenizer).session()
+    session.generate("Hello there, you", max_new_tokens=7)
+    kept = target.tokens[:held]
+    draft.reset()
+    if kept:
+        with torch.inference_mode():
+            draft.begin(kept, target.lm.extend(target.lm.new_cache(64), kept, draft.traits.features)[1])
+    expected_messages = [*session.messages, {"role": "user", "content": "And now?"}]
+    result = session.generate("And now?", max_new_tokens=7)
+    fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(expected_messages, max_new_tokens=7)
+    assert result.token_ids == fresh.token_ids
+    assert result.stats.num_cached_prompt_tokens == held
+    assert draft.worst < 1e-4
+
+
 def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 on this machine")

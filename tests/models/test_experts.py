@@ -207,6 +207,19 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
     assert_rows_are_alone(found[0], (2, 17))
 
 
+@pytest.mark.parametrize(
+    "kinds", [("q4_k", "q4_0", "q8_0"), ("q4_0", "q6_k", "q4_0"), ("q8_0", "q4_k", "q6_k"), ("q6_k", "q8_0", "q4_k")]
+)
+def test_inputs_are_made_ready_for_both_kinds_of_an_expert(kinds: tuple[str, str, str], tmp_path: Path) -> None:
+    path = write_packed(tmp_path / "model.gguf", kinds)
+    tree = random_tree(33, 33, 200, root=3)
+    wanted = own_logits(open_native(str(path), dtype=torch.float32).source.model(), PROMPT, tree)
+    found = [native_logits(packed(path, one, "integer"), PROMPT, tree) for one in instruction_sets("integer")]
+    apart = (found[0] - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert apart.median() < 0.1, apart
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def write_gpt_oss(path: Path, experts: int = 4) -> Path:
     """Write GPT-OSS as published: experts as MXFP4, all else as Q8_0."""
     hidden, inner, heads, key_heads, head = 64, 96, 4, 2, 16
@@ -286,6 +299,21 @@ def test_other_routing_than_the_models_is_noticed(routing: Routing, monkeypatch:
     for options in ({}, {"quantize": "int8"}):
         with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
             from_model(tiny("mixtral", sliding_window=None), **options)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_of_equal_scores_the_first_experts_are_taken(family: str) -> None:
+    model = tiny(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.weight.zero_()
+                for stack in layer.mlp.experts.parameters():  # all alike: transformers may take any of them
+                    stack.copy_(stack[:1].expand_as(stack).clone())
+    lm, count = from_model(model), len(PROMPT)
+    routing = torch.empty(lm.routes.layers, count, model.config.num_experts_per_tok, dtype=torch.int32)
+    lm.run(torch.tensor(PROMPT), torch.arange(count), lm.new_cache(count), (0, 0, None), routing=routing)
+    assert (routing == torch.arange(routing.shape[2])).all()
 
 
 def test_the_control_experts_differ() -> None:

@@ -278,6 +278,22 @@ def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_tex
         assert torch.equal(target.verify(root)[0], fresh.verify(root)[0]), (step, what)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_last_row_that_is_kept_outlasts_a_larger_tree(name: str) -> None:
+    """Rows are kept in blocks of 16: a tree that fills one, whose last node is accepted, and then one beyond it."""
+    target, fresh = NativeTarget(lm_of(name)), NativeTarget(lm_of(name))
+    full, path = TokenTree.root(3, 16), [0, *range(9, 16)]
+    for node in range(1, 16):
+        parent = torch.tensor([node - 1 if node not in (1, 9) else 0])
+        full.add(parent, torch.tensor([20 + node]), torch.zeros(1))
+    target.prefill(PROMPT[:3])
+    target.verify(full)
+    target.commit(full, path)
+    larger = random_tree(5, 40, VOCABULARY, root=9)
+    fresh.prefill([*PROMPT[:3], *full.tokens[path].tolist()])
+    assert torch.equal(target.verify(larger)[0], fresh.verify(larger)[0])
+
+
 def test_a_memory_refuses_slots_that_were_not_run() -> None:
     lm = lm_of("qwen3_5_text")
     cache = lm.new_cache(100)

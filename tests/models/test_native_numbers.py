@@ -27,7 +27,7 @@ from tests.models.native_variants import (
     tree_of,
     write_gguf,
 )
-from tests.toy import VOCABULARY
+from tests.toy import VOCABULARY, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]  # those that run float32
@@ -53,6 +53,18 @@ def exact(variant: str) -> Tensor:
 def test_float32_logits_are_those_of_the_models_own_modules(variant: str, instructions: str) -> None:
     ours = native_logits(native_lm(model_of(variant), instructions), PROMPT, TREE)
     assert (ours - exact(variant)).abs().max() <= 2e-6 * len(PROMPT) * exact(variant).abs().max()
+
+
+@pytest.mark.parametrize("instructions", WITH_VECTORS)
+def test_logits_far_above_the_soft_cap_are_those_of_tanh(instructions: str) -> None:
+    """At 6 to 10 times the cap tanh is up to 1.2e-5 below 1, which float32 tells apart."""
+    plain = native_logits(native_lm(tiny("gemma4_text", final_logit_softcapping=None), instructions), PROMPT, TREE)
+    cap = float(plain.abs().max()) / 10
+    capped = native_logits(native_lm(tiny("gemma4_text", final_logit_softcapping=cap), instructions), PROMPT, TREE)
+    far = (plain.abs() > 6 * cap) & (plain.abs() < 9 * cap)
+    assert far.sum() > 20
+    wanted = torch.tanh(plain.double() / cap) * cap
+    assert ((capped - wanted).abs() <= 2e-7 * cap).all()
 
 
 def errors(logits: Tensor, variant: str) -> Tensor:
