@@ -121,6 +121,7 @@ bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under loa
 	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl
 	$(RUN) -m tests.serve.storm --out build/results/server-storm.jsonl
 	$(RUN) -m tests.serve.hostile --out build/results/server-hostile.jsonl
+	$(RUN) -m tests.serve.hostile --connections 1000 --out build/results/server-hostile-2000.jsonl
 
 docs: $(VENV)/.installed-docs  ## the documentation as a site in build/docs, its figures and links checked
 	$(RUN) -m docs.build --check

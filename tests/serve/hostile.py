@@ -5,21 +5,31 @@
 The server runs in a process of its own with the default model. The other user asks one question after another. Each
 row has the status that the body got, the seconds of its slowest answer, and by how many seconds the slowest answer of
 the other user was slower than usual (the median without such a body).
+
+    python -m tests.serve.hostile --connections 1000 --out bench/results/server-hostile-2000.jsonl
+
+makes hostile requests of every kind (tests/serve/hostile_connections.py) beside that user, and compares the server's
+memory, descriptors and threads after the first fifth with those at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import resource
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.serve.hostile_connections import attack
 
 CHAT, RESPONSES, MESSAGES, TEXT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -125,6 +135,54 @@ def measured(address: str, times: int, names: list[str]) -> list[dict[str, Any]]
     return rows
 
 
+ROUNDS = 5
+SETTLED_SECONDS = 6.0  # after which connections of clients that have gone are closed
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def attacked(port: int, pid: int, count: int) -> list[dict[str, Any]]:
+    """Return a row per round of hostile acts, made by another process, and one that compares the server with before.
+
+    The first round is left out of that: what is made at first use stays.
+    """
+    rows, before, usual = [], dict[str, int](), 0.0
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        user = User(client)
+        for number in range(ROUNDS):
+            user.seconds.clear()
+            for _ in range(20):
+                user.ask()
+            usual = statistics.median(user.seconds)
+            outcomes: list[dict[str, int]] = []
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
+                acts = others.submit(attack, port, count // ROUNDS, number)
+                slowest = user.beside(threading.Thread(target=lambda: outcomes.append(acts.result())))  # noqa: B023
+            time.sleep(SETTLED_SECONDS)
+            row = {"record": "hostile-connections", "requests": count // ROUNDS, "usual": round(usual, 3)}
+            row |= {"longest": round(slowest - usual, 3), "outcomes": outcomes[0], **of_process(pid)}
+            before = before or of_process(pid)
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+        after = of_process(pid)
+        summary: dict[str, Any] = {"record": "hostile-summary", "requests": count, "before": before, "after": after}
+        summary["memory"] = round(after["resident"] / before["resident"] - 1, 4)
+        summary["alive"] = client.get("/health").status_code == 200
+        summary["longest"] = max(row["longest"] for row in rows)
+        print(json.dumps(summary), flush=True)
+    return [*rows, summary]
+
+
+def of_process(pid: int) -> dict[str, int]:
+    """Return a process's resident bytes, descriptors and threads."""
+    folder = Path(f"/proc/{pid}")
+    counts = {name: len(list((folder / kind).iterdir())) for name, kind in (("descriptors", "fd"), ("threads", "task"))}
+    return {"resident": resident(pid), **counts}
+
+
 def main() -> None:
     from specengine.benchmark.provenance import provenance
     from tests.serve.processes import free_port, running
@@ -132,12 +190,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=5, help="that each body is sent")
     parser.add_argument("--body", action="append", default=[], choices=list(BODIES), metavar="NAME")
+    parser.add_argument("--connections", type=int, default=0, metavar="N", help="hostile acts, instead of the bodies")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [provenance("python -m tests.serve.hostile", sys.argv[1:])]
     port = free_port()
-    with running([], port=port):
-        rows += measured(f"http://127.0.0.1:{port}", args.times, args.body)
+    with running([], port=port) as process:
+        if args.connections:
+            rows += attacked(port, process.pid, args.connections)
+        else:
+            rows += measured(f"http://127.0.0.1:{port}", args.times, args.body)
     if args.out:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
