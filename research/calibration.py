@@ -88,7 +88,7 @@ def outcomes(cycle: Cycle) -> list[Outcome]:
     """Return the outcomes of one cycle: best children of the root and of each accepted node that has one."""
     tree = cycle.tree
     parents, stated, ranks = tree.parents.tolist(), tree.log_probs.exp().tolist(), [0, *sibling_ranks(tree)]
-    on_path = set(cycle.path)
+    on_path = set(cycle.agreed)
     return [
         Outcome(ranks[parents[node]], stated[node], node in on_path)
         for node in range(1, len(tree))

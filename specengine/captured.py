@@ -2,7 +2,8 @@
 
 Where the host has nothing to say between verification and commit, a cycle stays on the device: a graph verifies, walks
 down, commits and leaves one record of a few kilobytes, which the host reads while the next cycle runs; one begun behind
-the end of an answer is forgotten. Where it has (processors, penalties, drafts that copy), it reads the tree and the
+the end of an answer is forgotten. Rows of nodes below a drafted end token stand there in the place of padding, and the
+record leaves them out. Where it has (processors, penalties, drafts that copy), it reads the tree and the
 logits, and walks itself.
 """
 
@@ -443,8 +444,10 @@ class CapturedDriver(EagerDriver):
                     if lane.commit(record.tokens[kept - 1]):
                         break
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
-                made = record.tree, record.path[:kept], record.tokens[:kept], seconds, record.grown - 1
-                finished = Cycle(*made, learnt=learns and not follows)
+                tree, places = cycle.without_ended(record.tree, record.tree.tokens.tolist(), lane.stopper)
+                path = record.path[:kept] if places is None else [places.index(node) for node in record.path[:kept]]
+                made = tree, path, record.tokens[:kept], seconds, record.grown - 1
+                finished = Cycle(*made, learnt=learns and not follows, end=cycle.drafted_end(tree, path, lane))
                 if self.policy is not None and (follows or times):
                     self.policy.learn(Outcome.of(finished))
                 lane.count(finished)

@@ -145,6 +145,24 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
     return Draft(verified, grown.trimmed(), kept.ids)
 
 
+def without_ended(tree: TokenTree, tokens: Sequence[int], stopper: Stopper) -> tuple[TokenTree, list[int] | None]:
+    """Leave out the nodes below those that carry an end token: no answer goes on there.
+
+    tokens: of the nodes. Returns the rest, and its nodes' numbers in `tree`; None for all. Synchronises with the device
+    if the tree is on one.
+    """
+    ends = stopper.eos_token_ids
+    if ends.isdisjoint(tokens):
+        return tree, None
+    ended = [False]
+    for parent in tree.parents.tolist()[1:]:
+        ended.append(ended[parent] or (parent > 0 and tokens[parent] in ends))
+    rest = [node for node, is_ended in enumerate(ended) if not is_ended]
+    if len(rest) == len(ended):
+        return tree, None
+    return tree.subtree(Nodes.of(torch.tensor(rest, dtype=torch.int64, device=tree.device))), rest
+
+
 def draft_tree(
     token: int,
     drafter: Drafter | None,
@@ -313,11 +331,21 @@ def walk(
     return path, committed
 
 
+def drafted_end(tree: TokenTree, path: Sequence[int], lane: Lane) -> int | None:
+    """Return the node below a path that carries the end token which has ended the lane; None if there is none."""
+    token = lane.stopper.tokens[-1]
+    if lane.reason is None or token not in lane.stopper.eos_token_ids:
+        return None
+    nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    return next((node for node, edge in enumerate(nodes) if edge == (path[-1], token)), None)
+
+
 class Verdict(NamedTuple):
     """The target's verdict on a tree; fields as in Cycle."""
 
     path: list[int]
     tokens: list[int]
+    end: int | None
     features: Tensor | None
     successors: Successors | None
     logprobs: list[TokenLogprob] | None
@@ -339,6 +367,10 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
             tokens = draft.tree.tokens.tolist()
             if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
                 raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
+            tree, places = without_ended(draft.tree, tokens, lane.stopper)
+            if places is not None:
+                nodes = torch.tensor(places, dtype=torch.int64, device=tree.device)
+                draft = Draft(tree, draft.grown, nodes if draft.kept is None else draft.kept.index_select(0, nodes))
         verdict = verify(driver, lane, draft.tree, seconds, plan)
         clock = time.perf_counter()
         cycle = commit(driver, lane, draft, verdict, seconds, plan)
@@ -376,16 +408,17 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, p
         raise NumericalError(f"the target's logits at position {lane.history.length} are NaN or infinite throughout")
     top = lane.sampler.logprobs
     logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
-    return Verdict(path, tokens, features, successors, logprobs)
+    return Verdict(path, tokens, drafted_end(tree, path, lane), features, successors, logprobs)
 
 
 def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds, plan: Plan) -> Cycle:
     """Keep the accepted path in the target's cache, and hand the cycle to the drafter."""
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
-    path, tokens, features, successors, logprobs = verdict
+    path, tokens, end, features, successors, logprobs = verdict
     proposed = draft.drafted, features, draft.grown, draft.kept
-    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, successors, origins, logprobs, driver.target.experts)
+    noted = successors, origins, logprobs, driver.target.experts
+    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, *noted, end=end)
     if driver.drafter is not None and driver.policy is not None:
         if plan.rests:
             driver.put_off(lane.root, cycle)

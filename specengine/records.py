@@ -74,6 +74,8 @@ class Cycle:
     experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
              did; None where they are not counted
     learnt   whether the policy has learnt from it inside a graph, so that its times are all that is new
+    end      the drafted node that carries the answer's last token, an end token; it is no part of `path`, as nothing
+             follows it. None where the draft did not propose that token
     """
 
     tree: TokenTree
@@ -89,11 +91,17 @@ class Cycle:
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
     experts: Tensor | None = field(default=None, repr=False, compare=False)
     learnt: bool = field(default=False, repr=False, compare=False)
+    end: int | None = None
+
+    @property
+    def agreed(self) -> list[int]:
+        """Nodes whose tokens were committed, an end token included; the root (0) first."""
+        return self.path if self.end is None else [*self.path, self.end]
 
     @property
     def accepted(self) -> int:
         """Number of committed tokens that the draft proposed."""
-        return len(self.path) - 1
+        return len(self.agreed) - 1
 
 
 class Outcome(NamedTuple):

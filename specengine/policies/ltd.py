@@ -119,7 +119,8 @@ class Ltd(Beam):
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes[tree.device]
         if self.size is None:
-            observation = self._observed("size", tree, ops.held(ops.number(tree.passes) - 1))
+            expansions = (tree.passes - 1).clamp(min=0)  # a capture may run over a tree without a pass
+            observation = self._observed("size", tree, expansions)
             sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
 

@@ -66,6 +66,7 @@
       node.children.forEach((child, index) => (child.rank = index + 1));
       node.children.sort((left, right) => onPath(right) - onPath(left)); // so the accepted path is the first row
     }
+    if (shown.c.length < shown.a.length) return tree; // it ends with a drafted end token
     const parent = tree[shown.a[shown.a.length - 1]], token = shown.c[shown.c.length - 1];
     const own = { id: null, token, text: texts[token] ?? "", depth: parent.depth + 1, children: [], state: "own" };
     own.parent = parent.id;
@@ -220,10 +221,10 @@
     svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("aria-label", `Tokens committed in each of ${all.length} cycles, ${most} at most`);
     svg.replaceChildren(...all.flatMap((one, index) => {
-      const unit = 40 / most, drafted = (one.c.length - 1) * unit, x = index * 10 + 1;
+      const unit = 40 / most, drafted = (one.a.length - 1) * unit, own = one.c.length * unit - drafted, x = index * 10 + 1;
       return [
         drawn("rect", { class: "drafted", x, y: 42 - drafted, width: 8, height: drafted }),
-        drawn("rect", { class: "last", x, y: 42 - drafted - unit, width: 8, height: unit }),
+        drawn("rect", { class: "last", x, y: 42 - drafted - own, width: 8, height: own }),
       ];
     }));
     svg.append(drawn("rect", { class: "here", id: "here", y: 1, width: 10, height: 42 }));

@@ -33,7 +33,8 @@ class TracedCycle:
     path_probabilities       by node, the product of the probabilities from the root
     kept                     nodes that the target verified, ascending, the root included; the others were pruned
     accepted                 the accepted path, the root first
-    committed                token ids: those of the accepted path below the root, then the target's own
+    committed                token ids: those of the accepted path below the root, then the target's own, unless the
+                             path ends with the answer's end token
     committed_texts          their texts, token by token
     text                     the text that the committed tokens added; it may lag inside a character
     passes                   number of draft passes
@@ -56,6 +57,11 @@ class TracedCycle:
     passes: int
     seconds: dict[str, float]
     origins: list[str | None] | None = None
+
+    @property
+    def has_own(self) -> bool:
+        """Return whether the last committed token is the target's own."""
+        return len(self.committed) == len(self.accepted)
 
     @cached_property
     def depths(self) -> list[int]:

@@ -78,7 +78,7 @@ def _below(cycle: TracedCycle, node: int, before: str, pruned: bool) -> Iterator
     hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
     folded = len(hidden) > 1 and not pruned
     shown = [child for child in cycle.children[node] if not (folded and child in hidden)]
-    own = node == cycle.accepted[-1]
+    own = cycle.has_own and node == cycle.accepted[-1]
     lines = len(shown) + own + folded
     if own:
         lines -= 1

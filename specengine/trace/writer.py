@@ -112,7 +112,7 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         probabilities=_probabilities(grown.log_probs),
         path_probabilities=_probabilities(grown.path_log_probs),
         kept=kept,
-        accepted=[kept[node] for node in cycle.path],
+        accepted=[kept[node] for node in cycle.agreed],
         committed=cycle.tokens,
         committed_texts=[text_of(token) for token in cycle.tokens],
         text=text,

@@ -57,10 +57,10 @@ function drawOverview(all, here) {
   const most = Math.max(4, ...all.map((one) => one.committed.length)), width = 10 * Math.max(LEAST_BARS, all.length);
   at("overview").setAttribute("viewBox", `0 0 ${width} 50`);
   at("overview").replaceChildren(...all.flatMap((one, index) => {
-    const unit = 46 / most, accepted = (one.committed.length - 1) * unit, chosen = index === here ? " at" : "";
+    const unit = 46 / most, accepted = (one.accepted.length - 1) * unit, own = one.committed.length * unit - accepted, chosen = index === here ? " at" : "";
     const bars = chosen ? [drawn("rect", { class: "here", x: 10 * index, y: 0, width: 10, height: 50 })] : [];
-    bars.push(drawn("rect", { class: `bar${chosen}`, x: 10 * index + 1.5, y: 50 - unit, width: 7, height: unit }));
-    bars.push(drawn("rect", { class: `bar accepted${chosen}`, x: 10 * index + 1.5, y: 50 - unit - accepted, width: 7, height: accepted }));
+    bars.push(drawn("rect", { class: `bar${chosen}`, x: 10 * index + 1.5, y: 50 - own, width: 7, height: own }));
+    bars.push(drawn("rect", { class: `bar accepted${chosen}`, x: 10 * index + 1.5, y: 50 - own - accepted, width: 7, height: accepted }));
     return bars;
   }));
 }

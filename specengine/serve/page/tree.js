@@ -49,9 +49,10 @@ export function treeOf(record) {
   };
   tree.slice(1).forEach((node) => hang(node, tree[record.parents[node.id]]));
   const last = record.committed.length - 1, end = tree[record.accepted.at(-1)];
+  const has = record.committed.length === record.accepted.length; // no: it ends with a drafted end token
   const own = { id: null, token: record.committed[last], text: record.committed_texts[last], origin: "own", children: [], fate: "own" };
   own.missed = end.children.some((child) => child.fate === "pruned" && child.token === own.token);
-  hang(own, end);
+  if (has) hang(own, end);
   const place = (node) => (node.fate === "accepted" ? 0 : node.fate === "own" ? 1 : 2);
   for (const node of tree) node.children.sort((left, right) => place(left) - place(right) || right.p - left.p);
   return tree;
