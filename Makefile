@@ -120,6 +120,7 @@ papers: $(VENV)/.installed-run  ## the row of each paper's claim, and whether it
 bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under load, and under badly behaved clients
 	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl
 	$(RUN) -m tests.serve.storm --out build/results/server-storm.jsonl
+	$(RUN) -m tests.request.random_schemas --out build/results/random-schemas.jsonl
 	$(RUN) -m tests.serve.hostile --out build/results/server-hostile.jsonl
 	$(RUN) -m tests.serve.hostile --connections 1000 --out build/results/server-hostile-2000.jsonl
 

@@ -165,8 +165,14 @@ def _bound(key: str, value: Decimal | int, sign: int, *, opened: bool, integer: 
     """Return the inclusive bound; sign: 1 of a lower one, -1 of an upper one; nearest: the bound next to 0."""
     if not integer:
         exact = Decimal(value)
+        if not opened or abs(exact) >= 2**63:
+            return _exact_number(key, exact)
         last = exact.adjusted() - _DIGITS if exact else -max(_TINY, 4 - nearest.adjusted())
-        return _exact_number(key, exact + sign * Decimal(1).scaleb(last) if opened else exact)
+        steps = (exact + sign * Decimal(1).scaleb(last + fewer) for fewer in (range(7) if exact else (0,)))
+        step = next((step for step in steps if float(step) == _as_read(float(step))), None)
+        if step is None:
+            raise _refusal(key, value)
+        return _exact_number(key, step)
     exact = Decimal(value)
     if exact * sign < -_MAX_INT:  # farther than integers are written here
         return _MIN_INT if sign > 0 else _MAX_INT

@@ -12,6 +12,7 @@ from specengine.errors import InputError
 from specengine.request import schemas
 from specengine.request.grammars import Vocabularies, compiled
 from tests.engine.engines import tokenizer
+from tests.request import random_schemas
 
 NEVER = 257
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
@@ -145,3 +146,20 @@ def test_a_format_beside_a_pattern_is_kept() -> None:
 def test_a_schema_that_needs_no_rewrite_stays_as_it_is() -> None:
     schema = {"type": "object", "properties": {"minimum": integer(minimum=1)}, "default": {"a": 0.5}, "x": [None, True]}
     assert schemas.rewritten(schemas.parsed(json.dumps(schema))) == schema
+
+
+@pytest.mark.parametrize("seed", range(0, 120, 40))
+def test_answers_to_random_schemas_meet_them(seed: int) -> None:
+    for one in range(seed, seed + 40):
+        _, wrong, _ = random_schemas.judged(one, 1)
+        assert wrong == []
+
+
+def test_the_other_checker_finds_what_the_library_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "rewritten", lambda schema: schema)
+    monkeypatch.setattr(schemas, "parsed", json.loads)
+    monkeypatch.setattr(random_schemas, "random_schema", lambda seed: number(exclusiveMinimum=0, exclusiveMaximum=1e-8))
+    compiled.__globals__["_compiled"].cache_clear()
+    wrong = [row for seed in range(20) for row in random_schemas.judged(seed, 3)[1]]
+    compiled.__globals__["_compiled"].cache_clear()
+    assert any("less than" in row["why"] for row in wrong)
