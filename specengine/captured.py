@@ -243,6 +243,7 @@ class CapturedDriver(EagerDriver):
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
         state = self.target.cache.filled, *self._lasting()
         kept = [tensor.clone() for tensor in state]
+        self.tree.restart()  # the last tree may be full
         try:
             for name in names:
                 self._run(name)
