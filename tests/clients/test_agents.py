@@ -19,7 +19,7 @@ def run(command: list[str], folder: Path, **more: str) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"HOME": str(folder), "KEY": "any"} | more,
+        env=os.environ | {"HOME": str(folder), "PWD": str(folder), "KEY": "any"} | more,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,9 +52,9 @@ def test_opencode_runs_a_command_and_tells_what_came_of_it(scripted_server: str,
     options = {"baseURL": f"{scripted_server}/v1", "apiKey": "any"}
     here = {"npm": "@ai-sdk/openai-compatible", "name": "here", "options": options, "models": {"local": model}}
     named = {"model": "here/local", "small_model": "here/local", "provider": {"here": here}}
-    (tmp_path / "opencode.json").write_text(
-        json.dumps(named | {"autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}})
-    )
+    config = tmp_path / "opencode.json"
+    config.write_text(json.dumps(named | {"autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}}))
     quiet = dict.fromkeys(("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS"), "1")
     more = {f"OPENCODE_DISABLE_{name}": value for name, value in quiet.items()}
-    assert "It is the river runs" in run([str(OPENCODE), "run", ASKED], tmp_path, **more)
+    said = run([str(OPENCODE), "run", ASKED], tmp_path, OPENCODE_CONFIG=str(config), **more)
+    assert "It is the river runs" in said
