@@ -52,6 +52,17 @@ def test_a_long_vocabulary_spans_several_pieces(tmp_path: Path) -> None:
     assert gguf.read(path).metadata == {"words": words, "last": 7}
 
 
+def test_data_begin_after_a_list_of_any_length(tmp_path: Path) -> None:
+    """One of these lengths ends at a multiple of the alignment, where the data begin at once."""
+    numbers = np.arange(8, dtype=np.float32)
+    for length in range(32):
+        writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+        writer.add_string("general.description", "x" * length)
+        writer.add_tensor("numbers", numbers)
+        with gguf.read(files.finish(writer, tmp_path / "model.gguf")) as file:
+            assert file.numbers("numbers").tolist() == numbers.tolist()
+
+
 def test_version_2_and_another_alignment(tmp_path: Path) -> None:
     entries = [files.entry("general.alignment", 4, struct.pack("<I", 128))]
     raw = files.encode(entries, [files.info("t", [4, 2])], 32, version=2, alignment=128)

@@ -543,6 +543,23 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
         Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
 
 
+def test_of_ended_answers_the_oldest_gives_its_room_first() -> None:
+    engine = engine_of()
+    asked = [[(number * i + 3) % VOCABULARY for i in range(200)] for number in range(3)]
+    longest = LaneTarget(Gathering(engine.target.lm)).bytes_of(200 + 8 + engine.drivers.own.eager.budget)
+    pool = Pool(engine, 3, memory=int(2.5 * longest))
+    for own, prompt in zip(pool.engines, asked, strict=True):
+        own.generate(prompt, max_new_tokens=8)
+    assert [bool(own.target.tokens) for own in pool.engines] == [False, True, True]
+
+
+def test_each_text_has_a_policy_of_its_own() -> None:
+    engine = engine_of()
+    policies_of_all = [engine.policy, *(own.policy for own in Pool(engine, 3).engines)]
+    assert len(set(map(id, policies_of_all))) == 4
+    assert len(set(map(repr, policies_of_all))) == 1
+
+
 def test_asynchronous_streams_are_answered_at_once() -> None:
     engine, asked = engine_of(), prompts(6)
     alone = [engine_of().generate(prompt, max_new_tokens=16) for prompt in asked]

@@ -21,7 +21,7 @@ from tests.mutants.running import Runner
 from tests.mutants.table import ROOT, Mutant, mutants, named
 
 CAUGHT = ("caught", "slow only")
-AT_ONCE = 8  # mutants between two writings of the file
+AT_ONCE = 4  # mutants between two writings of the file
 Record = dict[str, Any]
 
 
@@ -58,9 +58,10 @@ def main() -> int:
     if compiler() is None:
         parser.error("needs Linux and g++ on the path (Debian: apt install g++)")
     listed = named(mutants(), options.only)
+    keys = {mutant: key(mutant) for mutant in mutants()}  # of the files as they are copied
     known = verdicts(options.out)
-    records = {key(mutant): known[key(mutant)] for mutant in mutants() if key(mutant) in known}
-    waiting = [mutant for mutant in listed if key(mutant) not in records]
+    records = {mutant: known[keys[mutant]] for mutant in keys if keys[mutant] in known}
+    waiting = [mutant for mutant in listed if mutant not in records]
     waiting.sort(key=lambda mutant: mutant.file.startswith("csrc/cpu"))  # those that compile for long come last
     head = provenance("python -m tests.mutants", sys.argv[1:])
     if waiting:
@@ -71,10 +72,10 @@ def main() -> int:
         some = waiting[first : first + AT_ONCE]
         for mutant, verdict in zip(some, runner.verdicts(some), strict=True):
             facts = {"record": "mutant", "name": mutant.name, "file": mutant.file, **asdict(verdict)}
-            records[key(mutant)] = facts | {"key": key(mutant)}
+            records[mutant] = facts | {"key": keys[mutant]}
             print(f"{mutant.name:40} {verdict.result:12} {verdict.seconds:6.1f} s  {verdict.test}", flush=True)
-        write(options.out, head, list(records.values()))
-    results = [records[key(mutant)]["result"] for mutant in listed]
+        write(options.out, head, [records[mutant] for mutant in keys if mutant in records])
+    results = [records[mutant]["result"] for mutant in listed]
     print(", ".join(f"{count} {word}" for word, count in Counter(results).most_common()))
     return int(any(result not in CAUGHT for result in results))
 

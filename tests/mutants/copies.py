@@ -79,7 +79,7 @@ class Copy:
     def changed(self, mutant: Mutant) -> Iterator[None]:
         """Change the mutant's file. Raises StaleError, and BuildError if the compiler refuses the change."""
         target = self.sources / mutant.file
-        text = mutant.text(self.sources)
+        text, before = mutant.text(self.sources), target.read_bytes()
         try:
             _forget(target)
             target.write_text(text, encoding="utf-8")
@@ -87,7 +87,8 @@ class Copy:
                 self.build()
             yield
         finally:
-            self._put(self.root / mutant.file, target)
+            _forget(target)
+            target.write_bytes(before)
             if mutant.file.startswith("csrc/"):
                 self.build()
 

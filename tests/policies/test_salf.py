@@ -98,6 +98,15 @@ def test_fill_adds_scored_nodes_and_no_passes(draft: dict[str, Any], options: di
         assert len(filled) >= min(options["budget"], scored)
 
 
+def test_a_tree_does_not_depend_on_the_one_before() -> None:
+    """Whose queues were full of better nodes: those of a certain draft bound nothing in a tree of an unsure one."""
+    policy, unsure = policies.make("salf", budget=8, batch=2), {"vocabulary": 9, "concentration": 2.0}
+    for seed in range(4):
+        expected = slow.paths(slow.grow(policies.make("salf", budget=8, batch=2), slow.drafter(seed=seed, **unsure)))
+        slow.grow(policy, slow.drafter(9, seed, concentration=0.05))
+        assert slow.paths(slow.grow(policy, slow.drafter(seed=seed, **unsure))) == expected
+
+
 @pytest.mark.parametrize(("budget", "batch"), [(1, 1), (1, 9), (2, 1), (9, 9), (9, 64), (60, 10), (256, 256)])
 def test_ends_at_the_corners(budget: int, batch: int) -> None:
     for exact in (0.0, 1.0):
