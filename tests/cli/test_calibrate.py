@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from specengine import Engine
 from specengine.cli import main
 from specengine.costs import PassCosts
-from specengine.costs.measuring import stored
+from specengine.costs.measuring import SyntheticCycles, stored
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,27 @@ def test_a_folder_that_cannot_be_written_is_a_note(folder: str, tmp_path: Path, 
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     assert main(["calibrate", "--model", folder, "--draft", "none"]) == 0
     assert "specengine: note: measured, not stored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("act", "call"), [("begin", 1), ("cycle", 1), ("cycle", 5), ("end", 1)])
+def test_ctrl_c_ends_it_and_keeps_no_half(
+    act: str, call: int, folder: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acting, calls = getattr(SyntheticCycles, act), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(act)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return acting(*given)
+
+    command = ["calibrate", "--model", folder, "--draft", "ngram"]
+    monkeypatch.setattr(SyntheticCycles, act, interrupted)
+    assert main(command) == 130
+    assert capsys.readouterr() == ("", "")
+    assert len(calls) == call
+    assert not list(tmp_path.rglob("costs/*"))
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
+    assert main(command) == 0
+    assert len(list(tmp_path.rglob("costs/*"))) == 1
