@@ -70,7 +70,8 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "--markdown",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="draw answers as Markdown, with whole words (default: in a terminal, if the extra `chat` is installed)",
+        help="draw answers as Markdown, with whole words (default: in a terminal with colours, if the extra `chat` is "
+        "installed)",
     )
     add_trace_file(parser)
     add_model(parser)

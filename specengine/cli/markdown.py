@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
-import sys
 from typing import Any
+
+from specengine.cli.terminal import why_no_colours
 
 FENCES = ("```", "~~~")  # of code, in which an empty line ends no block
 
@@ -25,7 +25,7 @@ class Markdown:
     @classmethod
     def where_wanted(cls, asked: bool | None, *, interactive: bool) -> Markdown | None:
         """Return one where it was asked for, or by default at a terminal with rich. MissingExtraError without rich."""
-        shown = interactive and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        shown = interactive and why_no_colours() is None
         if asked is False or (asked is None and not (shown and importlib.util.find_spec("rich"))):
             return None
         try:

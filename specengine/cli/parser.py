@@ -19,6 +19,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.register("type", Path, named)
         self.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
@@ -53,6 +54,13 @@ class Parser(argparse.ArgumentParser):
 
 def _nothing(arguments: argparse.Namespace) -> None:
     return None
+
+
+def named(text: str) -> Path:
+    """Return a path. An empty one, as of a variable that is not set, would mean the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty name, accepted a path; name a file or a folder (. is this one)")
+    return Path(text)
 
 
 def key_value(text: str) -> tuple[str, str]:

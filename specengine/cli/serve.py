@@ -19,6 +19,7 @@ from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, missing_extra
+from specengine.files import read_text
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
 from specengine.protocol.tool_formats import TEMPLATE
@@ -93,11 +94,11 @@ def read_template(file: str | None) -> str | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(Path(file))
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
             re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
         )
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"chat_template: cannot read {file} ({error})") from error
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"chat_template: {file}, line {error.lineno}: {error.message}") from error

@@ -86,6 +86,28 @@ def test_a_trace_is_shown_without_torch(tmp_path: Path) -> None:
     assert imported_by("trace", str(file), "--html", str(tmp_path / "page.html")) == (0, [])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "batch p.jsonl --out =",
+        "batch = --out o.jsonl",
+        "check --out =",
+        "bench --out =",
+        "bench report =",
+        "generate hi --trace =",
+        "trace t.jsonl --html =",
+        "serve --learn =",
+        "train requests = --data folder",
+    ],
+)
+def test_an_empty_path_is_refused(words: str, capsys: Any) -> None:
+    """As of a variable of the shell that is not set; it would mean the working folder."""
+    with pytest.raises(SystemExit) as caught:
+        main([word.removeprefix("=") for word in words.split()])
+    assert caught.value.code == 2
+    assert "got an empty name, accepted a path" in capsys.readouterr().err
+
+
 # ---- lists that stand twice
 
 

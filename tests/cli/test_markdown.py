@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 
 import pytest
 
 from specengine.cli.markdown import Markdown, finished
+from tests.cli.streams import Terminal
 
 TEXT = """# Title
 
@@ -70,3 +73,45 @@ def test_without_rich_it_can_be_asked_for_in_vain(monkeypatch: pytest.MonkeyPatc
 def test_it_is_for_terminals(asked: bool | None, interactive: bool) -> None:
     """Standard output is none here."""
     assert Markdown.where_wanted(asked, interactive=interactive) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_terminals_without_colours_get_text_unless_asked(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert Markdown.where_wanted(None, interactive=True)
+    monkeypatch.setenv(name, value)
+    assert Markdown.where_wanted(None, interactive=True) is None
+    assert Markdown.where_wanted(True, interactive=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "colours", "escapes"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1"}, False, True),
+        ({"TERM": "dumb"}, False, False),
+        ({"TERM": "dumb", "NO_COLOR": "1"}, False, False),
+    ],
+)
+def test_what_is_drawn_has_no_colours_where_none_are_wanted(
+    variables: dict[str, str], colours: bool, escapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm-256color"} | variables).items():
+        monkeypatch.setenv(name, value)
+    out = Terminal()
+    view = Markdown(out)
+    view.write(TEXT)
+    view.end()
+    drawn = out.getvalue()
+    assert bool(re.search(r"\x1b\[(\d+;)*[34][0-8]", drawn)) is colours
+    assert ("\x1b" in drawn) is escapes
+    assert "The end." in drawn

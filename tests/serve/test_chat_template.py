@@ -95,3 +95,24 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     file.write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}{% break %}"[:-11])
     assert read_template(str(file))
     assert read_template(None) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ("é".encode("cp1252"), "it is not UTF-8: unexpected end of data at byte 0"),
+        ("\ufeff{{ x }}".encode("utf-16-le"), "it is UTF-16, save it as UTF-8"),
+        ("{{ x }}".encode("utf-32"), "it is UTF-32, save it as UTF-8"),
+    ],
+)
+def test_a_file_of_another_encoding_is_named(data: bytes, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=f"chat_template: cannot read .*{named}"):
+        read_template(str(file))
+
+
+def test_a_file_is_read_without_mark_and_carriage_returns(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_bytes("\ufeff{{ 'é' }}\r\n{{ x }}\r".encode())
+    assert read_template(str(file)) == "{{ 'é' }}\n{{ x }}\n"
