@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,7 +14,7 @@ from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.parts import Part, Parts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply, sse
-from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools
+from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
 from specengine.protocol.thoughts import Thought
 from specengine.protocol.tool_formats import ToolCall
 
@@ -48,7 +49,21 @@ class Choice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Asked(WithTools):
+Unread: Any = base_of(
+    "Unread",
+    {
+        "metadata": (dict[str, Any], None),
+        "service_tier": (str, None),
+        "inference_geo": (str, None),
+        "container": (NoneType, None),
+        "cache_control": (dict[str, Any], "no effect: prefixes are always reused"),
+        "context_management": (dict[str, Any], "no effect: what is too long is refused"),
+        "mcp_servers": (Annotated[list[Any], Field(max_length=0)], None),
+    },
+)
+
+
+class _Asked(WithTools, Unread):
     """Fields of both endpoints."""
 
     model_config = _STRICT
@@ -61,19 +76,12 @@ class _Asked(WithTools):
     thinking: dict[str, Any] | None = Field(None, description="type disabled: without thoughts, if the model can")
     output_config: dict[str, Any] | None = Field(None, description="`format`: a JSON schema that the answer meets")
     output_format: dict[str, Any] | None = Field(None, description="the same, as it was called before")
-    cache_control: dict[str, Any] | None = Field(None, description="no effect: prefixes are always reused")
-    context_management: dict[str, Any] | None = Field(None, description="no effect: what is too long is refused")
-    mcp_servers: list[Any] | None = Field(None, max_length=0)
     chat_template_kwargs: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
-    container: None = None
     policy: Literal["plain"] | None = None
 
 

@@ -11,7 +11,7 @@ from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.parts import Parts, text_of_parts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply, sse
-from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, declared_values
+from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, base_of, declared_values
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -42,7 +42,19 @@ class OtherFile(BaseModel):
     filename: str = ""
 
 
-class InfillBody(Declared, Hints):
+Unread: Any = base_of(
+    "Unread",
+    {
+        "samplers": (list[str], "no effect"),
+        "n_indent": (int, "no effect"),
+        "n_keep": (int, "no effect"),
+        "t_max_prompt_ms": (float, "no effect"),
+        "t_max_predict_ms": (float, "no effect"),
+    },
+)
+
+
+class InfillBody(Declared, Hints, Unread):
     """POST /infill."""
 
     model_config = _STRICT
@@ -57,11 +69,6 @@ class InfillBody(Declared, Hints):
     stream: bool | None = None
     repeat_penalty: float | None = None
     response_fields: list[str] | None = None
-    samplers: list[str] | None = Field(None, description="no effect")
-    n_indent: int | None = Field(None, description="no effect")
-    n_keep: int | None = Field(None, description="no effect")
-    t_max_prompt_ms: float | None = Field(None, description="no effect")
-    t_max_predict_ms: float | None = Field(None, description="no effect")
 
 
 NAMES = {"suffix": "input_suffix", "prompt": "input_prefix", "max_tokens": "n_predict", "max_new_tokens": "n_predict"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +14,15 @@ from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
 from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply
-from specengine.protocol.requests import MAX_LOGPROBS, ChatRequest, CompletionRequest, Sampling, Tool, WithTools
+from specengine.protocol.requests import (
+    MAX_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    Tool,
+    WithTools,
+    base_of,
+)
 from specengine.protocol.tool_formats import ToolCall
 from specengine.records import TokenLogprob
 
@@ -23,7 +31,35 @@ LINES = "application/x-ndjson"
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class Options(BaseModel):
+# Options of how a model is run, which have no effect, and of samplers that are accepted where they are off.
+Unread: Any = base_of(
+    "Unread",
+    {
+        "num_ctx": (int, None),
+        "num_keep": (int, None),
+        "num_batch": (int, None),
+        "num_gpu": (int, None),
+        "num_thread": (int, None),
+        "main_gpu": (int, None),
+        "numa": (bool, None),
+        "low_vram": (bool, None),
+        "f16_kv": (bool, None),
+        "logits_all": (bool, None),
+        "vocab_only": (bool, None),
+        "use_mmap": (bool, None),
+        "use_mlock": (bool, None),
+        "embedding_only": (bool, None),
+        "repeat_last_n": (int, None),
+        "penalize_newline": (bool, None),
+        "mirostat": (Annotated[int, Field(ge=0, le=0)], None),
+        "mirostat_tau": (float, None),
+        "mirostat_eta": (float, None),
+        "tfs_z": (Annotated[float, Field(ge=1, le=1)], None),
+    },
+)
+
+
+class Options(Unread):
     """Ollama's options of sampling; those of how a model is run (`num_ctx`, `num_gpu` and others) have no effect."""
 
     model_config = _STRICT
@@ -38,26 +74,6 @@ class Options(BaseModel):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    mirostat: int | None = Field(None, ge=0, le=0)
-    tfs_z: float | None = Field(None, ge=1, le=1)
-    num_ctx: int | None = None
-    num_keep: int | None = None
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    num_thread: int | None = None
-    main_gpu: int | None = None
-    repeat_last_n: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    penalize_newline: bool | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
-    embedding_only: bool | None = None
 
 
 class _Asked(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -185,27 +186,43 @@ class Prediction(BaseModel):
         return content
 
 
-class Hints(BaseModel):
-    """Fields that say something to whoever runs a server, and change no token of an answer."""
+def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
+    """Return a base of requests with these fields: a type beside None, and what to say of it in the API's schema.
 
-    model_config = _STRICT
+    It is for fields that nothing here reads: what gives one its place is its type, by which values are refused.
+    """
+    defined = {field: (kind | None, Field(None, description=about)) for field, (kind, about) in fields.items()}
+    return create_model(name, __config__=_STRICT, **defined)  # type: ignore[call-overload]
+
+
+# Fields that say something to whoever runs a server, and change no token of an answer.
+Unread: Any = base_of(
+    "Unread",
+    {
+        "store": (bool, None),
+        "service_tier": (str, None),
+        "safety_identifier": (str, None),
+        "prompt_cache_key": (str, None),
+        "prompt_cache_retention": (str, None),
+        "prompt_cache_options": (dict[str, Any], None),
+        "client_metadata": (dict[str, Any], None),
+        "verbosity": (str, None),
+        "priority": (int, "vLLM's"),
+        "request_id": (str, "vLLM's"),
+        "cache_prompt": (bool, "llama.cpp's; prefixes are always reused"),
+        "id_slot": (int, "llama.cpp's"),
+        "timings_per_token": (bool, "llama.cpp's; timings come with the last chunk"),
+        "keep_alive": (str | int | float, "Ollama's"),
+    },
+)
+
+
+class Hints(Unread):
+    """Fields that change no token of an answer, and one for the chat template. Responses repeat the first two."""
+
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="for the chat template; none: without thoughts, if it can")
-    verbosity: str | None = None
-    priority: int | None = Field(None, description="vLLM's")
-    request_id: str | None = Field(None, description="vLLM's")
-    cache_prompt: bool | None = Field(None, description="llama.cpp's; prefixes are always reused")
-    id_slot: int | None = Field(None, description="llama.cpp's")
-    timings_per_token: bool | None = Field(None, description="llama.cpp's; timings come with the last chunk")
-    keep_alive: str | int | float | None = Field(None, description="Ollama's")
 
 
 class WithTools(BaseModel):
@@ -238,22 +255,24 @@ class WithTools(BaseModel):
         return made
 
 
-class Neutral(BaseModel):
-    """Fields that are taken at the one value that changes nothing."""
-
-    model_config = _STRICT
-    best_of: Literal[1] | None = None
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Literal[1] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
-    functions: None = None
-    audio: None = None
-    web_search_options: None = None
-    prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
+# Fields that are taken at the one value that changes nothing.
+Neutral: Any = base_of(
+    "Neutral",
+    {
+        "best_of": (Literal[1], None),
+        "use_beam_search": (Literal[False], None),
+        "length_penalty": (Literal[1], None),
+        "skip_special_tokens": (Literal[True], None),
+        "spaces_between_special_tokens": (Literal[True], None),
+        "include_stop_str_in_output": (Literal[False], None),
+        "modalities": (list[Literal["text"]], None),
+        "functions": (NoneType, None),
+        "audio": (NoneType, None),
+        "web_search_options": (NoneType, None),
+        "prompt_logprobs": (NoneType, None),
+        "truncate_prompt_tokens": (NoneType, None),
+    },
+)
 
 
 def _declared_fields() -> dict[str, Any]:
