@@ -159,7 +159,9 @@ class Life:
     def _require_refused(self, act: dict[str, Any], error: SpecEngineError) -> None:
         """Raise Finding where the engine without a draft answers what this error refuses."""
         try:
-            for prompt in act["prompts"]:
+            if act["act"] == "session":
+                self.plain_session.generate(_said(act), **_plainly(act["options"]))
+            for prompt in act["prompts"] if act["act"] != "session" else ():
                 self._expected(prompt, act)
         except type(error):
             return
@@ -223,8 +225,7 @@ class Life:
             raise Finding(f"given up after {tokens}, plainly {expected}")
 
     def _session(self, act: dict[str, Any]) -> None:
-        text = "".join(chr(97 + token % 26) for token in act["prompts"][0][:20])
-        options = self._options(act)
+        text, options = _said(act), self._options(act)
         options.pop("prediction", None)
         found = self.session.generate(text, **options)
         expected = self.plain_session.generate(text, **_plainly(options))
@@ -287,6 +288,11 @@ class Life:
         for one, other in zip(found.logprobs or [], expected.logprobs or [], strict=True):
             if one.token != other.token or abs(one.logprob - other.logprob) > 1e-3:
                 raise Finding(f"{where}: log-probability {one}, plainly {other}")
+
+
+def _said(act: dict[str, Any]) -> str:
+    """Return what the user says in a session."""
+    return "".join(chr(97 + token % 26) for token in act["prompts"][0][:20])
 
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:

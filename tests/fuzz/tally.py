@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     parts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in (*COUNTED, "act")})
     findings: list[dict[str, str]] = field(default_factory=list)
+    mended: list[dict[str, str]] = field(default_factory=list)  # found by an earlier run, not by a later one
 
     @classmethod
     def read(cls, file: Path, seed: int, arguments: list[str]) -> Tally:
@@ -38,7 +40,7 @@ class Tally:
             if row["seed"] != seed:
                 raise SystemExit(f"--out: {file} is of seed {row['seed']}, not {seed}")
             tally.cases, tally.seconds, tally.findings = row["cases"], row["seconds"], row["findings"]
-            tally.outcomes = Counter(row["outcomes"])
+            tally.outcomes, tally.mended = Counter(row["outcomes"]), row.get("mended", [])
             tally.parts = {name: Counter(row[name]) for name in tally.parts}
         run = provenance("python -m tests.fuzz", arguments)
         tally.runs += [run | {"first": tally.cases}]
@@ -56,11 +58,23 @@ class Tally:
         if made.outcome == FOUND:
             self.findings.append({"case": name, "error": made.error})
 
+    def again(self, run: Callable[[str], Ran]) -> None:
+        """Run again the lives in which earlier runs found something."""
+        before, self.findings = self.findings, []
+        for finding in before:
+            made = run(finding["case"])
+            found = {"case": finding["case"], "error": made.error}
+            self.findings += [found] if made.outcome == FOUND else []
+            self.mended += [] if made.outcome == FOUND else [finding]
+            self.outcomes.subtract([FOUND])
+            self.outcomes[made.outcome] += 1
+
     def write(self) -> None:
         """Replace the file."""
         row = {"record": "lives", "seed": self.seed, "cases": self.cases, "seconds": self.seconds}
         row |= {"outcomes": dict(self.outcomes), "differences": len(self.findings)}
-        row |= {name: dict(sorted(counts.items())) for name, counts in self.parts.items()} | {"findings": self.findings}
+        row |= {name: dict(sorted(counts.items())) for name, counts in self.parts.items()}
+        row |= {"findings": self.findings, "mended": self.mended}
         temporary = self.file.with_suffix(".new")
         temporary.write_text("".join(json.dumps(one) + "\n" for one in (*self.runs, row)))
         temporary.replace(self.file)
