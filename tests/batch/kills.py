@@ -25,6 +25,7 @@ from tests.batch import files
 PARALLEL = (1, 2, 8)
 DRAFTS = ((), ("--draft", "recycling"), ("--draft", "none"))
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+LOADING = 0.15  # share of the stops
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["specengine.cli.batch", "specengine.engine", "tests.batch.files"])
 
@@ -65,23 +66,22 @@ def tried(
     for number, (parallel, draft) in enumerate(itertools.cycle(ways)):
         more = ("--parallel", str(parallel), *draft, "--max-new-tokens", "60", *model)
         whole, out = (folder / f"{number}.{name}.jsonl" for name in ("whole", "stopped"))
-        began = time.monotonic()
         ended(started(prompts, whole, more))
-        seconds = time.monotonic() - began
-        deeds = list(_stopped(prompts, out, more, draw, seconds, min(stops, 2)))
+        deeds = list(_stopped(prompts, out, more, draw, min(stops, 2)))
         stops -= len(deeds)
         yield f"{' '.join(more[: 2 + len(draft)])}: {', '.join(deeds) or 'over before'}", is_same(out, whole)
         if not stops:
             return
 
 
-def _stopped(
-    prompts: Path, out: Path, more: tuple[str, ...], draw: random.Random, seconds: float, most: int
-) -> Iterator[str]:
-    """Write a file; stop the command and start it again at most so often, in what an uninterrupted run takes."""
+def _stopped(prompts: Path, out: Path, more: tuple[str, ...], draw: random.Random, most: int) -> Iterator[str]:
+    """Write a file. Stop the command at most so often, mostly at some line, now and then while it loads the model."""
     for _ in range(most):
         process = started(prompts, out, more)
-        process.join(draw.uniform(0.1, 0.9) * seconds * (1 - length(out) / length(prompts)))
+        line = 0 if draw.random() < LOADING else draw.uniform(length(out), length(prompts))
+        while process.exitcode is None and length(out) < line:
+            time.sleep(0.001)
+        process.join(draw.uniform(0.0, 0.03 if line else 1.0))
         if process.exitcode is not None:
             break
         number = draw.choice(SIGNALS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from specengine import Engine
 from specengine.batch import answering, lines, spread
 from specengine.batch.answering import Answered
+from specengine.batch.files import beside
 from specengine.cli.given import Recipe
 from specengine.errors import InputError
 from specengine.protocol.problems import RequestError
@@ -27,7 +29,7 @@ from specengine.replicas import Scale, cluster
 from specengine.serve import front, replica
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.replica import conversation_of
-from tests.batch import files
+from tests.batch import files, kills
 from tests.replicas.clusters import workers
 from tests.replicas.deadly import DEADLY, Deadly
 from tests.replicas.replicated import Replicated, replicated
@@ -72,6 +74,33 @@ def test_a_cluster_without_room_is_refused_and_a_model_that_is_not_there_is_name
     assert "9 replicas need 18 CPUs, accepted up to 4" in capsys.readouterr().err
     assert files.batch(file, tmp_path / "2.jsonl", tmp_path / "none", *on, "2", "--threads", "1") == 2
     assert "replicas" not in (said := capsys.readouterr().err), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines_before", [0, 3], ids=["loading", "answering"])
+def test_ctrl_c_ends_a_batch_of_replicas_which_goes_on(
+    lines_before: int, model: Path, address: str, tmp_path: Path
+) -> None:
+    """A terminal sends it to every process of the command."""
+    prompts, out, whole = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "whole"))
+    files.write(prompts, files.lines(42))
+    more = ("--max-new-tokens", "60")
+    command = [sys.executable, "-m", "specengine", "batch", str(prompts), "--out", str(out), "--model", str(model)]
+    on = ("--replicas", "2", "--threads", "1", "--ray-address", address)
+    with subprocess.Popen(
+        [*command, *more, *on], stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path(__file__).parents[2]
+    ) as run:
+        until(lambda: beside(out).exists() and kills.length(out) >= lines_before, 120)
+        os.killpg(run.pid, signal.SIGINT)
+        said = run.communicate(timeout=60)[1]
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.endswith(
+        f"specengine: stopped; {out} keeps what was done so far, and the same command goes on from there\n"
+    )
+    assert kills.length(out) < 42
+    assert files.batch(prompts, out, model, *more, *on) == files.batch(prompts, whole, model, *more) == 1
+    assert kills.is_same(out, whole)
 
 
 def test_answers_are_put_in_order_as_early_as_can_be() -> None:
