@@ -136,6 +136,15 @@ def require_same(what: str, file: Path, was: dict[str, Any], now: dict[str, Any]
         raise InputError(f"out: {file} belongs to a run with other {what} ({listed}); name another file")
 
 
-def unwritable(file: Path, error: OSError) -> InputError:
-    """Return the error of an output file that cannot be written."""
-    return InputError(f"out: {file} cannot be written ({error.strerror or error})")
+def unwritable(file: Path, error: OSError, field: str = "out") -> InputError:
+    """Return the error of an output that cannot be written. field: the argument that named it."""
+    return InputError(f"{field}: {file} cannot be written ({error.strerror or error})")
+
+
+@contextmanager
+def writing(file: Path, field: str = "out") -> Iterator[None]:
+    """Raise `unwritable` for an OSError in this context."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(file, error, field) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.files import atomic, require_same, unwritable
+from specengine.files import atomic, require_same, writing
 
 Record = dict[str, Any]
 SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
@@ -42,24 +42,20 @@ class Log:
         """Add a record. It is on disk before this returns; InputError where that fails."""
         self.records.append(record)
         if self._file is not None:
-            try:
+            with writing(self._file):
                 if not self._file.stat().st_size:
                     with atomic(self._file) as part:
                         part.write_text("".join(json.dumps(each) + "\n" for each in self.records[:2]), encoding="ascii")
                 with self._file.open("a", encoding="ascii", newline="\n") as log:
                     log.write(json.dumps(record) + "\n")
-            except OSError as error:
-                raise unwritable(self._file, error) from error
 
 
 def _is_empty(file: Path) -> bool:
     """Return whether the file is empty; a missing file is created."""
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
         return not file.stat().st_size
-    except OSError as error:
-        raise unwritable(file, error) from error
 
 
 def read(file: Path) -> list[Record]:
@@ -79,8 +75,5 @@ def read(file: Path) -> list[Record]:
 
 def _cut(file: Path) -> None:
     """Cut off the text after the last whole record."""
-    try:
-        with file.open("r+b") as log:
-            log.truncate(log.read().rfind(b"\n") + 1)
-    except OSError as error:
-        raise unwritable(file, error) from error
+    with writing(file), file.open("r+b") as log:
+        log.truncate(log.read().rfind(b"\n") + 1)

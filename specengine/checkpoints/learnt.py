@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specengine.checkpoints import eagle, likeness
 from specengine.errors import CheckpointError, InputError
-from specengine.files import atomic, read_object
+from specengine.files import atomic, read_object, writing
 from specengine.models.eagle import EagleConfig
 
 FILE, FORMAT = "use.json", 1
@@ -63,15 +63,13 @@ class Learnt:
             "target": likeness.record(lm, Path(name).name),
             "base": digest(base.state),
         }
-        try:
+        with writing(folder, "learn"):
             if not (folder / FILE).exists():
                 if folder.is_dir() and any(folder.iterdir()):
                     raise InputError(f"learn: {folder} holds other files; name a new or an empty folder")
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold what this user wrote
                 self._write({**begun, "head": None})
             known = self.read()
-        except OSError as error:
-            raise InputError(f"learn: {folder} cannot be written ({error.strerror or error})") from error
         if known.get("format") != FORMAT or "target" not in known:
             raise InputError(f"learn: {folder / FILE} has another format than {FORMAT}; name another folder")
         was, own = known["target"], begun["target"]

@@ -18,7 +18,7 @@ from specengine.cli.terminal import say, write
 from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, Session
 from specengine.errors import InputError, SpecEngineError, did_you_mean
-from specengine.files import MARK, atomic, read_object
+from specengine.files import MARK, atomic, read_object, writing
 from specengine.records import Stats
 from specengine.request.declared import Declaration, declarations
 from specengine.trace import TraceWriter
@@ -158,12 +158,9 @@ class Chat:
         file = _file("save", rest)
         if file.exists() and _messages(file) is None:
             raise InputError(f"save: {file} is there and holds no conversation; name another file")
-        try:
-            with atomic(file) as part:
-                text = json.dumps({"messages": self.session.messages}, ensure_ascii=False)
-                part.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"save: {file} cannot be written ({error.strerror or error})") from error
+        text = json.dumps({"messages": self.session.messages}, ensure_ascii=False)
+        with writing(file, "save"), atomic(file) as part:
+            part.write_text(text + "\n", encoding="utf-8")
         say(f"{len(self.session.messages)} messages are in {file}")
 
     def _load(self, rest: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from specengine.cli.given import Turns, read_prompts
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.files import writing
 
 VERDICTS = ("exact", "near-tie", "mismatch")
 PROMPTS = (
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     summary = {verdict: counts[verdict] for verdict in VERDICTS}
     report = {"against": arguments.against, "seed": options["seed"], **summary, "comparisons": rows}
     if arguments.out is not None:
-        _write_file(arguments.out, as_json(report, "utf-8") + "\n")
+        with writing(arguments.out):
+            arguments.out.write_text(as_json(report, "utf-8") + "\n", encoding="utf-8")
     print(as_json(report) if arguments.json else ", ".join(f"{count} {verdict}" for verdict, count in summary.items()))
     return 1 if summary["mismatch"] else 0
 
@@ -135,10 +136,3 @@ def _conversations(arguments: argparse.Namespace) -> list[Turns]:
     if not conversations:
         raise InputError(f"prompts: {arguments.prompts} has no prompts")
     return conversations
-
-
-def _write_file(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"out: {file} cannot be written ({error})") from error

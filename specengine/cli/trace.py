@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import InputError, require_suffix
-from specengine.files import atomic
+from specengine.files import atomic, writing
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
 from specengine.trace.records import TracedCycle
@@ -42,12 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(traces: Sequence[Trace], file: Path) -> None:
-    try:
+    with writing(file, "html"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
             part.write_text(page(traces), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"html: {file} cannot be written ({error.strerror or error})") from error
     print(file)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specengine.errors import InputError, require_suffix
-from specengine.files import atomic
+from specengine.files import atomic, writing
 from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
@@ -89,12 +89,10 @@ def save(figure: Any, file: Path, field: str) -> None:
     """
     require_suffix(field, file, METADATA)
     suffix = file.suffix.lower()
-    try:
+    with writing(file, field):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=METADATA[suffix])
-    except OSError as error:
-        raise InputError(f"{field}: {file} cannot be written ({error.strerror or error})") from error
 
 
 # ---- acceptance by depth and rank (TALON, Fig. 3)

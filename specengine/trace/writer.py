@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import specengine
-from specengine.errors import InputError
+from specengine.files import writing
 from specengine.records import Cycle, StreamPiece
 from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle
@@ -35,10 +35,8 @@ class TraceWriter:
     def __init__(self, file: str | Path, engine: Engine) -> None:
         self._texts = Texts(engine.tokenizer)
         self._name = file = Path(file)
-        try:
+        with writing(file, "trace"):
             self._file = file.open("w", encoding="ascii", newline="\n")
-        except OSError as error:
-            raise _unwritable(file, error) from error
         self._write("trace", format=FORMAT, **_described(engine))
 
     def __enter__(self) -> TraceWriter:
@@ -75,11 +73,9 @@ class TraceWriter:
 
     def _put(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, allow_nan=False, separators=(",", ":"))
-        try:
+        with writing(self._name, "trace"):
             self._file.write(line + "\n")
             self._file.flush()
-        except OSError as error:
-            raise _unwritable(self._name, error) from error
 
 
 class Texts:
@@ -142,7 +138,3 @@ def _probabilities(log_probs: torch.Tensor) -> list[float]:
     """Return probabilities with DIGITS significant digits. NaN becomes zero, as in ops; none exceeds 1 by rounding."""
     finite = (-math.inf if math.isnan(value) else min(value, 0.0) for value in log_probs.tolist())
     return [float(f"{math.exp(value):.{DIGITS}g}") for value in finite]
-
-
-def _unwritable(file: Path, error: OSError) -> InputError:
-    return InputError(f"trace: {file} cannot be written ({error.strerror or error})")
