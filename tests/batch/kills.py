@@ -38,6 +38,7 @@ def started(prompts: Path, out: Path, more: tuple[str, ...]) -> BaseProcess:
 
 
 def _run(prompts: Path, out: Path, more: tuple[str, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets what runs in the background ignore
     sys.exit(main(["batch", str(prompts), "--out", str(out), *more]))
 
 
