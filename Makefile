@@ -65,6 +65,7 @@ test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed $(OPENAI_2)/.installe
 PEERS ?= $(basename $(notdir $(wildcard bench/peers/*.txt)))
 peers: $(PEERS:%=peer-%)  ## environments of other engines in .peers, for specengine bench; PEERS="openvino vllm" some
 peer-%: bench/peers/%.txt
+	@mkdir -p .peers && cp bench/peers/answer.py .peers/
 	$(PYTHON) -m venv .peers/$*
 	.peers/$*/bin/python -m pip install --disable-pip-version-check -r $< || { rm -rf .peers/$*; \
 	  echo "peers: $* cannot be installed here, bench lists it as not run" >&2; }

@@ -24,7 +24,7 @@ from specengine.checkpoints.pretrained import is_gguf
 from specengine.errors import BackendError, InputError
 
 PREFIX = "peer:"
-SCRIPT = Path(__file__).with_name("peer_script.py")
+SCRIPT = "answer.py"  # in the folder of the environments: each runs it in its own Python
 MODES: dict[str, tuple[str, ...]] = {  # by engine, beside plain decoding
     "llama.cpp": ("prompt-lookup",),
     "ik_llama.cpp": (),
@@ -69,10 +69,11 @@ def gguf_file(model: str | None, given: Path | None) -> Path | None:
 
 
 def _refuse_missing(name: str, folder: Path) -> None:
-    if not python_of(name, folder).is_file():
+    needed = {f"environment {engine_of(name)}": python_of(name, folder), SCRIPT: folder / SCRIPT}
+    if missing := [what for what, file in needed.items() if not file.is_file()]:
         raise BackendError(
-            f"way {name}: {folder} has no environment {engine_of(name)}; make it in a checkout with `make peers`, or "
-            "name a folder with --peers"
+            f"way {name}: {folder} has no {missing[0]}; make it in a checkout with `make peers`, or name a folder "
+            "with --peers"
         )
 
 
@@ -100,7 +101,7 @@ def way(name: str, folder: Path, model: Model, ends: list[int], context: int) ->
 
 
 def _command(name: str, folder: Path, model: Model, context: int) -> list[str]:
-    command = [str(python_of(name, folder)), str(SCRIPT), name.removeprefix(PREFIX), "--gguf", str(model.gguf)]
+    command = [str(python_of(name, folder)), str(folder / SCRIPT), name.removeprefix(PREFIX), "--gguf", str(model.gguf)]
     if model.folder is not None:
         command += ["--folder", str(model.folder)]
     elif engine_of(name) in ("vllm", "onnxruntime"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from specengine.benchmark import peer_script, peers
+from bench.peers import answer as script
+from specengine.benchmark import peers
 from specengine.benchmark.choice import Choice, sampling
 from specengine.errors import BackendError, InputError
 
@@ -67,6 +69,9 @@ def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path)
     python = peers.python_of("peer:vllm/ngram", tmp_path)
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
+    with pytest.raises(BackendError, match=r"way peer:vllm/ngram: .* has no answer\.py; .*make peers"):
+        peers.way("peer:vllm/ngram", tmp_path, model, [], 100).start()
+    shutil.copy(script.__file__, tmp_path)
     with pytest.raises(InputError, match="it needs the model as a folder"):
         peers.way("peer:vllm/ngram", tmp_path, model, [], 100).start()
     whole = peers.Model(tmp_path / "m.gguf", tmp_path, None, tmp_path)
@@ -79,6 +84,7 @@ def test_an_environment_without_its_package_is_told(tmp_path: Path, monkeypatch:
     python = peers.python_of("peer:ik_llama.cpp", tmp_path)
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
+    shutil.copy(script.__file__, tmp_path)
     pytest.importorskip("torch")
     if "ik_llama_cpp" in sys.modules:  # pragma: no cover
         pytest.skip("it is there")
@@ -117,7 +123,7 @@ def test_answers_end_with_the_first_end(package: Any) -> None:
             yield from (3, 4, 2, 9, 9, 9)
 
     package("llama_cpp", Llama=Llama, llama_print_system_info=lambda: b"AVX512 = 1 \n")
-    answer, facts = peer_script.llama_cpp(args())
+    answer, facts = script.llama_cpp(args())
     assert facts == {"system": "AVX512 = 1"}
     assert list(answer([1], 5, [2])) == [3, 4, 2]
     assert list(answer([1], 2, [2])) == [3, 4]
@@ -127,11 +133,11 @@ def test_answers_end_with_the_first_end(package: Any) -> None:
             return [3, 4][:max_tokens]
 
     package("ik_llama_cpp", IkLlama=IkLlama)
-    answer, _ = peer_script.ik_llama_cpp(args())
+    answer, _ = script.ik_llama_cpp(args())
     assert list(answer([1], 5, [2])) == [3, 4, 2]
     assert list(answer([1], 2, [2])) == [3, 4]
 
 
 def test_every_name_has_its_engine_and_its_requirements() -> None:
     folder = Path(__file__).parents[2] / "bench" / "peers"
-    assert set(peers.MODES) == set(peer_script.ENGINES) == {file.stem for file in folder.glob("*.txt")}
+    assert set(peers.MODES) == set(script.ENGINES) == {file.stem for file in folder.glob("*.txt")}

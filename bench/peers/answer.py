@@ -1,6 +1,6 @@
 """Answer prompts with another engine: run by that engine's own Python, which need not have specengine.
 
-    PYTHON peer_script.py ENGINE/MODE --gguf FILE --folder FOLDER [--head FOLDER] --threads 2 --context 4096
+    PYTHON answer.py ENGINE/MODE --gguf FILE --folder FOLDER [--head FOLDER] --threads 2 --context 4096
 
 Prints one line of JSON about the engine, then answers each line of standard input, {"ids": [...], "tokens": 64, "ends":
 [...]}, with one line: {"ids": [...], "first": seconds or null}. Answers are greedy, of at most so many tokens, and end
