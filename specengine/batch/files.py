@@ -174,7 +174,8 @@ class Files(Stream):
 
     def _open(self) -> None:
         both = (self.out, self.stats)
-        if same := [file for file in both for other in self._inputs if _is_same(file, other)]:
+        inputs = [file for file in self._inputs if os.path.isfile(file)]
+        if same := [file for file in both for other in inputs if os.path.exists(file) and file.samefile(other)]:
             raise InputError(f"out: {same[0]} is the file of prompts; name another file")
         lengths = self._resume(*map(self._read, both))
         for file, length in zip(both, lengths, strict=True):
@@ -222,10 +223,7 @@ class Files(Stream):
 
 def opened(out: Path, items: Sequence[Item], provenance: Record, settings: Record, inputs: Sequence[Path]) -> Stream:
     """Return the output of a run: files, or a stream where `out` is no regular file. "-" is standard output."""
-    try:
-        special = not (out.is_file() or out.is_dir()) and out.exists()
-    except OSError:
-        special = False  # opening it says why
+    special = os.path.exists(out) and not (os.path.isfile(out) or os.path.isdir(out))
     if special or _descriptor(out) is not None:
         return Stream(out, items)
     return Files(out, items, provenance, settings, inputs)
@@ -281,13 +279,6 @@ def _descriptor(out: Path) -> int | None:
     """Return the number of the open descriptor that a name means."""
     numbered = _DESCRIPTOR.fullmatch(str(out))
     return int(numbered[1]) if numbered else _STANDARD.get(str(out))
-
-
-def _is_same(file: Path, other: Path) -> bool:
-    try:
-        return other.is_file() and os.path.samefile(file, other)
-    except OSError:
-        return False
 
 
 def _beginning(item: Item) -> bytes:

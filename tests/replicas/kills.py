@@ -25,8 +25,9 @@ def interrupted(folder: Path, model: Path, prompts: Path, address: str, number: 
     """Write one file through one to three kills; returns what was done."""
     replicas = REPLICAS[number % len(REPLICAS)]
     out = folder / f"{number}.jsonl"
-    more = () if replicas == 1 else ("--replicas", str(replicas), "--threads", "1", "--ray-address", address)
-    more += ("--model", str(model), "--max-new-tokens", "60")
+    more: tuple[str, ...] = ("--model", str(model), "--max-new-tokens", "60")
+    if replicas > 1:
+        more += ("--replicas", str(replicas), "--threads", "1", "--ray-address", address)
     left, deeds = draw.randint(1, 3), list[str]()
     while True:
         driver = kills.started(prompts, out, more)
