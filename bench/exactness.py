@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
+from bench.short_models import first_layers
 from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.benchmark.baselines import generate_way
@@ -30,7 +31,6 @@ from specengine.benchmark.summaries import VERDICTS
 from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, parse, without_memory
 from specengine.benchmark.workloads import Workload, digest
-from specengine.drafters.small_model import first_layers
 
 POLICIES = ("chain,length=3", "eagle,width=3,expansions=2,budget=10", "fixed,branching=3,2")
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}

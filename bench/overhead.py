@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
+from bench.short_models import first_layers
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.baselines import Generate
 from specengine.benchmark.ways import Decoder, EngineDecoder
-from specengine.drafters.small_model import first_layers
 
 GREEDY = {"temperature": 0.0}
 PARAGRAPH = workloads.BUILT_IN["edit"]

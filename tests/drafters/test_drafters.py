@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.short_models import first_layers
 from specengine import drafters, policies
 from specengine.drafters import Drafter
 from specengine.drafters.ngram import NGram
-from specengine.drafters.small_model import SmallModel, check_tokenizers, first_layers
+from specengine.drafters.small_model import SmallModel, check_tokenizers
 from specengine.engine import Engine
 from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.short_models import first_layers
 from specengine import policies
 from specengine.drafters import Hints
 from specengine.drafters.lookup import CEILING, PRIOR_HITS, PRIOR_WEIGHT, Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
-from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes

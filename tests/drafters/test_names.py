@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.short_models import first_layers
 from specengine import Engine, loading
 from specengine.checkpoints import embedded
-from specengine.drafters.small_model import first_layers
 from specengine.errors import InputError
 from tests.engine.engines import PROMPT, model_of, near_copy
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.short_models import first_layers
 from specengine import policies
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
-from specengine.drafters.small_model import first_layers
 from specengine.engine import Engine
 from specengine.records import Cycle
 from tests.engine.engines import engine_of, tokenizer

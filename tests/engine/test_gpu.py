@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.short_models import first_layers
 from specengine import Engine
-from specengine.drafters.small_model import first_layers
 from tests import toy
 
 pytestmark = pytest.mark.gpu

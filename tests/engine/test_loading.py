@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import specengine
+from bench.short_models import first_layers
 from specengine import Engine, policies
 from specengine.drafters.ngram import NGram
-from specengine.drafters.small_model import first_layers
 from specengine.errors import InputError
 from tests.engine.engines import PROMPT, model_of, near_copy, plainly, tokenizer, untouched
 from tests.toy import byte_tokenizer, policy_for

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
+from bench.short_models import first_layers
 from specengine import Engine, ops
 from specengine.drafters import RowDraft
-from specengine.drafters.small_model import first_layers
 from specengine.errors import InputError
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.train.text import conversations, lockstep
+from specengine.train.text import conversations, synthesis
 from specengine.train.text.conversations import Format
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
@@ -108,7 +108,7 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
 
 def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
-    writer = lockstep.Lockstep(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    writer = synthesis.Lockstep(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
         rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
@@ -177,7 +177,7 @@ def test_draws_follow_the_distribution() -> None:
         expected /= expected.sum()
         count = 20_000
         rows, temperature = logits.expand(count, -1), torch.full((count,), temperature)
-        drawn = lockstep._sample(rows, temperature, torch.Generator().manual_seed(1))
+        drawn = synthesis._sample(rows, temperature, torch.Generator().manual_seed(1))
         found = drawn.bincount(minlength=5) / count
         error = (expected * (1 - expected) / count).sqrt()
         assert ((found - expected).abs() <= 5 * error).all()
@@ -234,15 +234,15 @@ def test_an_interrupted_writer_ends_with_the_same_text(model: PreTrainedModel, t
 
 
 def test_who_stops_a_writer_is_told_where(model: PreTrainedModel, tmp_path: Path, monkeypatch: Any) -> None:
-    real, lines, shards = lockstep.Lockstep.write, list[str](), list[int]()
+    real, lines, shards = synthesis.Lockstep.write, list[str](), list[int]()
 
-    def interrupted(self: lockstep.Lockstep, number: int, turns: Any) -> Any:
+    def interrupted(self: synthesis.Lockstep, number: int, turns: Any) -> Any:
         shards.append(number)
         if len(shards) == 3:
             raise KeyboardInterrupt
         return real(self, number, turns)
 
-    monkeypatch.setattr(lockstep.Lockstep, "write", interrupted)
+    monkeypatch.setattr(synthesis.Lockstep, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(model, tmp_path, progress=lines.append)
     written = lines[-2].split(" tokens written")[0]
@@ -325,7 +325,7 @@ def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> 
 def test_the_cache_of_the_lockstep_is_transformers_own(model: PreTrainedModel) -> None:
     """The same logits, token by token, with room beforehand and with concatenation."""
     tokens = torch.randint(200, (3, 12))
-    roomy, usual = lockstep._lockstep_cache(model, 12), DynamicCache(config=model.config)
+    roomy, usual = synthesis._lockstep_cache(model, 12), DynamicCache(config=model.config)
 
     def logits(cache: Any) -> Tensor:
         return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split([5, 1, 1, 5], dim=1)], 1)
