@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specengine.benchmark import plots
-from specengine.benchmark.plots import picture
+from specengine.benchmark.plots import LOOK
 from specengine.benchmark.tables import Record
-from specengine.trace.pictures import COLOURS, MARKERS
+from specengine.trace.pictures import COLOURS, MARKERS, write_figure
 
 DRAWN_PARENTS = 10  # of the cases of tree construction: EAGLE's width
 DRAWN_RULES = ("eagle (torch)", "talon (torch)", "eagle (ops)", "talon (ops)")
@@ -21,9 +21,9 @@ def draw(records: list[Record], file: Path) -> None:
     """Write an SVG file. Raise InputError without matplotlib or rows, or if the file cannot be written."""
     rows = _attention(records)
     if rows:
-        picture(file, lambda figure: _curves(figure, rows))
+        write_figure(file, "plot", lambda figure: _curves(figure, rows), LOOK, layout="constrained")
     elif points := construction_points(records):
-        picture(file, lambda figure: construction(figure, points))
+        write_figure(file, "plot", lambda figure: construction(figure, points), LOOK, layout="constrained")
     else:
         plots.draw(records, file)
 

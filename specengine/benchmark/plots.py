@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specengine.benchmark.summaries import quartiles, speeds
 from specengine.benchmark.tables import Record
 from specengine.errors import InputError
-from specengine.trace.pictures import COLOURS, MARKERS, save
+from specengine.trace.pictures import COLOURS, MARKERS, write_figure
 
+LOOK = {"font.size": 10}
 SPREAD = 0.6  # of the places of sets within a way's band
 
 
 def draw(records: Sequence[Record], file: Path) -> None:
-    """Write an SVG file. InputError as of `picture`, and without a row to draw."""
+    """Write an SVG file. InputError as of `write_figure`, and without a row to draw."""
     found = speeds_by_way(records)
     if not found:
         raise InputError(f"plot: the records have no speed over plain decoding to draw into {file.name}")
-    picture(file, lambda figure: _fill(figure, found))
-
-
-def picture(file: Path, fill: Callable[[Any], None]) -> None:
-    """Write what `fill` draws onto a figure. InputError without matplotlib, and where the file cannot be written."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("plot: needs matplotlib, run pip install matplotlib") from error
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}):
-        figure = Figure(layout="constrained")
-        fill(figure)
-        save(figure, file, "plot")
+    write_figure(file, "plot", lambda figure: _fill(figure, found), LOOK, layout="constrained")
 
 
 def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,6 @@ def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
 
     Raise InputError without matplotlib, without cycles, or if the folder cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("pictures: needs matplotlib, run pip install matplotlib") from error
     traces = [trace for trace in traces if _with_cycles(trace)]
     runs = list(zip(_labels(traces), map(_with_cycles, traces), strict=True))
     if not runs:
@@ -47,13 +43,9 @@ def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
         "acceptance-length": _lengths,
         "draft-passes-against-length": _effort,
     }
-    files = []
-    with matplotlib.rc_context({"font.size": 11, "svg.hashsalt": "specengine"}):
-        for name, fill in drawings.items():
-            figure = Figure(layout="constrained")
-            fill(figure, runs)
-            files.append(folder / f"{name}.svg")
-            save(figure, files[-1], "pictures")
+    files = [folder / f"{name}.svg" for name in drawings]
+    for file, fill in zip(files, drawings.values(), strict=True):
+        write_figure(file, "pictures", partial(fill, runs=runs), {"font.size": 11}, layout="constrained")
     return files
 
 
@@ -82,17 +74,26 @@ def literal(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
 
-def save(figure: Any, file: Path, field: str) -> None:
-    """Write a figure in the format of the file's suffix, with the same bytes every time.
+def write_figure(file: Path, field: str, fill: Callable[[Any], None], look: dict[Any, Any], **options: Any) -> None:
+    """Write what `fill` draws onto a figure, in the format of the file's suffix, with the same bytes every time.
 
-    Raise InputError naming `field` for another suffix, or if the file cannot be written.
+    look: matplotlib's settings; options: those of its Figure. Raise InputError naming `field` for another suffix,
+    without matplotlib, or if the file cannot be written.
     """
     require_suffix(field, file, METADATA)
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError(f"{field}: needs matplotlib, run pip install matplotlib") from error
     suffix = file.suffix.lower()
-    with writing(file, field):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as temporary:
-            figure.savefig(temporary, format=suffix[1:], metadata=METADATA[suffix])
+    with matplotlib.rc_context({**look, "svg.hashsalt": "specengine"}):
+        figure: Any = Figure(**options)
+        fill(figure)
+        with writing(file, field):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic(file) as temporary:
+                figure.savefig(temporary, format=suffix[1:], metadata=METADATA[suffix])
 
 
 # ---- acceptance by depth and rank (TALON, Fig. 3)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError, require_suffix
-from specengine.trace.pictures import METADATA, literal, save
+from specengine.trace.pictures import literal, write_figure
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, TracedCycle
 
 OWN = "own"  # state of the target's own token, which is not in the tree
@@ -37,18 +36,10 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
 
     Raise InputError for another suffix, without matplotlib, or if the file cannot be written.
     """
-    require_suffix("tree", file, METADATA)
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("tree: needs matplotlib, run pip install matplotlib") from error
     layout = _Layout.of(cycle, pruned)
-    with matplotlib.rc_context({"font.size": 10, "font.family": "monospace", "svg.hashsalt": "specengine"}):
-        size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
-        figure = Figure(figsize=size, facecolor="white")
-        _fill(figure, cycle, layout)
-        save(figure, file, "tree")
+    size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
+    look = {"font.size": 10, "font.family": "monospace"}
+    write_figure(file, "tree", lambda figure: _fill(figure, cycle, layout), look, figsize=size, facecolor="white")
 
 
 @dataclass
