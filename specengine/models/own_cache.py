@@ -109,7 +109,7 @@ class OwnCacheLM(CausalLM):
     def _choose_attention(self) -> None:
         self._layers, self._dense_mask = int(getattr(self.config, "num_hidden_layers", 0)), False
         self.fault: str | None = "untried"
-        with _errors_named(self.model):
+        with _errors_named(self.model), torch.inference_mode():  # as answers run
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
         self.mixes = mixing(self._twin)
         unsure = next((reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None)

@@ -29,6 +29,7 @@ def take(library: Path, patch: pytest.MonkeyPatch) -> None:
     driver = ctypes.CDLL(str(library))
     kernels = _nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME, _nvrtc.EXTRACT
     patch.setattr(_nvrtc, "_driver", lambda: driver)
+    patch.setattr(_nvrtc, "find", lambda: library)
 
     def launch(kernel: _nvrtc.Kernel, values: tuple, _: object, shared: int = 0) -> None:
         _nvrtc.start(kernel, ctypes.c_void_p(kernels.index(kernel)), values, 0, shared)

@@ -122,7 +122,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "a divisor": ("json_schema", {"type": "integer", "multipleOf": 4294967291}),
     "brackets of a grammar": ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
     "brackets of a GBNF grammar": ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
-    "a text of 200,000 alternatives": ("grammar", "start: " + "|".join(['"a"'] * 60_000)),
+    "a text of 280,000 characters": ("grammar", "start: " + "|".join(['"a"'] * 70_000)),
 }
 
 
