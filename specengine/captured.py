@@ -445,10 +445,14 @@ class CapturedDriver(EagerDriver):
                     if lane.commit(record.tokens[kept - 1]):
                         break
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
-                tree, places = cycle.without_ended(record.tree, record.tree.tokens.tolist(), lane.stopper)
-                path = record.path[:kept] if places is None else [places.index(node) for node in record.path[:kept]]
-                made = tree, path, record.tokens[:kept], seconds, record.grown - 1
-                finished = Cycle(*made, learnt=learns and not follows, end=cycle.drafted_end(tree, path, lane))
+                whole = cycle.Draft(record.tree, record.tree)
+                draft = cycle.without_ended(whole, record.tree.tokens.tolist(), lane.stopper)
+                path = record.path[:kept]
+                if draft.kept is not None:
+                    path = [draft.kept.tolist().index(node) for node in path]
+                made = draft.tree, path, record.tokens[:kept], seconds, record.grown - 1
+                end = None if lane.reason is None else cycle.drafted_end(draft.tree, path, lane)
+                finished = Cycle(*made, learnt=learns and not follows, end=end)
                 if self.policy is not None and (follows or times):
                     self.policy.learn(Outcome.of(finished))
                 lane.count(finished)

@@ -145,22 +145,21 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
     return Draft(verified, grown.trimmed(), kept.ids)
 
 
-def without_ended(tree: TokenTree, tokens: Sequence[int], stopper: Stopper) -> tuple[TokenTree, list[int] | None]:
+def without_ended(draft: Draft, tokens: Sequence[int], stopper: Stopper) -> Draft:
     """Leave out the nodes below those that carry an end token: no answer goes on there.
 
-    tokens: of the nodes. Returns the rest, and its nodes' numbers in `tree`; None for all. Synchronises with the device
-    if the tree is on one.
+    tokens: of the verified nodes. Synchronises with the device if the tree is on one.
     """
-    ends = stopper.eos_token_ids
-    if ends.isdisjoint(tokens):
-        return tree, None
+    tree = draft.tree
     ended = [False]
     for parent in tree.parents.tolist()[1:]:
-        ended.append(ended[parent] or (parent > 0 and tokens[parent] in ends))
+        ended.append(ended[parent] or (parent > 0 and tokens[parent] in stopper.eos_token_ids))
     rest = [node for node, is_ended in enumerate(ended) if not is_ended]
     if len(rest) == len(ended):
-        return tree, None
-    return tree.subtree(Nodes.of(torch.tensor(rest, dtype=torch.int64, device=tree.device))), rest
+        return draft
+    nodes = torch.tensor(rest, dtype=torch.int64, device=tree.device)
+    kept = nodes if draft.kept is None else draft.kept.index_select(0, nodes)
+    return Draft(tree.subtree(Nodes.of(nodes)), draft.grown, kept)
 
 
 def draft_tree(
@@ -334,7 +333,7 @@ def walk(
 def drafted_end(tree: TokenTree, path: Sequence[int], lane: Lane) -> int | None:
     """Return the node below a path that carries the end token which has ended the lane; None if there is none."""
     token = lane.stopper.tokens[-1]
-    if lane.reason is None or token not in lane.stopper.eos_token_ids:
+    if token not in lane.stopper.eos_token_ids:
         return None
     nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     return next((node for node, edge in enumerate(nodes) if edge == (path[-1], token)), None)
@@ -367,10 +366,8 @@ def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
             tokens = draft.tree.tokens.tolist()
             if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
                 raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
-            tree, places = without_ended(draft.tree, tokens, lane.stopper)
-            if places is not None:
-                nodes = torch.tensor(places, dtype=torch.int64, device=tree.device)
-                draft = Draft(tree, draft.grown, nodes if draft.kept is None else draft.kept.index_select(0, nodes))
+            if not lane.stopper.eos_token_ids.isdisjoint(tokens):
+                draft = without_ended(draft, tokens, lane.stopper)
         verdict = verify(driver, lane, draft.tree, seconds, plan)
         clock = time.perf_counter()
         cycle = commit(driver, lane, draft, verdict, seconds, plan)
@@ -408,7 +405,8 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, p
         raise NumericalError(f"the target's logits at position {lane.history.length} are NaN or infinite throughout")
     top = lane.sampler.logprobs
     logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
-    return Verdict(path, tokens, drafted_end(tree, path, lane), features, successors, logprobs)
+    end = None if lane.reason is None else drafted_end(tree, path, lane)
+    return Verdict(path, tokens, end, features, successors, logprobs)
 
 
 def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds, plan: Plan) -> Cycle:

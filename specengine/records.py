@@ -101,7 +101,7 @@ class Cycle:
     @property
     def accepted(self) -> int:
         """Number of committed tokens that the draft proposed."""
-        return len(self.agreed) - 1
+        return len(self.path) - 1 + (self.end is not None)
 
 
 class Outcome(NamedTuple):
