@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -715,6 +716,22 @@ def construction(file: str) -> str:
     return table(header, body, file)
 
 
+def mistakes(file: str) -> str:
+    """Return what became of the mistakes of tests.mutants, by the folder that they are made in."""
+    found: dict[str, Counter[str]] = {}
+    for record in records(file):
+        if record["record"] == "mutant":
+            folder = "/".join(record["file"].split("/")[:-1][:2])
+            for name in (folder, "all"):
+                found.setdefault(name, Counter())[record["result"]] += 1
+    noticed = ("caught", "slow only")
+    rows = [
+        [code(name) if name != "all" else name, str(own.total()), *(str(own[result]) for result in noticed)]
+        for name, own in sorted(found.items(), key=lambda item: (item[0] == "all", item[0]))
+    ]
+    return table(("in", "mistakes", "noticed by `make test`", "by `make test-all` alone"), rows, file)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -723,6 +740,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(replays, published, mtp, compared, construction, replicas, split),
         *(load, servers, model_shapes, storm, hostile, memory),
-        *(device, device_kernels, device_layers, device_tests, learnt),
+        *(device, device_kernels, device_layers, device_tests, learnt, mistakes),
     )
 }

@@ -18,6 +18,8 @@ from typing import Any
 
 from tests.mutants.table import ROOT, Mutant
 
+# as under that sanitizer: without clones for other instruction sets, which take most of the time
+FLAGS = ("-O1", "-fPIC", "-D__SANITIZE_ADDRESS__")
 SETS = ("portable", "integer_portable")  # instruction sets of the copy, which every machine runs
 
 
@@ -113,7 +115,7 @@ class Copy:
         include = [
             f"-I{folder}" for folder in (*extension.include_dirs, "build/formats", sysconfig.get_path("include"))
         ]
-        command = ["g++", *extension.extra_compile_args, "-O1", "-fPIC", *include, "-c", source]
+        command = ["g++", *extension.extra_compile_args, *FLAGS, *include, "-c", source]
         listed = self.objects / f"{slug}.d"
         for _ in range(2):
             if listed.exists():

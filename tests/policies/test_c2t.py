@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,16 @@ def test_specdecpp_stops_when_a_rejection_is_likely(tmp_path: Path) -> None:
     assert [passes(threshold=h) for h in (0.1, 0.3, 0.4, 0.6, 1.0)] == [2, 3, 4, 6, 7]
     assert passes(threshold=0.1, minimum=4) == 5
     assert passes(threshold=0.0, minimum=0) == 2
+
+
+@pytest.mark.parametrize(("acceptances", "goes_on"), [((0.9, 0.1), True), ((0.1, 0.9), True), ((0.1, 0.1), False)])
+def test_the_surest_path_decides_whether_specdecpp_goes_on(acceptances: tuple[float, float], goes_on: bool) -> None:
+    policy = policies.make("specdecpp", width=2, expansions=6, threshold=0.3)
+    policy._learned = SimpleNamespace(facts={"hidden_size": 1}, on=lambda device: lambda states: states[:, 0])  # type: ignore[attr-defined]
+    draft = drafter((12, 1, 0.5))
+    step, states = draft.step, torch.tensor(acceptances)[:, None]
+    draft.step = lambda tree, nodes: replace(step(tree, nodes), hidden=states)  # type: ignore[method-assign]
+    assert (int(draft_tree(0, draft, policy, Seconds(), CPU).tree.passes) > 2) is goes_on
 
 
 def test_specdecpp_says_which_drafts_it_can_read() -> None:
