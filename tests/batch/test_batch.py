@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from specengine import Engine
+from specengine.batch import answering
 from specengine.batch.answering import answer as answer_of
 from specengine.batch.files import Files, beside
 from specengine.batch.lines import Item, read, seed_of
 from specengine.errors import InputError
+from specengine.records import GenerationResult, Stats
 from tests.batch import files
 from tests.batch.conftest import Example
 from tests.toy import byte_tokenizer, tiny
@@ -58,6 +60,15 @@ def test_answers_are_the_engines(example: Example) -> None:
         else:
             assert answer["error"]["type"] == "InputError"
             assert "99999" in answer["error"]["message"]
+
+
+def test_a_turn_follows_all_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[Any] = []
+    monkeypatch.setattr(answering, "TextGeneration", lambda engine, prompt, options, ticket: prompts.append(prompt))
+    said = lambda *_: GenerationResult(f"said {len(prompts)}", [], "stop", Stats())  # noqa: E731
+    monkeypatch.setattr(answering.openai, "complete", said)
+    assert not answering.answer(None, Item(0, "a", "one", later=("two", "three"))).failed  # type: ignore[arg-type]
+    assert [turn["content"] for turn in prompts[-1]] == ["one", "said 1", "two", "said 2", "three"]
 
 
 def test_figures_stand_beside_and_nothing_measured_in_the_answers(example: Example) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from specengine.protocol.completion import found_again
+from specengine.protocol import anthropic
+from specengine.protocol.completion import Completion, found_again
 from specengine.protocol.tools import StopText
+from specengine.records import Stats
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
 
 SAMPLED = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}]
@@ -64,6 +66,16 @@ def test_usage_counts_cached_tokens_and_timings_come_once(server: Served) -> Non
     assert sum(map(sum, by_length)) == figures["num_spec_steps"] == sum(figures["acceptance_histogram"])
 
 
+def test_figures_of_a_prompt_that_was_cached_in_part() -> None:
+    stats = Stats()
+    stats.num_prompt_tokens, stats.num_cached_prompt_tokens = 10, 4
+    answer = Completion(stats, list(range(10)))
+    assert (answer.timings["cache_n"], answer.timings["prompt_n"]) == (4, 6)
+    assert answer.usage["prompt_tokens"] == 10
+    usage = anthropic._usage(answer)
+    assert (usage["cache_read_input_tokens"], usage["input_tokens"]) == (4, 6)
+
+
 def test_openais_client_sync_async_and_streaming(server: Served) -> None:
     base: dict[str, Any] = {"base_url": f"{server.address}/v1", "api_key": "any"}
     client = openai.OpenAI(**base)
@@ -99,7 +111,13 @@ def test_prediction_is_counted_and_refused_where_nothing_copies() -> None:
 
 @pytest.mark.parametrize(
     ("predicted", "answer", "found"),
-    [([1, 2, 3, 4], [1, 2, 3, 4], 4), ([1, 2, 3, 4], [9, 9], 0), ([1, 2, 3, 4, 5], [1, 9, 3, 4, 5], 3), ([1], [], 0)],
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 4),
+        ([1, 2, 3, 4], [9, 9], 0),
+        ([1, 2, 3, 4, 5], [1, 9, 3, 4, 5], 3),
+        ([1], [], 0),
+        ([1, 2, 3, 4], [1, 2, 3, 1, 2, 9], 3),  # what was found is not found again
+    ],
 )
 def test_what_of_a_prediction_is_found_again(predicted: list[int], answer: list[int], found: int) -> None:
     assert found_again(predicted, answer) == found

@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine.protocol import preparing
+from specengine.protocol.completion import Completion
+from specengine.protocol.parts import Parts
 from specengine.protocol.problems import RequestError
+from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
 from specengine.protocol.tools import ToolReader, format_of, marks
+from specengine.records import Stats
 from tests import toy
 from tests.engine.engines import forced
 from tests.serve.served import CHAT, served, tiny_engine
@@ -123,6 +127,28 @@ def can_be_written(known: Format, calls: list[dict[str, Any]]) -> bool:
         return True
     values = [json.dumps(value, ensure_ascii=False) for call in calls for value in call["arguments"].values()]
     return not any("</tool_call>" in value for value in values)
+
+
+LOOK_UP = {"name": "look_up", "arguments": {"text": "a"}}
+
+
+@pytest.mark.parametrize("known", [Hermes(), Coder(), Mistral()], ids=by_title)
+@pytest.mark.parametrize("most", [1, 2])
+def test_calls_after_the_most_that_are_wanted_are_left_out(known: Format, most: int) -> None:
+    """However many have been read before: two at once, and a third one in a piece of its own."""
+    reader, answer = ToolReader(known, SCHEMAS, most), [[LOOK_UP, LOOK_UP], [LOOK_UP]]
+    parts = [part for calls in answer for part in reader.push(written(known, calls))]
+    assert len([part for part in parts if isinstance(part, ToolCall)]) == reader.found == most
+
+
+@pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length")])
+def test_an_answer_that_is_cut_after_a_call_ends_by_its_length(reason: str, told: str) -> None:
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]})
+    parts = Parts(asked, byte_tokenizer(TEMPLATES[Hermes]))
+    parts.begin([])
+    found = parts.push(written(Hermes(), [LOOK_UP])) + parts.end()
+    assert [part.name for part in found if isinstance(part, ToolCall)] == ["look_up"]
+    assert parts.reason(Completion(Stats(), [], reason=reason)) == told
 
 
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
