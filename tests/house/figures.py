@@ -1,7 +1,7 @@
 """All figures of the house, and the table that holds them: budgets.json.
 
-Of each figure the table has `survey`, the number in house.md (119dda4; of statements c032b77), `start`, as its row began
-(most of them at the commit that stands in the table), `held`, above which a test fails, and `budget`, where
+Of each figure the table has `survey`, the number in house.md (119dda4; of statements c032b77), `start`, as its row
+began (most of them at the commit that stands in the table), `held`, above which a test fails, and `budget`, where
 architecture.md sets one. Held figures only fall.
 """
 
