@@ -3,6 +3,8 @@
 import contextlib
 import faulthandler
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,9 @@ def _usable_cores() -> int:
 
 
 def pytest_configure() -> None:
+    # what a shell starts in the background ignores Ctrl-C, and so would the processes that tests start
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # tiny models gain nothing from more threads, and tests that compare timings suffer from oversubscription
     if "PYTEST_XDIST_WORKER" in os.environ:  # other workers have the other cores
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start

@@ -37,12 +37,6 @@ from tests.serve.served import NAME, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHATS = 100
-TAKES_CTRL_C = """
-import runpy, signal
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets what runs in the background ignore
-runpy.run_module("specengine", run_name="__main__")
-"""
 
 
 # ---- batch
@@ -91,7 +85,7 @@ def test_ctrl_c_ends_a_batch_of_replicas_which_goes_on(
     prompts, out, whole = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "whole"))
     files.write(prompts, files.lines(42))
     more = ("--max-new-tokens", "60")
-    command = [sys.executable, "-c", TAKES_CTRL_C, "batch", str(prompts), "--out", str(out), "--model", str(model)]
+    command = [sys.executable, "-m", "specengine", "batch", str(prompts), "--out", str(out), "--model", str(model)]
     on = ("--replicas", "2", "--threads", "1", "--ray-address", address)
     with subprocess.Popen(
         [*command, *more, *on], stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path(__file__).parents[2]
