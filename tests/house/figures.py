@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.house import imports, journeys, members, seats
+from tests.house import imports, journeys, members, reading, seats
 
 TABLE = Path(__file__).with_name("budgets.json")
 PACKAGE = Path(journeys.PACKAGE)
@@ -25,12 +25,8 @@ def sizes() -> dict[str, int]:
     Statements, as lines say more of how code is packed than of how much it does.
     """
     files = sorted(PACKAGE.rglob("*.py"))
-    return {"package statements": sum(map(statements, files)), "package files": len(files)}
-
-
-def statements(file: Path) -> int:
-    """Return how many statements a file of Python has; one that holds others counts beside them."""
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return {"package statements": sum(map(reading.statements, trees)), "package files": len(files)}
 
 
 def touched() -> dict[str, int]:
@@ -58,7 +54,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 def measure() -> dict[str, int]:
     """Return all figures that can be measured, by name."""
-    static = imports.measure(PACKAGE) | members.measure() | sizes()
+    static = imports.measure(PACKAGE) | members.measure() | sizes() | reading.measure(PACKAGE)
     return journeys.measure() | static | touched()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from specengine import ops
-from tests.house import imports, journeys, members, seats
+from tests.house import imports, journeys, members, reading, seats
 
 HOUSE = {
     "__init__.py": "_NAMES = {'Engine': 'engine'}\nif TYPE_CHECKING:\n    from house.engine import Engine\n",
@@ -131,6 +132,47 @@ def test_members_are_those_of_the_class_itself() -> None:
         def made(cls) -> None: ...
 
     assert members.members(Kind) == ["annotated", "asked", "both", "done", "made", "plain"]
+
+
+SECOND_READINGS = '''
+class Large:
+    def begin(self, found):
+        self.a, self.b, self.c, self.d, self.e, self.f = range(6)
+        self.g = self.h = self.i = self.j = self.k = self.l = 1
+
+
+class Small:
+    """Stands behind it."""
+
+    def run(self):
+        given, count = (1, 2), 3  # so many
+        self.pair = 4, 5
+        plain = 6, 7
+        return call(*given, *self.pair, plain, count)
+
+
+MOST_ROWS = 8
+'''
+
+
+def test_each_second_reading_is_counted(tmp_path: Path) -> None:
+    tree = ast.parse(SECOND_READINGS)
+    assert reading.large_classes(tree) == []
+    assert reading.packed_tuples(tree) == 2
+    assert reading.words(SECOND_READINGS) == {"found": 1, "behind": 1, "given": 1, "so many": 1, "MOST": 1}
+    larger = SECOND_READINGS.replace("self.l = 1", "self.l = self.m = 1")
+    assert reading.large_classes(ast.parse(larger)) == ["Large"]
+    house = built(tmp_path)
+    (house / "cli").mkdir()
+    (house / "cli" / "__init__.py").write_text(larger)
+    (house / "serve.py").write_text("class Large: ...\n")
+    measured = reading.measure(house)
+    assert measured["statements, command line"] == reading.statements(tree)
+    assert measured["class names used twice"] == 1
+    assert measured["classes over 12 attributes"] == 1
+    assert measured["tuples packed to be starred"] == 2
+    assert measured["longest import list"] == 2
+    assert measured["words that cost a second reading"] == 5
 
 
 PAGE = """
