@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +22,7 @@ from specengine.protocol.problems import RequestError, json_response, of_error, 
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import answered, require_model, require_ready
 from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Forms, Hosts, Keys, Paths
+from specengine.serve.memory import give_back
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
@@ -32,7 +34,9 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        giving_back = asyncio.create_task(give_back())
         yield
+        giving_back.cancel()
         worker.stop()
 
     app = FastAPI(

@@ -21,6 +21,7 @@ from specengine.errors import InputError
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
+from specengine.serve.memory import limit_arenas
 from specengine.serve.metrics import Metrics
 from specengine.serve.worker import Worker
 
@@ -224,6 +225,7 @@ def run(
     """
     opened, address = open_socket(settings)
     listening(address)
+    limit_arenas()
     worker = Worker(load, settings.queue, Metrics(), settings.parallel)
     server = Server(worker, settings, log_config=LOGGING)
 

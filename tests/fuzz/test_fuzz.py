@@ -43,7 +43,7 @@ def test_lives_of_engines_answer_as_plain_decoding(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_lives_of_engines_answer_as_plain_decoding() -> None:
     with worker() as run:
-        report = running.fuzz(run, 150, seed=2, kinds=tuple(cases.LIVES))
+        report = running.fuzz(run, 80, seed=2, kinds=tuple(cases.LIVES))
     assert not report.findings, "\n".join(report.findings)
 
 
