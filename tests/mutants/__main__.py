@@ -26,20 +26,18 @@ Record = dict[str, Any]
 
 
 def key(mutant: Mutant) -> str:
-    """Return what a verdict holds for: the mutant, the file that it changes, and the files of its tests."""
-    files = dict.fromkeys([mutant.file, *(test.partition("::")[0] for test in (*mutant.tests, *mutant.slow))])
-    digest = hashlib.sha256(json.dumps(asdict(mutant)).encode())
-    for file in map(ROOT.joinpath, files):
-        digest.update(file.read_bytes() if file.is_file() else b"")
-    return digest.hexdigest()[:16]
+    """Return what a verdict holds for: the mutant and the file that it changes."""
+    file = ROOT / mutant.file
+    content = file.read_bytes() if file.is_file() else b""
+    return hashlib.sha256(json.dumps(asdict(mutant)).encode() + content).hexdigest()[:16]
 
 
 def verdicts(file: Path | None) -> dict[str, Record]:
-    """Return the verdicts that stand in a file, by their keys."""
+    """Return the verdicts of mutants that were caught, by their keys, from a file; the others are tried again."""
     if file is None or not file.exists():
         return {}
     lines = file.read_text(encoding="utf-8").splitlines()
-    return {record["key"]: record for record in map(json.loads, lines) if record["record"] == "mutant"}
+    return {record["key"]: record for record in map(json.loads, lines) if record.get("result") in CAUGHT}
 
 
 def write(file: Path | None, head: Record, records: list[Record]) -> None:
@@ -52,7 +50,12 @@ def write(file: Path | None, head: Record, records: list[Record]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="mutants to try")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="JSON lines; verdicts that still hold are kept")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines; what was caught before is kept, unless the mutant or its file has changed",
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="of the copy of the sources")
     options = parser.parse_args()
     if compiler() is None:
