@@ -287,6 +287,12 @@ class TestStepQueues:
         assert queue.step([(-0.5, 1, 1, 8, 0.5), (-1.0, 1, 1, 7, 0.0)]) == [[1], [8], [0.5], [0]]
 
     @each_backend
+    def test_of_equals_the_one_that_waited_is_drawn_first(self, backend):
+        queue = Queues(10, 1, 9)
+        assert queue.step([(-1.0, 0, 0, 1, -1.0), (-2.0, 0, 0, 2, -2.0)])[1] == [1]
+        assert queue.step([(-2.0, 1, 1, 3, -1.0)])[1] == [2]
+
+    @each_backend
     def test_a_budget_of_one_is_the_root_alone(self, backend):
         queue = Queues(1, 5, 9)
         assert queue.bound == 0.0

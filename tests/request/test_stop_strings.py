@@ -23,7 +23,8 @@ class Bytes:
 
 def reasons(text: str, stops: list[str], letters: bool) -> list[str | None]:
     """The reason after each byte of a text, up to the first one."""
-    stopper, found = Stopper(20, stop_strings=stops, decode=Decoder(Bytes(letters))), list[str | None]()
+    decode = Bytes(letters).decode if letters else Decoder(Bytes(letters))  # a function's text is never held back
+    stopper, found = Stopper(20, stop_strings=stops, decode=decode), list[str | None]()
     for token in text.encode():
         found.append(stopper.reason(token, History([token], 1)))
         if found[-1] is not None:
