@@ -208,7 +208,11 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
 
 
 @pytest.mark.parametrize(
-    "kinds", [("q4_k", "q4_0", "q8_0"), ("q4_0", "q6_k", "q4_0"), ("q8_0", "q4_k", "q6_k"), ("q6_k", "q8_0", "q4_k")]
+    "kinds",
+    [
+        *(("q4_k", "q4_0", "q8_0"), ("q4_0", "q6_k", "q4_0"), ("q8_0", "q4_k", "q6_k"), ("q6_k", "q8_0", "q4_k")),
+        *(("q8_0", "bf16", "q4_0"), ("bf16", "q8_0", "q8_0")),  # of integers and of floats
+    ],
 )
 def test_inputs_are_made_ready_for_both_kinds_of_an_expert(kinds: tuple[str, str, str], tmp_path: Path) -> None:
     path = write_packed(tmp_path / "model.gguf", kinds)
