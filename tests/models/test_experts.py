@@ -135,8 +135,15 @@ def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- GGUF
 
 
-def write_packed(path: Path, kinds: tuple[str, str, str], experts: int = 5, chosen: int = 2) -> Path:
-    """Write Qwen3 with experts, whose gates, ups and downs are of these kinds."""
+Kinds = tuple[str, str, str]
+
+
+def write_packed(path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *, shared: Kinds | None = None) -> Path:
+    """Write Qwen3 with experts, whose gates, ups and downs are of these kinds.
+
+    shared: Qwen2 with experts, and one that all rows use, of these kinds.
+    """
+    architecture = "qwen3moe" if shared is None else "qwen2moe"
     hidden, inner, heads, key_heads, head = 256, 512, 4, 2, 64
     gate, up, down = kinds
     words = gguf_files.byte_level_vocabulary()
@@ -149,7 +156,15 @@ def write_packed(path: Path, kinds: tuple[str, str, str], experts: int = 5, chos
         prefix = f"blk.{layer}."
         tensors |= dict.fromkeys(f"{prefix}ffn_{name}.weight" for name in ("gate", "up", "down"))  # the dense ones
         tensors |= {f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "ffn")}
-        tensors |= {f"{prefix}attn_{name}_norm.weight": ("f32", (head,)) for name in "qk"}
+        if shared is None:
+            tensors |= {f"{prefix}attn_{name}_norm.weight": ("f32", (head,)) for name in "qk"}
+        else:
+            shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+            tensors |= {
+                f"{prefix}ffn_{name}_shexp.weight": (kind, shape)
+                for name, kind, shape in zip(("gate", "up", "down"), shared, shapes, strict=True)
+            }
+            tensors[f"{prefix}ffn_gate_inp_shexp.weight"] = ("f32", (hidden,))  # as converters have squeezed it
         tensors |= {
             f"{prefix}attn_q.weight": (gate, (heads * head, hidden)),
             f"{prefix}attn_k.weight": (gate, (key_heads * head, hidden)),
@@ -170,8 +185,9 @@ def write_packed(path: Path, kinds: tuple[str, str, str], experts: int = 5, chos
         "expert_used_count": chosen,
         "expert_feed_forward_length": inner,
     }
-    metadata = {f"qwen3moe.{key}": value for key, value in sizes.items()}
-    return gguf_files.write_model(path, "qwen3moe", kind=gate, vocabulary=words, metadata=metadata, tensors=tensors)
+    sizes |= {} if shared is None else {"expert_shared_feed_forward_length": inner}
+    metadata = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    return gguf_files.write_model(path, architecture, kind=gate, vocabulary=words, metadata=metadata, tensors=tensors)
 
 
 def packed(path: Path, instructions: str | None, numerics: str = "bfloat16") -> NativeLM:
@@ -214,8 +230,9 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
         *(("q8_0", "bf16", "q4_0"), ("bf16", "q8_0", "q8_0")),  # of integers and of floats
     ],
 )
-def test_inputs_are_made_ready_for_both_kinds_of_an_expert(kinds: tuple[str, str, str], tmp_path: Path) -> None:
-    path = write_packed(tmp_path / "model.gguf", kinds)
+def test_inputs_are_made_ready_for_both_kinds_of_an_expert(kinds: Kinds, tmp_path: Path) -> None:
+    """Of an expert that all rows use: those of the others become numbers where gates and ups are of two kinds."""
+    path = write_packed(tmp_path / "model.gguf", ("q8_0",) * 3, shared=kinds)
     tree = random_tree(33, 33, 200, root=3)
     wanted = own_logits(open_native(str(path), dtype=torch.float32).source.model(), PROMPT, tree)
     found = [native_logits(packed(path, one, "integer"), PROMPT, tree) for one in instruction_sets("integer")]

@@ -27,10 +27,11 @@ from tests.models.native_engines import (
     engine_of,
     lm_of,
     model_of,
+    native_lm,
     needs_extension,
     plainly,
 )
-from tests.toy import CPU, POLICIES, VOCABULARY, head_config, policy_for, random_state, random_tree
+from tests.toy import CPU, POLICIES, VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]  # those that run float32
@@ -189,6 +190,27 @@ def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instruction
         assert torch.equal(chosen.successors.tokens, tokens)
         assert chosen.tokens == tokens[:, 0].tolist()
         assert all(map(torch.equal, chosen.successors, Successors.of(logits, min(count, VOCABULARY))))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_of_equal_logits_the_lowest_token_comes_first(threads: int, instructions: str) -> None:
+    model, before = tiny("qwen3").bfloat16(), torch.get_num_threads()
+    rows = model.lm_head.weight.data
+    rows[8:] = rows[torch.arange(8, len(rows)) % 8]
+    torch.set_num_threads(threads)
+    try:
+        target = NativeTarget(native_lm(model, instructions))
+        target.prefill(PROMPT)
+        for nodes in (1, 16, 45):
+            tree = random_tree(1, nodes, VOCABULARY, root=3)
+            logits, _ = target.verify(tree)
+            order = logits.argsort(dim=1, descending=True, stable=True)
+            for count in (1, 8, VOCABULARY):
+                target.want(successors=count)
+                assert torch.equal(target.choose(tree).successors.tokens, order[:, :count])
+    finally:
+        torch.set_num_threads(before)
 
 
 HEADS: dict[str, EagleConfig] = {

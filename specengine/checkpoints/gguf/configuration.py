@@ -386,7 +386,7 @@ def require_complete(
     differ = [
         f"{name} {list(stored[name])}, not {list(shape)}"
         for name, shape in wanted.items()
-        if stored.get(name, shape) != shape
+        if _without_ones(stored.get(name, shape)) != _without_ones(shape)
     ]
     problems = {
         "missing": [name for name in wanted if name not in stored],
@@ -447,6 +447,11 @@ def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:
 def _flat(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a file's tensor, where llama.cpp keeps vectors of Mamba-2 by group or by head."""
     return (math.prod(shape),) if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) else shape
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape as llama.cpp compares it: converters have squeezed matrices of one row."""
+    return shape[1:] if shape[:1] == (1,) else shape
 
 
 def _block(name: str) -> int | None:
