@@ -62,6 +62,8 @@ from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, upright, with_buffers
+from specengine.request.readers import FILLERS
+from specengine.request.templates import filled
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
@@ -347,12 +349,14 @@ def taking_texts(tokenizer: Any) -> Any:
     Templates of models that read pictures may read lists of parts alone, and pass over a text, or fail.
     """
     templates = named_templates(getattr(tokenizer, "chat_template", None))
+    if templates:
+        FILLERS.start()  # while weights are read
 
     def shows(template: str, content: Any) -> bool:
         message = {"role": "user", "content": content}
         try:
-            return _PROBE in str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
-        except Exception:  # a template raises what it likes
+            return _PROBE in filled(tokenizer, [message], chat_template=template)
+        except InputError:
             return False
 
     for name, template in templates.items():

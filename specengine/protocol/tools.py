@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from specengine.errors import InputError
 from specengine.protocol.problems import RequestError
 from specengine.protocol.tool_formats import FORMATS, Format, Llama, Schemas, ToolCall
+from specengine.request.templates import filled
 from specengine.request.text import TextStream
 
 
@@ -79,15 +81,11 @@ def format_of(tokenizer: Any) -> Format:
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(400, "tools: this model has no chat template", "tools", "unsupported_field")
 
-    def written(messages: list[dict[str, Any]], tools: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-
     try:
-        without, with_tools = written([_USER], None), written([_USER], [_TOOL])
-        called = written([_USER, _SAID], [_TOOL])
-    except Exception as error:  # a template raises what it likes
-        text = " ".join(str(error).split())
-        raise RequestError(400, f"tools: the chat template does not take them ({text:.200})", "tools") from error
+        without, with_tools = filled(tokenizer, [_USER]), filled(tokenizer, [_USER], [_TOOL])
+        called = filled(tokenizer, [_USER, _SAID], [_TOOL], "tools")
+    except InputError as error:
+        raise RequestError(400, str(error), "tools") from error
     if without == with_tools:
         raise RequestError(400, "tools: this model's chat template does not take them", "tools", "unsupported_field")
     same = next((at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b), len(with_tools))
@@ -129,8 +127,8 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
 
     def same(given: Any, *conversations: list[dict[str, Any]]) -> bool:
         try:
-            texts = [str(tokenizer.apply_chat_template(each, tools=given, tokenize=False)) for each in conversations]
-        except Exception:  # a template raises what it likes; what it says of the messages themselves comes later
+            texts = [filled(tokenizer, each, given) for each in conversations]
+        except InputError:  # what the template says of the messages themselves comes later
             return False
         return texts[0] == texts[1]
 

@@ -1,41 +1,85 @@
-"""A process that reads grammars, run as a script by `readers`: it imports neither torch nor this package.
+"""A process that reads grammars or fills chat templates, run as a script by `readers`.
 
-Arguments: the folder of llguidance, bytes of memory and of stack, and niceness. A line of standard input is a grammar
-and the limits for it, as JSON; a line of standard output says what is wrong with it, or nothing.
+It imports neither torch nor this package. Argument: what `readers.Reader` writes, as JSON. A line of standard input is
+a question, and a line of standard output answers it; both are JSON.
 """
 
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
+
+MAX_TEXT = 1 << 24  # characters of a filled template
 
 
 def main() -> None:
-    folder, *numbers = sys.argv[1:]
-    memory, stack, niceness = map(int, numbers)
-    package: Any = types.ModuleType("llguidance")
-    package.__path__ = [folder]  # its own module imports much more, for a few tenths of a second
-    sys.modules["llguidance"] = package
-    from llguidance._lib import LLMatcher, LLParserLimits
-
-    _limit(memory + stack)
-    if niceness and hasattr(os, "nice"):
-        os.nice(niceness)
+    given = json.loads(sys.argv[1])
+    sys.path += [folder for folder in given["path"] if folder not in sys.path]
+    answer = {"llguidance": read_grammars, "transformers": fill_templates}[given["package"]](given["folder"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
+    _limit(given["memory"] + given["stack"])
+    if given["niceness"] and hasattr(os, "nice"):
+        os.nice(given["niceness"])
 
     def read() -> None:
-        print("ready", flush=True)
+        print(flush=True)
         for line in sys.stdin:
-            grammar, limits = json.loads(line)
-            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**limits))
-            print(json.dumps(messages[0] if is_wrong else ""), flush=True)
+            print(json.dumps(answer(*json.loads(line))), flush=True)
 
-    threading.stack_size(stack)
+    threading.stack_size(given["stack"])
     reader = threading.Thread(target=read)
     reader.start()
     reader.join()
+
+
+def read_grammars(folder: str) -> Callable[..., str]:
+    """Return what reads a grammar within limits, and says what is wrong with it, or nothing."""
+    _skip_module("llguidance", folder)
+    from llguidance._lib import LLMatcher, LLParserLimits
+
+    def read(grammar: str, limits: dict[str, Any]) -> str:
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**limits))
+        return str(messages[0]) if is_wrong else ""
+
+    return read
+
+
+def fill_templates(folder: str) -> Callable[..., dict[str, str]]:
+    """Return what fills a chat template with a conversation, by transformers."""
+    names = "transformers", "transformers.utils"
+    for name in names:
+        _skip_module(name, os.path.join(os.path.dirname(folder), *name.split(".")))
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:  # of a version that needs those modules
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+    def fill(conversation: Any, options: dict[str, Any]) -> dict[str, str]:
+        try:
+            text = str(render_jinja_template([conversation], **options)[0][0])
+        except MemoryError:
+            raise  # the process has grown enough
+        except Exception as error:  # a template raises what it likes
+            return {"fault": str(error) or type(error).__name__}
+        if len(text) > MAX_TEXT:
+            return {"fault": f"it makes a text of {len(text)} characters, accepted up to {MAX_TEXT}"}
+        return {"text": text}
+
+    return fill
+
+
+def _skip_module(name: str, folder: str) -> None:
+    """Let modules of a package be imported without its own, which imports much more for some tenths of a second."""
+    package: Any = types.ModuleType(name)
+    package.__path__ = [folder]
+    sys.modules[name] = package
 
 
 def _limit(more: int) -> None:

@@ -78,7 +78,7 @@ def _compiled(field: str, text: str) -> str:
 
 def _fault(made: str) -> str:
     try:
-        return READERS.fault(made, LIMITS, MAX_SECONDS)
+        return str(READERS.answer([made, LIMITS], MAX_SECONDS))
     except NoReaderError:
         log.warning("schemas and grammars are read in this process, as no other can be started")
         is_wrong, messages = _deeply(

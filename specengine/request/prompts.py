@@ -13,10 +13,12 @@ import torch
 
 from specengine.errors import ContextLengthError, InputError, shown
 from specengine.registry import is_array, is_number, plain
+from specengine.request.templates import filled, filled_ids, fills_itself
 
 MAX_NESTED = 32  # levels of a message's fields
 _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
+_ENDED = {"add_generation_prompt": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
 _PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
 ACCEPTED = "accepted a string, a list of chat messages (role, content) or a list of token ids"
@@ -48,9 +50,10 @@ def token_ids(  # noqa: PLR0913
     template: what else the chat template is given; of messages alone.
     room: for the tokens of texts, by default that of the context.
     """
+    room = room or Room(max_context)
     if tokenizer is not None:
-        (room or Room(max_context)).require("prompt", texts_in([prompt, tools, template]), tokenizer)
-    ids = _encode(prompt, tokenizer, raw, allow_special_text, tools, template)
+        room.require("prompt", texts_in([prompt, tools, template]), tokenizer)
+    ids = _encode(prompt, tokenizer, raw, allow_special_text, room, tools, template)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
     _require_known("prompt", ids, vocab_size)
@@ -97,7 +100,7 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
 
 
 def _encode(
-    prompt: Prompt, tokenizer: Any, raw: bool, live: bool, tools: Tools, template: Template = None
+    prompt: Prompt, tokenizer: Any, raw: bool, live: bool, room: Room, tools: Tools, template: Template
 ) -> list[int]:
     if is_array(prompt):
         return _from_array(prompt)
@@ -108,13 +111,13 @@ def _encode(
         _require_unicode("prompt", prompt)
         if raw or not getattr(tokenizer, "chat_template", None):
             return _tokenized(tokenizer, prompt, **({} if live else _AS_TEXT))
-        return _from_messages([{"role": "user", "content": prompt}], tokenizer, live)
+        return _from_messages([{"role": "user", "content": prompt}], tokenizer, live, room)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
         raise InputError(f"prompt: got {type(prompt).__name__}, {ACCEPTED}")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
-        return _from_messages(items, tokenizer, live, tools, template)
+        return _from_messages(items, tokenizer, live, room, tools, template)
     ids = [plain(item) if is_number(item) else item for item in items]
     if all(type(item) is int for item in ids):
         return ids
@@ -141,8 +144,13 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     return list(plain(prompt.reshape(-1)))
 
 
-def _from_messages(
-    messages: Sequence[Mapping[str, str]], tokenizer: Any, live: bool, tools: Tools = None, template: Template = None
+def _from_messages(  # noqa: C901
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: Any,
+    live: bool,
+    room: Room,
+    tools: Tools = None,
+    template: Template = None,
 ) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
@@ -165,20 +173,13 @@ def _from_messages(
     special = None if live else SpecialText.of(tokenizer)
     given = [*texts, *(tools or []), dict(template or {})]
     if special is not None and any(special.stands_in(text) for text in _strings(given)):
-        return special.encode(texts, tools, template)
-    return list(_rendered(tokenizer, texts, tools, template, tokenize=True, return_dict=True)["input_ids"])
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, template: Template, **options: Any) -> Any:
-    if tools is not None:
-        options["tools"] = list(tools)
-    try:
-        return tokenizer.apply_chat_template(
-            messages, **({"add_generation_prompt": True} | dict(template or {})), **options
-        )
-    except Exception as error:  # a template raises what it likes over roles and fields that it does not know
-        text = " ".join(str(error).split())
-        raise InputError(f"prompt: the chat template does not take these messages ({text:.300})") from error
+        return special.encode(texts, room, tools, template)
+    tools, options = None if tools is None else list(tools), _ENDED | dict(template or {})
+    if fills_itself(tokenizer):
+        return filled_ids(tokenizer, texts, tools, **options)
+    text = filled(tokenizer, texts, tools, "prompt", **options)
+    room.require("prompt", [text], tokenizer)
+    return _tokenized(tokenizer, text, add_special_tokens=False)
 
 
 def _text_of(content: Any) -> str:
@@ -234,7 +235,7 @@ class SpecialText(NamedTuple):
     def stands_in(self, text: str) -> bool:
         return self.pattern.search(text) is not None
 
-    def encode(self, messages: list[dict[str, Any]], tools: Tools = None, template: Template = None) -> list[int]:
+    def encode(self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template) -> list[int]:
         """Return the ids of the filled template, with special tokens only where the template has put them."""
         options = dict(template or {})
         given = list(_strings([*messages, *(tools or []), options]))
@@ -245,22 +246,22 @@ class SpecialText(NamedTuple):
         def marked(value: Any) -> Any:
             return _with(value, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
 
-        filled = _rendered(
-            self.tokenizer, marked(messages), tools and marked(list(tools)), marked(options), tokenize=False
-        )
-        if self._pieces(filled) != list(self.tokenizer(filled, add_special_tokens=False)["input_ids"]):
+        tools = tools and marked(list(tools))
+        text = filled(self.tokenizer, marked(messages), tools, "prompt", **_ENDED | marked(options))
+        room.require("prompt", [text], self.tokenizer)
+        if self._pieces(text) != list(self.tokenizer(text, add_special_tokens=False)["input_ids"]):
             found = next(text for text in self.texts if any(text in part for part in given))
             raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
         names = re.compile(f"{mark}(\\d+){mark}")
-        return self._pieces(filled, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
+        return self._pieces(text, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
 
     def _name(self, mark: str, text: str) -> str:
         return f"{mark}{self.texts.index(text)}{mark}"
 
-    def _pieces(self, filled: str, restored: Callable[[str], str] = str) -> list[int]:
+    def _pieces(self, text: str, restored: Callable[[str], str] = str) -> list[int]:
         ids, end = [], 0
-        for found in [*self.pattern.finditer(filled), None]:
-            piece = filled[end:] if found is None else filled[end : found.start()]
+        for found in [*self.pattern.finditer(text), None]:
+            piece = text[end:] if found is None else text[end : found.start()]
             if piece:
                 ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)["input_ids"]
             if found is not None:

@@ -1,9 +1,13 @@
-"""Processes in which llguidance reads schemas and grammars first: what crashes, loops or takes memory ends there."""
+"""Processes that read schemas and grammars first, and fill chat templates.
+
+What crashes, never ends or takes all memory ends there.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import json
 import logging
@@ -13,16 +17,31 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-QUICK_SECONDS = 0.1  # after which a text makes room for others, and is read again among the slow ones
 MAX_BYTES = 1 << 28
 STACK_BYTES = 1 << 28  # whoever reads the text afterwards needs more, so that nothing fails there that did not here
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0  # on a machine that has much else to do
 _QUICK_READERS, _SLOW_READERS = 4, 2  # texts read at once
 _NICENESS = 10  # of slow ones, beside answers
 
 log = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    """What processes do.
+
+    package        that does the work
+    work           what it is called in errors
+    quick_seconds  after which a text makes room for others, and is read again among the slow ones
+    """
+
+    package: str
+    work: str
+    quick_seconds: float
+
+
+GRAMMARS, TEMPLATES = Kind("llguidance", "reading it", 0.1), Kind("transformers", "filling it", 1.0)
 
 
 class NoReaderError(Exception):
@@ -32,17 +51,29 @@ class NoReaderError(Exception):
 class Reader:
     """A process that reads one text after another, until it is closed or this process ends."""
 
-    def __init__(self, niceness: int = 0) -> None:
-        package = importlib.util.find_spec("llguidance")
+    def __init__(self, kind: Kind, niceness: int = 0) -> None:
+        package = importlib.util.find_spec(kind.package)
         folders = [] if package is None else list(package.submodule_search_locations or ())
         if not sys.executable or getattr(sys, "frozen", False) or not folders:
             raise NoReaderError
         script = str(Path(__file__).with_name("_reader.py"))
-        numbers = [str(number) for number in (MAX_BYTES, STACK_BYTES, niceness)]
+        limits = {"memory": MAX_BYTES, "stack": STACK_BYTES, "niceness": niceness}
+        told = json.dumps(
+            {
+                "package": kind.package,
+                "folder": os.fspath(folders[0]),
+                "path": [os.fspath(folder) for folder in sys.path],
+                **limits,
+            }
+        )
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, folders[0], *numbers], stdin=pipe, stdout=pipe, stderr=nothing
+                [sys.executable, "-I", "-S", script, told],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=nothing,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError as error:
             raise NoReaderError from error
@@ -86,7 +117,8 @@ class Reader:
 class Readers:
     """Warm processes for texts that are read at once; those that take long stand in a line of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
         self._idle: list[Reader] = []
         self._quick, self._slow = threading.Semaphore(_QUICK_READERS), threading.Semaphore(_SLOW_READERS)
 
@@ -94,17 +126,17 @@ class Readers:
         """Start a process, without waiting for it."""
         if not self._idle:
             with contextlib.suppress(NoReaderError):
-                self._idle.append(Reader())
+                self._idle.append(Reader(self.kind))
 
-    def fault(self, grammar: str, limits: Mapping[str, Any], seconds: float) -> str:
-        """Return what is wrong with a grammar, or ''; NoReaderError.
+    def answer(self, question: list[Any], seconds: float) -> Any:
+        """Return the answer to what `_reader` reads, of JSON's types; NoReaderError.
 
         TimeoutError where reading it takes longer; MemoryError where the process ended with it.
         """
-        line = json.dumps([grammar, limits]).encode() + b"\n"
+        line = json.dumps(question, default=_plain).encode() + b"\n"
         with self._quick:
             reader = self._taken()
-            answer = reader.ask(line, min(QUICK_SECONDS, seconds))
+            answer = reader.ask(line, min(self.kind.quick_seconds, seconds))
         if reader.is_late or not answer:
             reader.close()
             self.start()
@@ -114,22 +146,22 @@ class Readers:
             if not self._slow.acquire(timeout=seconds):
                 raise TimeoutError("others that take long are read before it; try again later")
             try:
-                reader = Reader(_NICENESS)
+                reader = Reader(self.kind, _NICENESS)
                 answer = reader.ask(line, seconds)
                 reader.close()
             finally:
                 self._slow.release()
             if not answer and reader.is_late:
-                raise TimeoutError(f"reading it takes more than {seconds:g} s")
+                raise TimeoutError(f"{self.kind.work} takes more than {seconds:g} s")
         if not answer:
-            raise MemoryError(f"reading it fails, or takes more than {MAX_BYTES >> 20} MB")
-        return str(json.loads(answer))
+            raise MemoryError(f"{self.kind.work} fails, or takes more than {MAX_BYTES >> 20} MB")
+        return json.loads(answer)
 
     def _taken(self) -> Reader:
         try:
             return self._idle.pop()
         except IndexError:
-            return Reader()
+            return Reader(self.kind)
 
     def close(self) -> None:
         """End the idle processes."""
@@ -137,7 +169,13 @@ class Readers:
             self._idle.pop().close()
 
 
-READERS = Readers()
-atexit.register(READERS.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=READERS.__init__)  # type: ignore[misc]
+def _plain(value: Any) -> Any:
+    """Return what a template sees of a value that JSON does not know: transformers shows it nothing but the type."""
+    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
+
+
+READERS, FILLERS = Readers(GRAMMARS), Readers(TEMPLATES)
+for each in (READERS, FILLERS):
+    atexit.register(each.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=functools.partial(each.__init__, each.kind))  # type: ignore[misc]

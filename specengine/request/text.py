@@ -147,6 +147,11 @@ class SharedTokenizer:
         with self._reads:
             return getattr(self._copies[0], name)(*given, **options)
 
+    @property
+    def kind(self) -> type[Any]:
+        """Return the type of the tokenizer."""
+        return type(self._given)
+
     def ready(self) -> None:
         """Make the copies now."""
         _ = self._copies

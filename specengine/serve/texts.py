@@ -24,6 +24,7 @@ from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of, tools_for
+from specengine.request import templates
 from specengine.request.prompts import Room
 from specengine.request.text import decoder
 from specengine.serve.answering import read_beside, require_model, require_ready
@@ -167,12 +168,7 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
     tools = tools_for(tokenizer, messages, request.template_tools)
-    try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-    except Exception as error:  # a template raises what it likes
-        said = " ".join(str(error).split())
-        raise InputError(f"messages: the chat template does not take these messages ({said:.300})") from error
-    return str(text)
+    return templates.filled(tokenizer, messages, tools, **options)
 
 
 def template_of(tokenizer: Any) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 from specengine.errors import InputError
 from specengine.request import grammars, readers
 from specengine.request.grammars import LIMITS, compiled
-from specengine.request.readers import NoReaderError, Reader, Readers
+from specengine.request.readers import GRAMMARS, NoReaderError, Reader, Readers
 from tests.request.schemas import nested
 
 CRASH = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 2}  # where it is not refused before
@@ -30,7 +30,7 @@ def grammar_of(schema: Any) -> str:
 
 @pytest.fixture
 def pool() -> Iterator[Readers]:
-    made = Readers()
+    made = Readers(GRAMMARS)
     yield made
     made.close()
 
@@ -38,15 +38,15 @@ def pool() -> Iterator[Readers]:
 def test_a_text_that_crashes_its_reader_is_told_and_the_next_one_is_read(pool: Readers) -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="reading it fails, or takes more than"):
-            pool.fault(grammar_of(CRASH), LIMITS, 30)
-        assert pool.fault(grammar_of(QUICK), LIMITS, 30) == ""
-    assert "Unimplemented" in pool.fault(grammar_of({"not": {}}), LIMITS, 30)
+            pool.answer([grammar_of(CRASH), LIMITS], 30)
+        assert pool.answer([grammar_of(QUICK), LIMITS], 30) == ""
+    assert "Unimplemented" in pool.answer([grammar_of({"not": {}}), LIMITS], 30)
 
 
 def test_memory_is_bounded(pool: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_BYTES", 1 << 20)
     with pytest.raises(MemoryError):
-        pool.fault(grammar_of({"enum": [f"value {place}" for place in range(9999)]}), LIMITS, 30)
+        pool.answer([grammar_of({"enum": [f"value {place}" for place in range(9999)]}), LIMITS], 30)
 
 
 def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers) -> None:
@@ -55,7 +55,7 @@ def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers
 
     def slow() -> None:
         try:
-            pool.fault(grammar_of(SLOW), LIMITS, 1.5)
+            pool.answer([grammar_of(SLOW), LIMITS], 1.5)
         except TimeoutError as error:
             faults.append(str(error))
 
@@ -64,7 +64,7 @@ def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers
         thread.start()
     read = 0
     while any(thread.is_alive() for thread in threads):
-        assert pool.fault(grammar_of(QUICK), LIMITS, 30) == ""
+        assert pool.answer([grammar_of(QUICK), LIMITS], 30) == ""
         read += 1
     assert read > 3
     assert len(faults) == 2
@@ -73,7 +73,7 @@ def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers
 
 def test_a_reader_ends_with_whoever_started_it() -> None:
     script = (
-        "import time; from specengine.request.readers import Reader; reader = Reader();"
+        "import time; from specengine.request.readers import GRAMMARS, Reader; reader = Reader(GRAMMARS);"
         "reader.ask(b'[\"start: /a/\", {}]\\n', 30); print(reader._process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
@@ -87,7 +87,7 @@ def test_a_reader_ends_with_whoever_started_it() -> None:
 
 
 def test_a_reader_imports_neither_torch_nor_this_package() -> None:
-    reader = Reader()
+    reader = Reader(GRAMMARS)
     assert reader.ask(json.dumps([grammar_of(QUICK), LIMITS]).encode() + b"\n", 30) == b'""\n'
     if sys.platform == "linux":
         with open(f"/proc/{reader._process.pid}/maps") as maps:
@@ -99,7 +99,7 @@ def test_without_processes_texts_are_read_here(monkeypatch: pytest.MonkeyPatch) 
     def none(*given: Any) -> str:
         raise NoReaderError
 
-    monkeypatch.setattr(Readers, "fault", none)
+    monkeypatch.setattr(Readers, "answer", none)
     assert compiled("json_schema", {"enum": ["read", "here"]})
     with pytest.raises(InputError, match="Unimplemented"):
         compiled("json_schema", {"not": {"enum": ["read", "here"]}})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specengine.errors import InputError
+from specengine.request.templates import filled
 from specengine.train.text.corpus import Text
 from specengine.train.text.options import SynthesisOptions
 
@@ -51,8 +52,8 @@ class Format:
         marks = ["\u2042first\u2042", "\u2042second\u2042", "\u2042third\u2042"]
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        question = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        dialogue = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        question = filled(tokenizer, messages[:1], add_generation_prompt=True)
+        dialogue = filled(tokenizer, messages, add_generation_prompt=True)
         try:
             before, to_answer = question.split(marks[0])
             to_user = dialogue.split(marks[1])[1].split(marks[2])[0]
