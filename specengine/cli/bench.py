@@ -11,6 +11,7 @@ from specengine.cli import given
 from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say
 from specengine.cli.verdict import Seen, known_costs, verdict
+from specengine.costs.measuring import load
 from specengine.errors import InputError, require_minimum
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     origin = provenance("specengine", sys.argv[1:])
     log = Log(arguments.out, origin, _settings(arguments, choice.names, items))
+    before = load.look()
     if log.resumed:
         answers = sum(record["record"] == "answer" for record in log.records)
         say(f"{arguments.out}: {answers} answers are there already, the run goes on behind them")
@@ -61,12 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for record in run_.records(items, list(log.records)):
         log.add(record)
+    others = load.share_since(before)
+    log.add({"record": "load", "others": others})
     _print(tables(log.records))
-    print(_verdict(log.records, choice, first))
+    print(_verdict(log.records, choice, first, others))
     return int(run_.faults > 0)
 
 
-def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine) -> str:
+def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine, others: float | None) -> str:
     """Return whether the fastest way that drafts pays, by its own name."""
     from specengine.benchmark.summaries import ALL, summaries
 
@@ -78,7 +82,7 @@ def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine) -> st
     best = max(drafted, key=lambda summary: float(summary["speed_total"]))
     seen = Seen(best["tau"], best["verified"], best["delta"], best["speed_total"])
     own = choice.specs[best["way"]].draft is None
-    return f"{best['way']}: {verdict(device, known_costs(first) if own else None, seen)}"
+    return f"{best['way']}: {verdict(device, known_costs(first) if own else None, seen, others)}"
 
 
 def run_report(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
         print(", ".join(facts))
         print("\n".join(_lines(costs, measuring.contexts(target), drafts=drafter is not None)))
+    if costs.doubt is not None:
+        say(f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine")
     say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {stored.path(key)}")
     return 0
 

@@ -17,6 +17,7 @@ from specengine.cli.generate import DraftColours, PlainText
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
 from specengine.cli.verdict import SAME, Seen, known_costs, verdict
+from specengine.costs.measuring import load
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.records import Stats
@@ -27,6 +28,7 @@ from specengine.trace.writer import traced
 
 WARM_UP_TOKENS, FEWEST_TOKENS = 8, 16
 ENOUGH_SECONDS = 25.0  # of timing: no further round is begun that would end after them
+MIN_TIMED_TOKENS = 48  # over all rounds
 MOST_NODES = 24  # of the tree that is drawn
 
 
@@ -73,9 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     ways = _ways(plain, engine, arguments.prompt)
     arguments.max_new_tokens = _affordable(ways, arguments.max_new_tokens)
+    before = load.look()
     _time(ways, arguments)
+    others = load.share_since(before)
     _print_table(ways, plain, engine, arguments)
-    print(f"\n{_verdict(ways, engine)}")
+    print(f"\n{_verdict(ways, engine, others)}")
     return 0
 
 
@@ -180,16 +184,22 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
             print(f"{way.name}: {line}")
 
 
-def _verdict(ways: list[Way], engine: Engine) -> str:
-    """Return what was measured, and why: plain decoding over transformers, drafts over that."""
+def _verdict(ways: list[Way], engine: Engine, others: float | None) -> str:
+    """Return what was measured, and why: plain decoding over transformers, drafts over that.
+
+    others: share of the processors that other programs took meanwhile.
+    """
     theirs, plain, drafted = ways
+    timed = min(len(way.tokens) * len(way.seconds) for way in ways)
+    if timed < MIN_TIMED_TOKENS:
+        return f"{timed} tokens per way are too few for a verdict, {MIN_TIMED_TOKENS} are enough."
     device = engine.target.device.type
     kind = device.replace("cpu", "CPU").replace("cuda", "GPU")
     text = f"On this {kind} plain decoding here is {_times(plain.speed / theirs.speed)} transformers' generate"
     if engine.drafter is None:
         return f"{text}, and no draft was asked for."
     seen = Seen.of(drafted.stats, drafted.speed / plain.speed)
-    return f"{text}. {verdict(device, known_costs(engine), seen)}"
+    return f"{text}. {verdict(device, known_costs(engine), seen, others)}"
 
 
 def _times(ratio: float) -> str:

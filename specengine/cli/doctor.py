@@ -17,7 +17,7 @@ from specengine.cli import given
 from specengine.cli.inspection import OPENINGS, cache_state, devices, entry_lines, model_facts, versions
 from specengine.cli.terminal import Progress, as_json
 from specengine.cli.verdict import Seen, break_even, verdict
-from specengine.costs.measuring import stored
+from specengine.costs.measuring import load, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
@@ -39,6 +39,7 @@ SECONDS = 6.0  # after which no further one is begun
 
 
 def run(arguments: argparse.Namespace) -> int:
+    before = load.look()
     progress = Progress(4)
     with progress.step("Loading"):
         options = given.load_options(arguments) | {"draft_options": dict(arguments.draft_option)}
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.step("Answering, with and without the draft"):
         seen = _seen(engine)
     passes = seen.passes if seen else 0.0
+    others = load.share_since(before)
     name = arguments.model or engine.target.name
     found: dict[str, Any] = {
         "versions": versions(),
@@ -64,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         "draft passes": round(passes, 2),
         "observed": None if seen is None else {field: round(value, 3) for field, value in seen._asdict().items()},
         "missing": [*_missing(), *_missing_head(engine, name)],
-        "verdict": verdict(engine.target.device.type, costs, seen),
+        "load": others,
+        "verdict": verdict(engine.target.device.type, costs, seen, others),
     }
     print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found)))
     return 0
@@ -78,6 +81,10 @@ def _cost(costs: Any, rows: int) -> float:
 def _processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _share(load: float | None) -> str:
+    return "not known" if load is None else f"{load:.0%} of the processors meanwhile"
 
 
 # ---- memory
@@ -190,6 +197,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                 yield from entry_lines(name, value)
     yield "speed"
     yield from entry_lines("threads", found["threads"])
+    yield from entry_lines("other programs", _share(found["load"]))
     for name, value in found["memory"].items():
         yield from entry_lines(name, f"{100 * value:.0f} %" if name.startswith("share") else value)
     yield "rows of a forward"

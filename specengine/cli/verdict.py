@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from specengine.costs.measuring import stored
+from specengine.costs.measuring import load, stored
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
@@ -64,11 +64,22 @@ def known_costs(engine: Engine) -> PassCosts | None:
     return stored.find(*parts)
 
 
-def verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:
-    """Return whether speculation pays and why, in one sentence.
+def verdict(device: str, costs: PassCosts | None, seen: Seen | None, others: float | None = None) -> str:
+    """Return whether speculation pays and why, in one sentence, and in another one whether the machine was busy.
 
-    device: its type, as torch has it; costs: None where they are not known; seen: None where nothing was drafted.
+    device: its type, as torch has it; costs: None where they are not known; seen: None where nothing was drafted;
+    others: share of the processors that other programs took meanwhile, None where it is not known.
     """
+    text = _verdict(device, costs, seen)
+    doubt = load.busy(others) or (None if costs is None else costs.doubt)
+    return (
+        text
+        if seen is None or doubt is None
+        else f"{text} This may be otherwise on a quiet machine: {doubt} meanwhile."
+    )
+
+
+def _verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:
     kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
     if seen is None:
         return f"Whether speculation pays on this {kind} is not known: no answer was drafted."

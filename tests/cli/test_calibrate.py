@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from specengine import Engine
 from specengine.cli import main
 from specengine.costs import PassCosts
-from specengine.costs.measuring import SyntheticCycles, stored
+from specengine.costs.measuring import SyntheticCycles, load, stored
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,16 @@ def test_the_table_of_a_model_and_its_draft(folder: str, head: str, tmp_path: Pa
     assert any(line.startswith("drafted from") for line in lines)
     assert lines[-1].startswith("rest of a cycle")
     (file,) = (tmp_path / "cache" / "costs").iterdir()
-    assert err == f"kept in {file}\n"
+    assert err.endswith(f"kept in {file}\n")
+
+
+@pytest.mark.parametrize("others", [0.0, 0.4])
+def test_a_busy_machine_is_told(folder: str, capsys: Any, monkeypatch: Any, others: float) -> None:
+    monkeypatch.setattr(load, "share_since", lambda _: others)
+    monkeypatch.setattr("specengine.costs.MAX_SPREAD", math.inf)
+    assert main(["calibrate", "--model", folder, "--draft", "ngram"]) == 0
+    told = "note: these costs are provisional, other programs took 40% of the processors; they are measured again"
+    assert (told in capsys.readouterr().err) == bool(others)
 
 
 def test_json_is_what_an_engine_finds(folder: str, capsys: Any) -> None:

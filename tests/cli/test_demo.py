@@ -19,7 +19,8 @@ from tests.cli.streams import PROMPT
 from tests.test_checking import accept_blindly
 
 
-def test_demo_compares_three_ways(folder: str, capsys: Any) -> None:
+def test_demo_compares_three_ways(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo, "MIN_TIMED_TOKENS", 1)
     assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
     lines = {line.split("  ")[0]: line for line in out.splitlines()}
@@ -119,13 +120,23 @@ def test_demo_needs_a_round(capsys: Any) -> None:
     assert main(["demo", "--rounds", "0"]) == 2
 
 
-def told(theirs: float, plain: float, drafted: float, *, drafts: bool = True) -> str:
-    """Return the demo's last words, of so many tokens per second."""
+def told(
+    theirs: float,
+    plain: float,
+    drafted: float,
+    *,
+    drafts: bool = True,
+    tokens: int = 64,
+    rounds: int = 3,
+    others: float | None = None,
+) -> str:
+    """Return the demo's last words, of so many tokens per second; others: share of the processors of other programs."""
     stats = Stats(num_spec_steps=10, num_emitted_in_steps=24, num_draft_tokens=70, num_draft_passes=15)
-    ways = [SimpleNamespace(speed=speed, stats=[stats]) for speed in (theirs, plain, drafted)]
+    timed = {"tokens": [0] * tokens, "seconds": [1.0] * rounds}
+    ways = [SimpleNamespace(speed=speed, stats=[stats], **timed) for speed in (theirs, plain, drafted)]
     target = SimpleNamespace(device=torch.device("cpu"))
     asked = SimpleNamespace(target=target, drafter=object() if drafts else None, policy=None)
-    return demo._verdict(cast(Any, ways), cast(Any, asked))
+    return demo._verdict(cast(Any, ways), cast(Any, asked), others)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +151,20 @@ def told(theirs: float, plain: float, drafted: float, *, drafts: bool = True) ->
 def test_the_demo_ends_with_what_it_found(speeds: tuple[float, float, float], words: str) -> None:
     assert words in told(*speeds)
     assert "brought 2.40 tokens" in told(*speeds)
+
+
+@pytest.mark.parametrize(("tokens", "rounds"), [(16, 1), (16, 2), (1, 3)])
+def test_a_few_tokens_give_no_ratio(tokens: int, rounds: int) -> None:
+    words = told(1, 50, 100, tokens=tokens, rounds=rounds)
+    assert words == f"{tokens * rounds} tokens per way are too few for a verdict, 48 are enough."
+    assert "times" in told(1, 50, 100, tokens=16, rounds=3)
+
+
+def test_a_busy_machine_is_told_with_the_verdict() -> None:
+    assert told(10, 20, 40, others=0.4).endswith(
+        "This may be otherwise on a quiet machine: other programs took 40% of the processors meanwhile."
+    )
+    assert "quiet" not in told(10, 20, 40, others=0.05)
 
 
 def test_without_a_draft_there_is_no_verdict_on_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from specengine.cli.verdict import Seen, break_even, verdict
@@ -49,3 +51,22 @@ def test_the_sentence(costs: PassCosts | None, seen: Seen | None, words: str) ->
     assert words in said
     assert said.count(". ") == 0, "one sentence"
     assert "GPU" in verdict("cuda", costs, seen)
+
+
+@pytest.mark.parametrize(
+    ("others", "costs", "words"),
+    [
+        (0.3, CHEAP, "other programs took 30% of the processors meanwhile."),
+        (None, dataclasses.replace(CHEAP, load=0.5), "other programs took 50% of the processors meanwhile."),
+        (0.0, dataclasses.replace(CHEAP, spread={1: 0.1, 8: 0.9}), "times of 8 rows were scattered meanwhile."),
+        (0.3, None, "other programs took 30% of the processors meanwhile."),
+    ],
+)
+def test_a_busy_machine_is_told(others: float | None, costs: PassCosts | None, words: str) -> None:
+    said = verdict("cpu", costs, Seen(2.6, 12, 0, 1.4), others)
+    assert said.endswith(f" This may be otherwise on a quiet machine: {words}")
+
+
+@pytest.mark.parametrize("others", [None, 0.0, 0.1])
+def test_a_quiet_or_unknown_machine_is_not_told(others: float | None) -> None:
+    assert "quiet" not in verdict("cpu", CHEAP, Seen(2.6, 12, 0, 1.4), others)
