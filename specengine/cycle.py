@@ -233,6 +233,7 @@ class EagerDriver:
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
+        self._prompt: Callable[[], None] | None = None  # takes in the prompt, where the drafter was not asked yet
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
@@ -242,6 +243,8 @@ class EagerDriver:
 
     def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
         """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
+        if self._prompt is not None and not plan.rests:
+            self.begin(self._prompt)
         if self._put_off and not plan.rests:
             self.catch_up()
         if not self.inspected and source is not None and self.policy is not None and not plan.rests:
@@ -256,15 +259,25 @@ class EagerDriver:
         self.inspected = len(draft.grown) > 1
         return draft
 
+    def begin(self, prompt: Callable[[], None], *, later: bool = False) -> None:
+        """Have the drafter take in a prompt, at once or when it is first asked for a tree."""
+        self._prompt = prompt if later else None
+        if not later:
+            prompt()
+
     def put_off(self, root: int, cycle: Cycle) -> None:
         """Hand the drafter a plain cycle later, with others: several at once take less time. root: its token."""
         self._put_off.append(PutOff(root, cycle.tokens[0], cycle.features, cycle.successors))
         if len(self._put_off) >= MOST_PUT_OFF:
+            if self._prompt is not None:
+                self.begin(self._prompt)
             self.catch_up()
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Hand the drafter what was put off."""
+        """Hand the drafter what was put off, unless it has not even the prompt."""
+        if self._prompt is not None:
+            return
         cycles, self._put_off = self._put_off, []
         if cycles and self.drafter is not None:
             self.drafter.accept(joined(cycles, self.device))
@@ -272,6 +285,7 @@ class EagerDriver:
     def forget(self) -> None:
         """Drop what was put off: its text has ended early."""
         self._put_off = []
+        self._prompt = None
 
     @property
     def model_seconds(self) -> float:

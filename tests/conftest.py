@@ -5,6 +5,7 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,12 @@ import pytest
 import torch
 
 from specengine.checkpoints import embedded
+from specengine.errors import CacheFolderError
+from specengine.files import cache_dir
+from tests.costs.kept import unlawful
 from tests.slices import leave_the_rest
+
+STARTED = time.time()
 
 with contextlib.suppress(ImportError):  # a machine with a GPU and no network may have no Hypothesis
     from hypothesis import settings
@@ -61,6 +67,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # the process that started the workers looks for all of them
+        return
+    with contextlib.suppress(CacheFolderError):
+        if faulty := unlawful(cache_dir() / "costs", STARTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            print("\nkept costs break a law:", *faulty, sep="\n")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Points = dict[int, float]  # costs by number of nodes
 
+MAX_LOAD = 0.1  # share of the processors that others may take while costs are measured
+MAX_SPREAD = 0.5  # of measured times, relative
+
 
 class CostTable(NamedTuple):
     """Costs by number of nodes at one context length, on the CPU, in the unit of their PassCosts. Entry 0 is 0.
@@ -47,6 +50,8 @@ class PassCosts:
                    empty: none were counted
     all_experts    experts that there are, over all layers
     expert         cost of reading one expert more, included in `verify` as often as `experts` says
+    spread         by number of nodes, the interquartile range of the measured verifications over their lower quartile
+    load           share of the processors that other programs took while costs were measured, 0 to 1
     """
 
     name: str
@@ -62,6 +67,14 @@ class PassCosts:
     experts: Points = field(default_factory=dict)
     all_experts: int = 0
     expert: float = 0.0
+    spread: Points = field(default_factory=dict)
+    load: float = 0.0
+
+    @property
+    def doubt(self) -> str | None:
+        """Why these costs are provisional, in words: a busy machine, or scattered times; None if they are not."""
+        scattered = [f"times of {n} rows were scattered" for n, spread in self.spread.items() if spread > MAX_SPREAD]
+        return busy(self.load) or next(iter(scattered), None)
 
     def table(self, nodes: int, width: int, context: int) -> CostTable:
         """Return costs of 0 to `nodes` verified nodes and draft passes of 0 to `width` nodes.
@@ -77,23 +90,11 @@ class PassCosts:
             self._column(self.draft, self.draft_growth, width, longer),
         )
 
-    def beside(self, others: int, resting: Callable[[], bool] | None = None, joined: bool = False) -> SharedCosts:
-        """Return the costs of one of several texts whose rows are run together, each of the others bringing one row.
-
-        A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds. joined:
-        draft passes of all texts are one, of as many nodes each, that all wait for.
-        """
-        texts, alone = others + 1, interpolated(self.verify, others + 1)
-        rows = sorted({1, *self.verify, *(n - others for n in self.verify if n > others)})
-        verify = {n: alone + texts * (interpolated(self.verify, others + n) - alone) for n in rows}
-        draft = {n: interpolated(self.draft, texts * n) if joined else texts * cost for n, cost in self.draft.items()}
+    def beside(self, others: int, **shared: Any) -> SharedCosts:
+        """Return the costs of one of several texts whose rows are run together; shared: fields of SharedCosts."""
         # the others' rows read experts too: they are priced as they were when rows were measured
-        alone_read = {"experts": {}, "all_experts": 0, "expert": 0.0}
-        changed = {"verify": verify, "draft": draft, "overhead": texts * self.overhead, **alone_read}
-        shared = SharedCosts(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | changed)
-        if resting is not None:
-            object.__setattr__(shared, "resting", resting)
-        return shared
+        changed = {"overhead": (others + 1) * self.overhead, "experts": {}, "all_experts": 0, "expert": 0.0}
+        return SharedCosts(**vars(self) | changed | shared, alone=self, others=others)
 
     def cycle(self, verified: int, widths: Sequence[int]) -> float:
         """Return the cost of a cycle that verifies `verified` nodes after draft passes of these widths."""
@@ -144,13 +145,43 @@ class PassCosts:
         return column.clamp(min=0)
 
 
+@dataclass(frozen=True)
 class SharedCosts(PassCosts):
-    """Costs beside other texts, which the time of a single verification does not correct.
+    """Costs of one of several texts whose rows are run together, each of the others bringing one row.
 
-    resting: returns whether all these texts decode plainly at present.
+    A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds.
+
+    alone    costs of this text without the others
+    others   number of other texts
+    joined   draft passes of all texts are one, of as many nodes each, that all wait for
+    resting  returns whether all these texts decode plainly at present
+    forward  returns rows and seconds of the last forward, of all texts together; None if they were returned before
     """
 
-    resting: Callable[[], bool] = staticmethod(lambda: False)
+    alone: PassCosts = field(kw_only=True)
+    others: int = field(kw_only=True)
+    joined: bool = False
+    resting: Callable[[], bool] = lambda: False
+    forward: Callable[[], tuple[int, float] | None] = lambda: None
+
+    def table(self, nodes: int, width: int, context: int) -> CostTable:
+        texts = self.others + 1
+        passes = texts if self.joined else 1
+        rows = self.alone.table(nodes + self.others, passes * width, context)
+        draft = rows.draft[::passes].clone() if self.joined else texts * rows.draft
+        return CostTable(self.added(rows.verify), draft)
+
+    def added(self, rows: Tensor) -> Tensor:
+        """Return the seconds that n nodes of this text cost all of them; rows: of n rows of all of them."""
+        first = rows[self.others + 1]
+        seconds = first + (self.others + 1) * (rows[self.others :] - first)
+        seconds[0] = 0
+        return seconds
+
+
+def busy(others: float | None) -> str | None:
+    """Return in words that other programs took too large a share of the processors; None if not, or if not known."""
+    return f"other programs took {others:.0%} of the processors" if (others or 0.0) > MAX_LOAD else None
 
 
 def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:
@@ -297,4 +328,6 @@ _READERS: dict[str, tuple[str, Any]] = {
     "experts": ("numbers of experts by nodes of 1 or more", lambda value: _points(value, 0)),
     "all_experts": ("a whole number of 0 or more", _count),
     "expert": ("0 or more", _number),
+    "spread": ("0 or more by nodes of 1 or more", lambda value: _points(value, 0)),
+    "load": ("0 or more", _number),
 }

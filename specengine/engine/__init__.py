@@ -476,16 +476,21 @@ class Engine:
         reuse_cache: bool,
     ) -> Lane:
         drafter, policy = drivers.drafter, drivers.policy
+        rests = False
         if self.ring is not None and drafter is not None:
             self._renew(cast(Any, innermost(drafter)))
         if policy is not None:
             own = functools.cache(lambda: stored.find(self.target, drafter, drivers.captured))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
+            plan = policy.plan()
+            rests = plan.rests
+            stats.policy, stats.plain_reason = repr(policy), plan.reason
+            if plan.reads_costs and own().doubt:
+                stats.notes.append(f"costs are provisional: {own().doubt} while they were measured")
         if not reuse_cache and self.pool is None:  # a pool's caches are what its texts share
             self.reset()
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
-        stats.policy, stats.plain_reason = (repr(policy), policy.plan().reason) if policy is not None else ("", "")
         on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
         most = len(prompt) + stopper.left
         driver = drivers.eager if drivers.captured is None else drivers.captured
@@ -500,7 +505,8 @@ class Engine:
             stats.num_cached_prompt_tokens = kept
             features = self.target.prefill(known, kept)
             if drafter is not None:
-                drafter.begin(known, features, hints)
+                waits = rests and drivers.captured is None and self.pool is None and not reuse_cache
+                drivers.eager.begin(functools.partial(drafter.begin, known, features, hints), later=waits)
         driver.prepare(sampler)
         stats.notes += self.notes + self.target.notes
         stats.notes += [] if drivers.captured is None else drivers.captured.notes
@@ -525,7 +531,11 @@ class Engine:
         others = getattr(self.target, "others", 0)
         if others and (own, others) != self._shared[:2]:
             target = cast(LaneTarget, self.target)
-            self._shared = own, others, own.beside(others, target.is_resting, target.joins_passes)
+            self._shared = (
+                own,
+                others,
+                own.beside(others, resting=target.is_resting, joined=target.joins_passes, forward=target.last_forward),
+            )
         return self._shared[2] if others else own
 
     def _source(

@@ -185,6 +185,7 @@ class Gathering:
         self._away: dict[Any, float] = {}  # when each of them left
         self._running = False
         self._served: list[_Request] = []  # that are run at present
+        self.last_forward: tuple[int, float] | None = None  # rows and seconds of the last one, until they are taken
         self.rests = False  # whether texts beside others decode plainly
         self._tokens = 0  # committed, of all texts
         self._began, self._ran = -math.inf, -math.inf  # when the last forward began, and the last one ended
@@ -449,8 +450,11 @@ class Gathering:
     def _forward(self, batch: Sequence[_Rows]) -> None:
         before = self.lm.seconds
         self._run(batch)
+        seconds = self.lm.seconds - before
+        if not any(request.prompt for request in batch):  # whose rows have no logits
+            self.last_forward = sum(len(request.tokens) for request in batch), seconds
         for request in batch:
-            request.owner.spent += self.lm.seconds - before
+            request.owner.spent += seconds
 
     def _run(self, batch: Sequence[_Rows]) -> None:
         self.forwards, self.rows = self.forwards + 1, self.rows + sum(len(request.tokens) for request in batch)
@@ -524,6 +528,11 @@ class LaneTarget(NativeTarget):
     def others(self) -> int:
         """The number of other texts that are being answered."""
         return self.gathering.count(self)
+
+    def last_forward(self) -> tuple[int, float] | None:
+        """Return rows and seconds of the last forward, of all texts together; None if they were returned before."""
+        last, self.gathering.last_forward = self.gathering.last_forward, None
+        return last
 
     def is_resting(self) -> bool:
         """Return whether the texts that are answered side by side decode plainly at present."""

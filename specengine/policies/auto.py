@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -18,20 +19,16 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, CostTable, PassCosts, SharedCosts, find_costs, interpolated
+from specengine.costs.laws import Corrections
 from specengine.errors import InputError
 from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, TokenTree
 from specengine.ops.worth import (
-    DEPTHS,
-    KNOTS,
     LEVELS,
     MAX_CHANCE,
     MIN_CHANCE,
-    ODDS,
-    RANKS,
     RELATIONS,
-    SOURCES,
     Source,
     relation_of,
 )
@@ -54,18 +51,16 @@ CORRECTION, REPRICED = 0.05, 16  # weight of a cycle's time against the measured
 SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
 PRIOR = Path(__file__).parent / "networks" / "chances.safetensors"
 DOUBT = 8.0  # tries that a prior counts for
-REST = (
-    1.0,
-    0.3,
-    0.12,
-    0.06,
-    0.04,
-    0.03,
-    0.02,
-    0.02,
-    0.01,
-    0.01,
-)  # of children by place, against the first, until they have been counted
+
+
+class _Corrections:
+    """Corrections of the costs of a target and a draft on this machine, which texts that learn together share."""
+
+    def __init__(self, costs: PassCosts, rows: int, width: int) -> None:
+        self.costs = costs
+        self.verify = Corrections(rows)
+        self.draft = Corrections(width)
+        self.shared_draft = Corrections(width)  # of draft passes while other texts are answered
 
 
 class _State:
@@ -98,13 +93,9 @@ class _State:
 
 @cache
 def _prior() -> tuple[Tensor, Tensor]:
-    """Return chances and a profile to begin with, as bench.chances counted them; stated ones where there are none."""
-    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process's defaults are
-    stated = torch.linspace(-ODDS, ODDS, KNOTS, **plain).sigmoid().expand(2 * SOURCES * DEPTHS * RANKS, -1)
-    firsts = torch.tensor([0.5, *torch.linspace(0.35, 0.85, LEVELS - 1, **plain)], **plain)
-    profile = firsts[:, None] * torch.tensor(REST, **plain)
-    found = load_file(PRIOR) if PRIOR.is_file() else {"table": stated, "profile": profile}
-    return found["table"].clamp(MIN_CHANCE, MAX_CHANCE), found["profile"]
+    """Return chances and a profile to begin with, as bench.chances counted them."""
+    counted = load_file(PRIOR)
+    return counted["table"].clamp(MIN_CHANCE, MAX_CHANCE), counted["profile"]
 
 
 def _counts(device: torch.device) -> Counts:
@@ -165,15 +156,19 @@ class Auto(TreePolicy):
         self._added: list[float] = []  # experts that the costs take each node to add
         self._count_experts()
         self._context, self._group = 0, 0
-        self._scale, self._timed = [1.0, 1.0], 0
+        self._timed = 0
+        self._learning = 0.0  # seconds that the last cycle's `learn` took
+        self._corrections: _Corrections | None = None
+        self._leader = self  # of those that it learns together with
+        self._tries = False  # whether the present cycle is priced to try rows that no cycle has
         self._rests = False  # in this cycle
         self._stale = False  # whether prices are to be brought up to date before the next tree
         self._find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
         self._paces = Pace(), Pace()  # of greedy and of sampled answers
-        self._plain = 0.0  # a verification of the root alone, by the costs as they were measured
-        self._priced = 0.0, 0.0  # a verification and a draft pass, as they are priced where all take as long
+        self._measured: tuple[list[float], list[float]] = [], []  # seconds by rows and by width, without corrections
+        self._rows: list[float] = []  # seconds of so many rows, of all texts together, with corrections
+        self._priced: tuple[list[float], list[float]] = [], []  # seconds by nodes and by width, with corrections
         self._state = PerDevice(self._start)
-        self._lent: PerDevice[_State] | None = None  # of another one that it learns together with
 
     @property
     def capacity(self) -> int:
@@ -192,7 +187,7 @@ class Auto(TreePolicy):
         return *state.counts, state.throughput.recent, *state.throughput.prices, state.skipped
 
     def plan(self) -> Plan:
-        plain = self._plain * self._scale[0] if self._costs.measured else None
+        plain = self._priced[0][1] if self._costs.measured and self._priced[0] else None
         shared = self._costs if isinstance(self._costs, SharedCosts) else None  # of several texts all rest, or none
         self._rests = self._pace.resting > 0 if shared is None else shared.resting()
         learns = shared is None or not self._rests
@@ -216,7 +211,7 @@ class Auto(TreePolicy):
 
         So a node is drafted in the text where it promises most, over all texts.
         """
-        self._lent = other._state
+        self._leader = other
         self._state.clear()
 
     # ---- a cycle
@@ -247,6 +242,7 @@ class Auto(TreePolicy):
         return ops.keep_likely(tree.arrays, tree.size, *state.books, _source(tree), asked, self.budget)
 
     def learn(self, outcome: Outcome) -> None:
+        began = time.perf_counter()
         tree, path, chosen, cycle = outcome
         if cycle is not None and cycle.learnt:  # inside a graph, all but its times
             if self.costs == MEASURED and cycle.seconds.split:
@@ -269,28 +265,41 @@ class Auto(TreePolicy):
             state.skipped.fill_(self.patience)  # the draft is looked at as well
         if timed or self._reads is not None:
             self._count(len(cycle.tokens))
+        self._learning = time.perf_counter() - began
 
     def _read(self, cycle: Cycle, state: _State, reads: ExpertReads, added: list[int], rested: bool) -> None:
         """Learn from the experts that a tree read, and count the seconds of those that the costs had not."""
         reads.learn(cycle.tree.parents.tolist(), cycle.tree.depths.tolist(), added)
-        self._more = self._scale[0] * self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
+        factor = self._correction.verify.factor if self.costs == MEASURED else 1.0
+        self._more = factor * self._costs.expert * (sum(added) - sum(self._added[: len(added)]))
         if not rested:
             state.throughput.recent[1] += self._more
 
     def _time(self, cycle: Cycle, state: _State, rested: bool) -> None:
-        """Correct the measured costs by the time that a cycle took."""
-        seconds, verify = cycle.seconds, state.throughput.verify
-        shared = isinstance(self._costs, SharedCosts)  # a verification's time has the other texts' rows and waits too
-        if not shared:
-            self._pace.observe(len(cycle.tokens), seconds.total, self._plain)
-        expected = verify[len(cycle.tree)].item(), 0.0 if rested else state.throughput.drafting.item()
-        if self._reads is not None:  # the experts that were read are known by now
-            expected = expected[0] + self._more, expected[1]
-        took = seconds.verify + seconds.walk, seconds.draft + seconds.policy
-        for side, (measured, predicted) in enumerate(zip(took, expected, strict=True)):
-            if predicted > 0 and (side or not shared):
-                ratio = min(max(measured / predicted, 0.5), 2.0)
-                self._scale[side] *= ratio**CORRECTION
+        """Correct the measured costs by the time that a cycle took, each for its own number of rows."""
+        seconds, costs, correction = cycle.seconds, self._costs, self._correction
+        by_rows, by_width = self._measured
+        tokens, spent = state.throughput.recent.tolist()
+        if isinstance(costs, SharedCosts):
+            rows, took = costs.forward() or (0, 0.0)
+            lost = took - self._rows[costs.others + 1]
+        else:
+            rows = len(cycle.tree)
+            took = seconds.verify + seconds.walk - (self._more if self._reads is not None else 0.0)
+            lost = seconds.total - len(cycle.tokens) * spent / tokens
+            total = seconds.total if rested else seconds.total + self._learning
+            self._pace.observe(len(cycle.tokens), total, by_rows[1], expected=self._rows[1] / by_rows[1])
+        if 0 < rows < len(by_rows):
+            correction.verify.observe(by_rows, rows, took)
+        grown = cycle.tree if cycle.grown is None else cycle.grown
+        if not rested and (passes := int(grown.passes)):
+            drafted = int(state.notes.drafted[: len(grown)].sum())
+            width = min(max(1, round(drafted / passes)), self.width)  # as if all passes were as wide
+            draft = correction.shared_draft if isinstance(costs, SharedCosts) else correction.draft
+            draft.observe(by_width, width, seconds.draft + seconds.policy, passes)
+        if self._tries and not rested:
+            correction.verify.charge(self._rows[1], lost)
+            self._reprice()
 
     def _time_graphs(self, cycle: Cycle, took: float) -> None:
         """Correct the costs of graphs by a cycle of graphs that took so many seconds; others say nothing of them.
@@ -300,19 +309,21 @@ class Auto(TreePolicy):
         seconds, passes = cycle.seconds, int(cycle.tree.passes)
         if not (seconds.captured and self._costs.padded):
             return
-        self._pace.observe(len(cycle.tokens), took, self._plain, passes > 0)
+        plain = self._measured[0][1]
+        self._pace.observe(len(cycle.tokens), took, plain, passes > 0)
         parts = seconds.verify + seconds.walk, seconds.draft + seconds.policy + seconds.commit
         verify, draft = self._priced
-        expected = verify, passes * draft + self._costs.overhead if passes else 0.0
-        for side, (measured, predicted) in enumerate(zip(parts, expected, strict=True)):
-            if predicted > 0:
-                self._scale[side] *= min(max(measured / predicted, 0.5), 2.0) ** CORRECTION
+        expected = verify[1], passes * draft[-1] + self._costs.overhead if passes else 0.0
+        corrections = self._correction.verify, self._correction.draft
+        for correction, measured, predicted in zip(corrections, parts, expected, strict=True):
+            correction.observe_all(predicted, measured, CORRECTION)
 
     def _count(self, tokens: int) -> None:
         self._context += tokens
         self._timed += 1
-        if self._timed % REPRICED == 0:
+        if self._timed % REPRICED == 0 or self._timed < REPRICED:
             self._reprice()
+            self._explore()
 
     # ---- its parts
 
@@ -320,23 +331,49 @@ class Auto(TreePolicy):
     def _pace(self) -> Pace:
         return self._paces[self._group]
 
+    @property
+    def _correction(self) -> _Corrections:
+        """Corrections of the present costs; new ones where those are of another model, or were measured again."""
+        leader: Auto = self._leader
+        costs = self._costs.alone if isinstance(self._costs, SharedCosts) else self._costs
+        if leader._corrections is None or leader._corrections.costs is not costs:
+            leader._corrections = _Corrections(costs, self.budget, self.width)
+        return leader._corrections
+
     def _start(self, device: torch.device) -> _State:
         widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
         state = _State(self.capacity, widths, self._tables(), self._costs.overhead, device)
         state.counts.group.fill_(self._group)
         if self._reads is not None:
             state.relate(self._related(device))
-        if self._lent is not None:
-            state.share(self._lent[device])
+        leader: Auto = self._leader
+        if leader is not self:
+            state.share(leader._state[device])
         return state
 
     def _tables(self) -> CostTable:
-        tables = self._costs.table(self.budget, self.width, self._context)
-        self._plain = float(tables.verify[1])
-        self._priced = self._plain * self._scale[0], float(tables.draft[-1]) * self._scale[1]
+        costs = self._costs
+        tables = costs.table(self.budget, self.width, self._context)
         if self._reads is not None:
             tables = self._with_experts(tables, self._reads)
-        return CostTable(*(table * scale for table, scale in zip(tables, self._scale, strict=True)))
+        if self.costs == MEASURED:
+            tables = self._corrected(tables)
+        self._priced = tables.verify.tolist(), tables.draft.tolist()
+        return tables
+
+    def _corrected(self, tables: CostTable) -> CostTable:
+        costs, correction, rows, draft = self._costs, self._correction, tables.verify, self._correction.draft
+        if isinstance(costs, SharedCosts):
+            rows = costs.alone.table(self.budget + costs.others, 1, self._context).verify
+            draft = correction.shared_draft
+        self._measured = rows.tolist(), tables.draft.tolist()
+        self._rows = correction.verify.column(self._measured[0])
+        return CostTable(self._by_nodes(self._rows), _tensor(draft.column(self._measured[1])))
+
+    def _by_nodes(self, rows: list[float]) -> Tensor:
+        """Return the price of so many nodes of this text; rows: seconds of rows of all texts together."""
+        costs = self._costs
+        return costs.added(_tensor(rows)) if isinstance(costs, SharedCosts) else _tensor(rows)
 
     @torch.inference_mode()  # a server reads the plan outside of it
     def _reprice(self) -> None:
@@ -346,8 +383,9 @@ class Auto(TreePolicy):
         if self._stale:
             return
         if found is not self._costs:
-            self._costs, self._scale = found, [1.0, self._scale[1] if both else 1.0]
+            self._costs = found
             self._count_experts()
+        self._tries = False
         tables = self._tables()
         for state in self._state.values():
             state.throughput.verify.copy_(tables.verify, non_blocking=True)  # whose host has other things to do
@@ -355,6 +393,18 @@ class Auto(TreePolicy):
             state.throughput.overhead.fill_(self._costs.overhead)
             if self._reads is not None or state.throughput.experts.numel():
                 state.relate(self._related(state.throughput.experts.device))
+            ops.update_throughput(state.throughput, state.none)
+
+    def _explore(self) -> None:
+        """Price the next cycle so that it tries more rows than were tried, where that may pay."""
+        if self._find is None or self._costs.padded or self._stale:
+            return
+        trial = self._correction.verify.exploring(self._rows)
+        if trial is None:
+            return
+        self._tries = True
+        for state in self._state.values():
+            state.throughput.verify.copy_(self._by_nodes(trial))
             ops.update_throughput(state.throughput, state.none)
 
     # ---- experts
@@ -383,9 +433,14 @@ class Auto(TreePolicy):
         """Return what experts cost and how many are new, as Throughput has it."""
         if (reads := self._reads) is None:
             return torch.zeros(0, device=device, dtype=torch.float32)
-        seconds = self._scale[0] * self._costs.expert * reads.each
+        factor = self._correction.verify.factor if self.costs == MEASURED else 1.0
+        seconds = factor * self._costs.expert * reads.each
         numbers = seconds, reads.each / reads.existing, *reads.ratios()
         return torch.tensor(numbers, device=device, dtype=torch.float32)
+
+
+def _tensor(column: list[float]) -> Tensor:
+    return torch.tensor(column, dtype=torch.float32, device="cpu")
 
 
 def _source(tree: TokenTree) -> Source:
@@ -406,6 +461,7 @@ MEMORY = 0.97  # of what cycles with trees brought, per cycle
 HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
 SMALL_GAIN, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
 FIRST_REST, MAX_REST = 32, 64  # cycles of a rest
+MAX_LOST = 2  # texts in a row in which trees did not pay, after which a text begins with a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
 PLAIN_WINDOW = 16  # plain cycles that a median is of
 SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
@@ -427,16 +483,24 @@ class Pace:
         self._length, self._worked = FIRST_REST, FIRST_REST
         self._plain = deque[float](maxlen=PLAIN_WINDOW)  # what plain cycles took over what they were thought to take
         self._new = True
+        self._lost = 0  # texts in a row in which trees did not pay
 
     def begin(self) -> None:
-        """Begin another text, which may be of another kind."""
-        self.resting, self._length, self._worked, self._new = 0, FIRST_REST, FIRST_REST, True
+        """Begin another text, which may be of another kind; with a rest where trees did not pay in texts before.
+
+        So a draft that is not expected to pay is not asked at once, and need not take in the prompt.
+        """
+        has_lost = self.resting > 0 or self._worked < FIRST_REST
+        self._lost = self._lost + 1 if has_lost else 0
+        self.resting = (self.resting or FIRST_REST) if self._lost >= MAX_LOST else 0
+        self._length, self._worked, self._new = FIRST_REST, FIRST_REST, not self.resting
         self._gain = max(self._gain, NEW_TEXT)
 
-    def observe(self, tokens: int, seconds: float, plain: float, drafted: bool = False) -> None:
+    def observe(self, tokens: int, seconds: float, plain: float, drafted: bool = False, expected: float = 1.0) -> None:
         """Take in a cycle of so many tokens and seconds.
 
-        plain: the predicted seconds of a plain cycle; drafted: whether it drafted although it was to rest.
+        plain: the predicted seconds of a plain cycle; drafted: whether it drafted although it was to rest; expected:
+        what a plain cycle is thought to take over `plain`, until some were timed.
         """
         if self.resting:
             if not drafted:
@@ -448,7 +512,7 @@ class Pace:
         self._worked += 1
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
-        gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else 1.0))
+        gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else expected))
         off = max(gain, MIN_GAIN) - self._gain
         self._gain += off * (1 - MEMORY)
         self._spread += (off * off - self._spread) * (1 - MEMORY)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.costs import PassCosts, interpolated, measuring
-from specengine.costs.measuring import SyntheticCycles, stored
+from specengine.costs.measuring import SyntheticCycles, load, stored
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -30,6 +30,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from tests import toy
+from tests.costs.kept import unlawful
 from tests.models.native_engines import lm_of, needs_extension
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -393,6 +394,117 @@ def test_a_foreign_file_is_measured_again(measured: list[PassCosts], monkeypatch
         forget(monkeypatch)
         stored.find(*pair)
     assert len(measured) == 3
+
+
+# ---- provisional costs
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine whose time and load the test sets; costs that are measured carry its load."""
+    machine: dict[str, Any] = {"now": 1e9, "load": 0.0, "measured": 0}
+
+    def measure(*_: Any) -> PassCosts:
+        machine["measured"] += 1
+        return costs_of(STEPS, source="measured", measured=True, load=machine["load"], spread=machine.get("spread", {}))
+
+    monkeypatch.setattr(stored, "measure", measure)
+    monkeypatch.setattr("time.time", lambda: machine["now"])
+    monkeypatch.setattr(load, "share_since", lambda _: machine["load"])
+    return machine
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("restarts", [False, True], ids=["one process", "another process"])
+def test_costs_of_a_busy_machine_are_measured_again_on_a_quiet_one(
+    quiet: dict[str, Any], monkeypatch: Any, restarts: bool
+) -> None:
+    pair = tables_pair()
+    quiet["load"] = 0.5
+    assert stored.find(*pair).doubt == "other programs took 50% of the processors"
+    for later, others, measured in [(400, 0.5, 1), (10, 0.0, 2), (400, 0.0, 2)]:
+        if restarts:
+            forget(monkeypatch)
+        quiet["now"] += later
+        quiet["load"] = others
+        costs = stored.find(*pair)
+        assert quiet["measured"] == measured
+    assert costs.doubt is None
+    file = stored.path(stored.identity(*pair))
+    assert json.loads(file.read_text())["when"] == 1e9 + 410
+
+
+@pytest.mark.usefixtures("measured")
+def test_measuring_again_takes_a_bounded_share_of_the_time(quiet: dict[str, Any]) -> None:
+    pair = tables_pair()
+    quiet["spread"] = {1: 0.1, 8: 0.9}
+    for _ in range(3000):
+        assert stored.find(*pair).doubt == "times of 8 rows were scattered"
+        quiet["now"] += 1.0
+    assert 3 <= quiet["measured"] <= 1 + 3000 * stored.MAX_SHARE / measuring.SECONDS
+
+
+@pytest.mark.usefixtures("measured")
+def test_costs_are_not_measured_again_while_other_texts_are_answered(quiet: dict[str, Any]) -> None:
+    target, drafter = tables_pair()
+    quiet["load"] = 0.5
+    stored.find(target, drafter)
+    quiet.update(load=0.0, now=2e9)
+    target.others = 1  # type: ignore[attr-defined]
+    stored.find(target, drafter)
+    assert quiet["measured"] == 1
+    target.others = 0  # type: ignore[attr-defined]
+    stored.find(target, drafter)
+    assert quiet["measured"] == 2
+
+
+@pytest.mark.parametrize(
+    "verify", [{1: 1.0, 8: 0.5}, {1: 1.0, 16: 795.0}, {1: 1.0, 2: 1.15, 4: 1.44, 8: 3.63, 16: 10.8}]
+)
+def test_a_file_that_breaks_a_law_is_measured_again(
+    measured: list[PassCosts], monkeypatch: Any, verify: dict[int, float]
+) -> None:
+    pair = tables_pair()
+    stored.find(*pair)
+    file = stored.path(stored.identity(*pair))
+    content = json.loads(file.read_text())
+    content["costs"]["verify"] = {str(n): cost for n, cost in verify.items()}
+    file.write_text(json.dumps(content))
+    assert unlawful(file.parent) == [file]
+    forget(monkeypatch)
+    assert stored.find(*pair) == measured[1]
+    assert unlawful(file.parent) == []
+
+
+# ---- load
+
+
+STAT = "cpu  {user} 0 100 5000 30 0 0 {steal} 7 0\ncpu0 1 2 3\n"
+
+
+@pytest.mark.parametrize(("user", "steal", "share"), [(200, 0, 0.25), (100, 100, 0.25), (0, 0, 0.0), (2000, 0, 1.0)])
+def test_load_is_what_others_took(tmp_path: Path, monkeypatch: Any, user: int, steal: int, share: float) -> None:
+    """Of four processors in 2 seconds, hundredths of a second; this process takes none."""
+    file = tmp_path / "stat"
+    file.write_text(STAT.format(user=1000, steal=10))
+    clock = iter([0.0, 2.0, 2.0])
+    monkeypatch.setattr(load, "PROCESSOR_TIMES", file)
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 5.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    before = load.look()
+    file.write_text(STAT.format(user=1000 + user, steal=10 + steal))
+    assert load.share_since(before) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["", "cpu\n", "cpu a b c d e f g h\n", None])
+def test_load_is_unknown_where_the_system_does_not_tell(tmp_path: Path, monkeypatch: Any, text: str | None) -> None:
+    file = tmp_path / "stat"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(load, "PROCESSOR_TIMES", file)
+    assert load.look() is None
+    assert load.share_since(load.look()) is None
 
 
 def test_a_folder_that_cannot_be_written(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:

@@ -162,7 +162,8 @@ def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     engine = engine_of(draft)
     for _ in range(10):
         answer(engine)
-    assert auto_of(engine)._scale == pytest.approx([1.0, 1.0], rel=0.03)
+    correction = auto_of(engine)._correction
+    assert [correction.verify.factor, correction.draft.factor] == pytest.approx([1.0, 1.0], rel=0.03)
 
 
 def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
@@ -171,7 +172,7 @@ def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
     clock.node *= 2
     for _ in range(6):
         answer(engine, 24)
-    assert auto_of(engine)._scale[0] == pytest.approx(2.0, rel=0.1)
+    assert auto_of(engine)._correction.verify.factor == pytest.approx(2.0, rel=0.1)
 
 
 def test_pace_learns_from_cycles_on_the_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

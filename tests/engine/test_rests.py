@@ -83,6 +83,57 @@ def test_trees_do_not_depend_on_when_the_drafter_takes_in_plain_cycles(
             assert any(len(tokens) > 1 for tokens, *_ in at_once)
 
 
+class Later(Fixed):
+    """Draft in no cycle before the number `first`."""
+
+    first = 0
+    _asked = 0
+
+    def begin(self, tokens: int, sampled: bool = False, costs: Any = None) -> None:
+        self._asked = 0
+
+    def plan(self) -> Plan:
+        self._asked += 1
+        return Plan(rests=self._asked <= self.first)
+
+
+def late(kind: str, first: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 30) -> tuple[list[int], list[Any]]:
+    """Return the cycles' numbers at which the drafter has begun, and the trees."""
+    policy = Later((3, 2))
+    policy.first = first
+    drafter = drafter_of(kind)
+    engine = Engine(NativeTarget(weights()[0]), drafter, policy)
+    begin = drafter.begin
+    begun = list[int]()
+    trees = list[Any]()
+
+    def counted(*given: Any) -> None:
+        begun.append(len(trees))
+        begin(*given)
+
+    monkeypatch.setattr(drafter, "begin", counted)
+    for piece in engine.stream([5, 6, 7, 5, 6, 8, 5], max_new_tokens=tokens, eos_token_id=[]):
+        trees.append((piece.cycle.tree.tokens.tolist(), piece.cycle.tree.log_probs.tolist()))
+    return begun, trees
+
+
+@pytest.mark.parametrize("kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"])
+def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, trees = late(kind, 10, monkeypatch)
+    assert begun == [9]  # the plan is asked once before the first cycle
+    monkeypatch.setattr(cycle.EagerDriver, "begin", lambda self, prompt, later=False: prompt())
+    at_once, expected = late(kind, 10, monkeypatch)
+    assert at_once == [0]
+    assert trees == expected
+    assert any(len(tokens) > 1 for tokens, _ in trees)
+
+
+def test_a_draft_that_is_never_asked_takes_in_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert late("head", 100, monkeypatch)[0] == []
+    monkeypatch.setattr(cycle, "MOST_PUT_OFF", 16)
+    assert late("head", 100, monkeypatch)[0] == [15], "what waits for it is bounded"
+
+
 def test_joined_cycles_are_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(cycle, "MOST_PUT_OFF", 16)

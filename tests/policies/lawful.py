@@ -127,9 +127,9 @@ class World:
         """The nodes that the target goes down, and the tokens that it chooses."""
         path, chosen = [0], list[int]()
         while True:
-            token = self._choose(tree, path[-1])
+            token = self.choose(tree, path[-1])
             chosen.append(token)
-            below = self._children(tree, path[-1])
+            below = self.children(tree, path[-1])
             if token not in below:
                 return path, chosen
             path.append(below[token])
@@ -141,12 +141,12 @@ class World:
             chances.append(chances[int(tree.parents[node])] * self.truth(tree, node))
         return sum(chances)
 
-    def _children(self, tree: TokenTree, parent: int) -> dict[int, int]:
+    def children(self, tree: TokenTree, parent: int) -> dict[int, int]:
         return {int(tree.tokens[node]): node for node in range(1, len(tree)) if int(tree.parents[node]) == parent}
 
-    def _choose(self, tree: TokenTree, parent: int) -> int:
+    def choose(self, tree: TokenTree, parent: int) -> int:
         drawn = self.random.random()
-        for token, node in self._children(tree, parent).items():
+        for token, node in self.children(tree, parent).items():
             drawn -= self.truth(tree, node)
             if drawn < 0:
                 return token

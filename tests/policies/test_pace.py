@@ -49,6 +49,42 @@ def test_little_is_lost_whatever_trees_bring(chance: float, dearer: float, told:
     assert rate > (0.97 if dearer <= 0.1 else 0.95) * best
 
 
+def test_texts_begin_with_a_rest_after_two_that_lost() -> None:
+    draw, pace = random.Random(4), Pace()
+    begun = list[bool]()
+    for _ in range(6):
+        pace.begin()
+        begun.append(pace.resting > 0)
+        ran(pace, 200, 0.0, 0.2, draw)
+    assert begun == [False, False, True, True, True, True]
+    short = list[int]()
+    for _ in range(12):  # whose rests go on from text to text
+        pace.begin()
+        short += ran(pace, 12, 0.0, 0.2, draw)
+    assert any(short)
+
+
+def test_a_text_that_pays_ends_the_rests_at_the_beginning() -> None:
+    draw, pace = random.Random(5), Pace()
+    for _ in range(4):
+        pace.begin()
+        ran(pace, 200, 0.0, 0.2, draw)
+    pace.begin()
+    paying = ran(pace, 300, 0.9, 0.2, draw)
+    assert 0 < paying.count(0) <= MAX_REST
+    pace.begin()
+    assert not pace.resting
+    assert all(ran(pace, 200, 0.9, 0.2, draw))
+
+
+def test_one_text_that_lost_delays_no_other() -> None:
+    draw, pace = random.Random(6), Pace()
+    for chance in (0.0, 0.9) * 4:
+        pace.begin()
+        assert not pace.resting
+        ran(pace, 200, chance, 0.2, draw)
+
+
 def test_what_pays_is_never_interrupted() -> None:
     pace = Pace()
     assert all(ran(pace, 2000, 0.9, 0.2, random.Random(1)))

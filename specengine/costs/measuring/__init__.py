@@ -1,7 +1,12 @@
-"""Measure verifications, draft passes and the rest of a cycle on this machine: medians of synthetic cycles."""
+"""Measure verifications, draft passes and the rest of a cycle on this machine, by synthetic cycles.
+
+Other programs make single cycles longer, never shorter. So each cost is the lower quartile of many cycles, whose sizes
+take turns, and the costs of all sizes keep the laws of `specengine.costs.laws`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -14,6 +19,8 @@ import torch
 from torch import Tensor
 
 from specengine.costs import PassCosts, Points, interpolated
+from specengine.costs.laws import lawful
+from specengine.costs.measuring import load
 from specengine.cuda_graphs import room
 from specengine.errors import require
 from specengine.models import Target
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0
 MAX_CYCLES = 200  # a measurement takes at most the time of this many cycles of one node
+LOW = 0.25  # quantile of the times that a cost is
 SHORT_SHARE = 0.6  # share of the time for the short context
 EXPERT_SHARE = 0.15  # share of the time for the price of an expert
 ALIKE = (8, 16, 32)  # rows of the trees that it is measured by
@@ -86,13 +94,18 @@ class _Samples:
     commit: list[float] = field(default_factory=list)
     experts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # that a verification read
 
-    def medians(self) -> tuple[Points, Points]:
-        return _medians(self.verify, SMALLEST_PLAN.nodes), _medians(self.draft, SMALLEST_PLAN.widths)
+    def costs(self) -> tuple[Points, Points]:
+        """Return lawful costs of verifications by nodes, and of draft passes by width."""
+        return _costs(self.verify, SMALLEST_PLAN.nodes), _costs(self.draft, SMALLEST_PLAN.widths)
+
+    def spread(self) -> Points:
+        """Return, by nodes, the interquartile range of a verification's seconds over their lower quartile."""
+        return {n: _quantile(times, 0.75) / _quantile(times, LOW) - 1 for n, times in sorted(self.verify.items())}
 
     def overhead(self) -> float:
         """Return the time of both commits and the extra time of the first draft pass."""
-        _, draft = self.medians()
-        return _median(self.commit) + max(0.0, _median(self.root) - interpolated(draft, 1))
+        _, draft = self.costs()
+        return _quantile(self.commit, LOW) + max(0.0, _quantile(self.root, LOW) - interpolated(draft, 1))
 
 
 @torch.inference_mode()
@@ -117,16 +130,19 @@ def measure(
     if driver is not None and (driver.policy is None) != (drafter is None):
         driver = None  # of an engine that does not draft
     began = time.perf_counter()
+    before = load.look()
     cycles = SyntheticCycles(target, drafter, max(contexts(target)), driver)
     try:
         with target.running():
             if driver is not None and driver.grows_there:
-                return _rehearsed(cycles, driver, seconds)
-            if target.device.type == "cuda":
-                began = _warm(cycles)
-            return _measured(cycles, began, seconds)
+                costs = _rehearsed(cycles, driver, seconds)
+            else:
+                if target.device.type == "cuda":
+                    began = _warm(cycles)
+                costs = _measured(cycles, began, seconds)
     finally:
         cycles.end()
+    return dataclasses.replace(costs, load=load.share_since(before) or 0.0)
 
 
 def _warm(cycles: SyntheticCycles) -> float:
@@ -215,7 +231,7 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     share = SHORT_SHARE if long > short else 1
     plans = PADDED_PLANS if padded else SHORT_PLANS
     samples = _rounds(cycles, plans if cycles.driver is None else (), began + share * allowed)
-    verify, draft = samples.medians()
+    verify, draft = samples.costs()
     expert = 0.0 if cycles.target.experts is None else _expert(cycles, time.perf_counter() + EXPERT_SHARE * allowed)
     smallest = len(cycles.plan(SMALLEST_PLAN).nodes)
     remaining = began + allowed - time.perf_counter() - (smallest + 1) * verify[max(verify)]
@@ -223,7 +239,7 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     growths: list[Points] = [{}, {}]
     if long >= 2 * short:
         cycles.begin(long)
-        later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).medians()
+        later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs()
         growths = [_growth(before, after, long - short) for before, after in zip((verify, draft), later, strict=True)]
     return PassCosts(
         "measured",
@@ -232,6 +248,7 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
         source="measured",
         measured=True,
         overhead=samples.overhead(),
+        spread=samples.spread(),
         context=short,
         verify_growth=growths[0],
         draft_growth=growths[1] if cycles.drafter is not None else {},
@@ -287,8 +304,8 @@ def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float)
 
 def _seconds(plan: Plan, samples: _Samples) -> float:
     """Return the time that a round of this plan is expected to take."""
-    verify, draft = samples.medians()
-    rest = _median(samples.root) + _median(samples.commit) + interpolated(draft, max(plan.widths))
+    verify, draft = samples.costs()
+    rest = _quantile(samples.root, LOW) + _quantile(samples.commit, LOW) + interpolated(draft, max(plan.widths))
     return sum(rest + interpolated(verify, nodes) for nodes in plan.nodes)
 
 
@@ -296,12 +313,15 @@ def _growth(short: Points, long: Points, tokens: int) -> Points:
     return {n: max(0.0, long[n] - short[n]) / tokens for n in sorted(short.keys() & long.keys())}
 
 
-def _medians(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
-    return {n: _median(times) for n, times in sorted(samples.items()) if n in always or len(times) > 1}
+def _costs(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
+    chosen = {n: times for n, times in sorted(samples.items()) if n in always or len(times) > 1}
+    return lawful({n: _quantile(times, LOW) for n, times in chosen.items()}, {n: len(chosen[n]) for n in chosen})
 
 
-def _median(times: list[float]) -> float:
-    return statistics.median(times[1:] or times)  # the first one warms up
+def _quantile(times: list[float], share: float) -> float:
+    """Return the time below which this share of the times lies; the first one warms up and does not count."""
+    ordered = sorted(times[1:] or times)
+    return ordered[int(share * (len(ordered) - 1) + 0.5)]
 
 
 T = TypeVar("T")

@@ -9,7 +9,8 @@ import importlib.metadata
 import json
 import os
 import platform
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ import torch
 import transformers
 
 from specengine.costs import PassCosts
-from specengine.costs.measuring import Driver, count_experts, measure
+from specengine.costs.laws import fault
+from specengine.costs.measuring import SECONDS, Driver, count_experts, load, measure
 from specengine.errors import CacheFolderError, InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
@@ -27,8 +29,28 @@ from specengine.ops import VARIABLE, attached
 if TYPE_CHECKING:
     from specengine.drafters import Drafter
 
+MAX_SHARE = 0.01  # of the time, for measuring provisional costs again
 MAX_SECONDS = 3600.0  # of a pass; a file that states more is damaged
-_loaded: dict[str, PassCosts] = {}  # by file, so that a process measures once even if it cannot write
+
+
+@dataclass
+class _Kept:
+    """Costs as a file has them, when they were measured, in seconds since 1970, and the last look at the processors."""
+
+    costs: PassCosts
+    when: float
+    look: load.Look | None = field(default_factory=load.look)
+
+    def may_improve(self) -> bool:
+        """Return whether provisional costs may be measured again: the machine is quiet, and enough time has passed."""
+        if self.costs.doubt is None or time.time() - self.when < SECONDS / MAX_SHARE:
+            return False
+        others = load.share_since(self.look)
+        self.look = load.look()
+        return others is not None and load.busy(others) is None
+
+
+_loaded: dict[str, _Kept] = {}  # by file, so that a process measures once even if it cannot write
 
 
 def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, *, fresh: bool = False) -> PassCosts:
@@ -36,18 +58,20 @@ def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, 
 
     driver: as in `identity`; fresh: measure again and store the result.
 
-    Measuring clears the caches of both. A file that is damaged, or of another pair, is replaced. If no file can be
-    written, `source` has the reason.
+    Measuring clears the caches of both. A file that is damaged, of another pair, or whose costs break a law, is
+    replaced. Costs of a busy machine are provisional: while no other text is answered they are measured again, once
+    nobody else uses the processors, for a bounded share of the time. If no file can be written, `source` has the
+    reason.
     """
     key = identity(target, drafter, driver)
     name = _place(key)
-    costs = None if fresh else _loaded.get(name) or _read(key)
-    if costs is None:
-        costs = measure(target, drafter, driver if target.device.type == "cuda" else None)
-        if reason := _write(key, costs):
-            costs = dataclasses.replace(costs, source=f"{costs.source}, not stored: {reason}")
-    _loaded[name] = costs
-    return costs
+    kept = None if fresh else _loaded.get(name) or _read(key)
+    if kept is None or (not getattr(target, "others", 0) and kept.may_improve()):
+        kept = _Kept(measure(target, drafter, driver if target.device.type == "cuda" else None), time.time())
+        if reason := _write(key, kept):
+            kept.costs = dataclasses.replace(kept.costs, source=f"{kept.costs.source}, not stored: {reason}")
+    _loaded[name] = kept
+    return kept.costs
 
 
 def path(key: dict[str, Any]) -> Path:
@@ -70,13 +94,14 @@ def is_stored(key: dict[str, Any]) -> bool:
         return False
 
 
-def _read(key: dict[str, Any]) -> PassCosts | None:
+def _read(key: dict[str, Any]) -> _Kept | None:
     try:
         content = json.loads(path(key).read_text(encoding="utf-8"))
         costs = PassCosts.from_dict(content["costs"]) if content["key"] == key else None
+        when = min(float(content["when"]), time.time())
     except (OSError, ValueError, KeyError, TypeError, InputError, RecursionError, OverflowError):
         return None
-    return costs if costs is not None and _is_believable(costs) else None
+    return _Kept(costs, when) if costs is not None and _is_believable(costs) else None
 
 
 def _is_believable(costs: PassCosts) -> bool:
@@ -84,16 +109,18 @@ def _is_believable(costs: PassCosts) -> bool:
     columns = (costs.verify, costs.draft, costs.verify_growth, costs.draft_growth)
     seconds = [costs.overhead, costs.expert, *(second for column in columns for second in column.values())]
     sizes = [costs.context, costs.all_experts, *(nodes for column in columns for nodes in column), *costs.experts]
-    return max(seconds) <= MAX_SECONDS and max(sizes) < 1 << 31 and min(costs.verify.values()) > 0 and costs.measured
+    fits = max(seconds) <= MAX_SECONDS and max(sizes) < 1 << 31 and min(costs.verify.values()) > 0 and costs.measured
+    return fits and not (fault(costs.verify) or fault(costs.draft))
 
 
-def _write(key: dict[str, Any], costs: PassCosts) -> str | None:
+def _write(key: dict[str, Any], kept: _Kept) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
         file = path(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as temporary:
-            temporary.write_text(json.dumps({"key": key, "costs": costs.to_dict()}, indent=1) + "\n", encoding="utf-8")
+            content = {"key": key, "when": int(kept.when), "costs": kept.costs.to_dict()}
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except CacheFolderError as error:
         return str(error)
     except OSError as error:
