@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
 from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
 from specengine.models.eagle_torch import TorchHead
+from specengine.models.heads import DraftHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
-from specengine.models.mtp import MtpHead
 from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
+from specengine.options import LoadOptions
 
 
 class Eagle(RowDraft):
@@ -47,7 +45,7 @@ class Eagle(RowDraft):
 
     def __init__(
         self,
-        head: EagleHead | NativeHead | MtpHead,
+        head: EagleHead | DraftHead,
         target: CausalLM | NativeLM,
         *,
         name: str = "",
@@ -55,9 +53,9 @@ class Eagle(RowDraft):
     ) -> None:
         config = head.config
         require_fit(config, target)
-        self.head = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
-        own = isinstance(head, MtpHead)
-        self.name = name if own else f"eagle (EAGLE-{config.version}{', ' + name if name else ''})"
+        self.head: DraftHead = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
+        eagle = isinstance(head, EagleHead | NativeHead)
+        self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})" if eagle else name
         self.target = target
         self._seconds = 0.0
         self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)

@@ -13,10 +13,10 @@ from transformers import MODEL_MAPPING, PretrainedConfig
 
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.configs import family_of
-from specengine.models.eagle import EagleConfig, require_fit
+from specengine.models.eagle import require_fit
 from specengine.models.families import SLIDING
+from specengine.models.heads import DraftHead, reader_of_states
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, of_shape
-from specengine.models.mtp import MtpHead
 from specengine.models.native import NativeLM
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")  # in configs, as `model_type`
@@ -71,7 +71,7 @@ class Clusters(nn.Module):
         return (scores.amin(1, keepdim=True) - 1).expand(-1, len(head)).scatter(1, tokens, scores)
 
 
-class AssistantHead(MtpHead):
+class AssistantHead(DraftHead):
     """Run an assistant as a head: a row reads its token's embedding, a state, and the target's committed tokens.
 
     Rows see nothing of each other and stand at the root's position; what they know of the tokens between is in their
@@ -81,25 +81,15 @@ class AssistantHead(MtpHead):
     assistant was made for another target; UnsupportedModelError where the target's cycles are CUDA graphs.
     """
 
-    def __init__(self, net: Assistant, target: CachedTarget) -> None:  # no layer of its own to try
-        self.module = net.eval().requires_grad_(False)  # type: ignore[assignment]
-        self._net: Any = net
+    def __init__(self, net: Assistant, target: CachedTarget) -> None:
+        self._net: Any = net.eval().requires_grad_(False)
+        self.weights = (net,)
         self._target, self._keeper = target.lm, target
         text, device = net.text_config, target.lm.device
         self.dtype, self._window = target.dtype, int(text.sliding_window)
         self._scale = torch.tensor(net.outer**0.5, dtype=self.dtype, device=device)  # of Gemma's embeddings
         self.cache = KVCache(1, 1, 1, 1, dtype=self.dtype, device=device)
-        self.config = EagleConfig(
-            version=1,
-            hidden_size=net.outer,
-            intermediate_size=0,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            target_hidden_size=net.outer,
-            vocab_size=int(text.vocab_size),
-            draft_vocab_size=int(text.vocab_size),
-        )
+        self.config = reader_of_states(net.outer, int(text.vocab_size))
         require_fit(self.config, target.lm)
         if target.captured:
             raise UnsupportedModelError("draft: an assistant reads keys of a length that no CUDA graph has")
@@ -109,10 +99,8 @@ class AssistantHead(MtpHead):
         """Read another text's committed tokens from here on; target: over the same model."""
         self._keeper = target
 
-    def extend(self, features: Tensor, tokens: list[int]) -> None:
-        """Count rows behind the cache's; there is nothing to run."""
-        self.cache.reserve(self.cache.length + len(tokens))
-        self.cache.length += len(tokens)
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        """Do nothing: rows are counted, and none is run."""
 
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None

@@ -4,76 +4,47 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.models import huggingface
-from specengine.models.attention import Prompt, attend
+from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.eagle import EagleHead, RotatingAttend, causal, embed_for
+from specengine.models.heads import DraftHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM
 from specengine.models.twins import Packed, worth_packing
-from specengine.models.windows import note_places
 
 
-class TorchHead:
-    """`head` as a function of rows; its keys and values stand in `cache`, [1 layer]."""
+class TorchHead(DraftHead):
+    """Run an EAGLE head's module on any device."""
 
     def __init__(self, head: EagleHead, target: CausalLM | NativeLM, pack: bool | None = None) -> None:
         self.config, self.module, self._target = head.config, head, target
         self.dtype, device = head.dtype, target.device
         self.cache = KVCache(1, self.config.num_kv_heads, self.config.head_dim, 1, dtype=self.dtype, device=device)
-        self.target_ids: Tensor | None = head.target_ids()
+        self.target_ids, self.weights = head.target_ids(), (head,)
         self._packed: Packed | None = Packed(head) if (worth_packing(head) if pack is None else pack) else None
         self._runs: Any = head
-        self._tables = head.rope.tables(0, device)
+        self.reads: tuple[Tensor, Tensor] = head.rope.tables(0, device)
         self._window = self.config.sliding_window or None
 
-    @property
-    def weights(self) -> tuple[torch.nn.Module, ...]:
-        return (self.module,)
-
-    @property
-    def reads(self) -> tuple[Tensor, ...]:
-        return self._tables
-
-    def __copy__(self) -> TorchHead:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.cache = self.cache.empty()
-        return made
-
     def refresh(self) -> None:
-        """Take in weights that were changed since the last call, and a cache that has grown."""
         if self._packed is not None:
             self._runs = self._packed.model()
-        if len(self._tables[0]) < self.cache.capacity:  # a position is never beyond its slot
-            self._tables = self.module.rope.tables(self.cache.capacity, self.cache.slab.device)
+        if len(self.reads[0]) < self.cache.capacity:  # a position is never beyond its slot
+            self.reads = self.module.rope.tables(self.cache.capacity, self.cache.slab.device)
 
-    def extend(self, features: Tensor, tokens: list[int]) -> None:
-        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, features]."""
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
         hidden = self._runs.fuse(features.to(self.dtype))
-        for first in range(0, len(tokens), huggingface.PREFILL_ROWS):
-            ids = tokens[first : first + huggingface.PREFILL_ROWS]
-            piece = torch.tensor(ids, device=hidden.device, dtype=torch.int64)
-            rows, length = len(piece), self.cache.length
-            self.cache.reserve(length + rows)
-            positions = torch.arange(length, length + rows, device=hidden.device, dtype=torch.int64)
-            embeddings = embed_for(self.module, self._target, piece)
-            inputs = hidden[first : first + rows], embeddings, positions
-            self._runs(*(tensor[None] for tensor in inputs), _PromptAttention(self.cache, length, self._window))
-            self.cache.length = length + rows
+        embeddings = embed_for(self.module, self._target, tokens)
+        attention = _PromptAttention(self.cache, self.cache.length, self._window)
+        self._runs(hidden[None], embeddings[None], positions[None], attention)
 
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and recurrent states of rows, or of the row `one` alone.
-
-        The inputs of the rows are at `sources` in `states`, or there in the target's features, which are fused then.
-        """
-        if len(self._tables[0]) < self.cache.capacity and ops.is_free(rows.slot):
+        if len(self.reads[0]) < self.cache.capacity and ops.is_free(rows.slot):
             self.refresh()
         if features is not None:
             states = self._runs.fuse(features.to(self.dtype))
@@ -81,7 +52,7 @@ class TorchHead:
         inputs = hidden, embeddings.to(self.dtype), rows.positions
         if self._window is not None:
             note_places(self.cache, rows)
-        attention = _RowAttention(self.cache, rows, self._tables, self._window)
+        attention = _RowAttention(self.cache, rows, self.reads, self._window)
         recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
         recurrent = recurrent if one is None else recurrent.index_select(0, one)
         logits = self._runs.logits(recurrent)

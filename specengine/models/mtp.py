@@ -18,8 +18,8 @@ from specengine import ops
 from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, lower_right
 from specengine.models.configs import NO_MEMORY, empty_model, family_of
-from specengine.models.eagle import EagleConfig
-from specengine.models.huggingface import PREFILL_ROWS, CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
+from specengine.models.heads import DraftHead, reader_of_states
+from specengine.models.huggingface import CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM
 from specengine.models.weights import (
@@ -155,8 +155,8 @@ def fused_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-class MtpHead:
-    """Run an MTP head over a cache of its own, with the interface of TorchHead.
+class MtpHead(DraftHead):
+    """Run an MTP head over a cache of its own.
 
     Row i pairs the target's state behind its final norm at position i with token i + 1, at that token's position. Its
     state, behind the head's norm, is read by the target's vocabulary head, and by the rows of its children.
@@ -165,12 +165,10 @@ class MtpHead:
     run over a cache of keys and values.
     """
 
-    target_ids: Tensor | None = None
-    reads: tuple[Tensor, ...] = ()
-
     def __init__(self, net: MtpLayer, target: CausalLM | NativeLM) -> None:
         self.module, self._target, self.dtype = net.eval().requires_grad_(False), target, target.dtype
-        self._dense_mask, device = False, target.device
+        self.weights = (net,)
+        device = target.device
         self._last = target.max_context - 1
         self._dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         heads, key_size, value_size = self._shapes()
@@ -180,51 +178,18 @@ class MtpHead:
         net.block_config._attn_implementation = "eager" if self._dense_mask else ATTENTION
         one = 1 if shapes is not None else heads
         self.cache = KVCache(1, one, width, 1, dtype=self.dtype, device=device, shapes=shapes)
-        size, vocabulary = int(net.fc.out_features), target.vocab_size
-        self.config = EagleConfig(
-            version=1,
-            hidden_size=size,
-            intermediate_size=0,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=key_size,
-            target_hidden_size=size,
-            vocab_size=vocabulary,
-            draft_vocab_size=vocabulary,
-        )
+        self.config = reader_of_states(int(net.fc.out_features), target.vocab_size)
 
-    @property
-    def weights(self) -> tuple[nn.Module, ...]:
-        return (self.module,)
-
-    def __copy__(self) -> MtpHead:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.cache = self.cache.empty()
-        return made
-
-    def refresh(self) -> None:
-        """Do nothing: the head owns its weights."""
-
-    def extend(self, features: Tensor, tokens: list[int]) -> None:
-        """Run consecutive rows behind the cache's, and commit them; features: the target's, [rows, hidden size]."""
-        for first in range(0, len(tokens), PREFILL_ROWS):
-            ids = tokens[first : first + PREFILL_ROWS]
-            piece = torch.tensor(ids, device=self.cache.slab.device, dtype=torch.int64)
-            rows, length = len(piece), self.cache.length
-            self.cache.reserve(length + rows)
-            positions = torch.arange(length, length + rows, device=piece.device, dtype=torch.int64)
-            arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": Prompt(length)}
-            if self._dense_mask:
-                arguments = {"attention_mask": self._additive(lower_right(rows, length, piece.device))}
-            hidden = features[first : first + rows]
-            self._run(hidden, piece, positions, _SlabView(self.cache, length, rows), arguments)
-            self.cache.length = length + rows
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        rows, length = len(tokens), self.cache.length
+        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": Prompt(length)}
+        if self._dense_mask:
+            arguments = {"attention_mask": self._additive(lower_right(rows, length, tokens.device))}
+        self._run(features, tokens, positions, _SlabView(self.cache, length, rows), arguments)
 
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and states of rows, or of the row `one` alone; see TorchHead.forward."""
         hidden = (states if features is None else features).index_select(0, sources)
         arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": rows}
         if self._dense_mask:
@@ -327,28 +292,12 @@ class NativeMtpHead(MtpHead):
         self._lm = NativeLM(source, quantize=target.quantize)
         source.forget()
         net.block = nn.Identity()  # its weights are packed
+        self.weights = (net,)
         self.cache = self._lm.new_cache(1)
-        shape = self._lm.shape
-        self.config = EagleConfig(
-            version=1,
-            hidden_size=shape.hidden,
-            intermediate_size=0,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            target_hidden_size=shape.hidden,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size,
-        )
+        self.config = reader_of_states(self._lm.shape.hidden, target.vocab_size)
 
-    def extend(self, features: Tensor, tokens: list[int]) -> None:
-        for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device="cpu", dtype=torch.int64)
-            length, rows = self.cache.length, len(piece)
-            self.cache.reserve(length + rows)
-            positions = torch.arange(length, length + rows, device="cpu", dtype=torch.int64)
-            self._run_native(features[first : first + rows], piece, positions, (length, length, None))
-            self.cache.length = length + rows
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        self._run_native(features, tokens, positions, (self.cache.length, self.cache.length, None))
 
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None

@@ -15,19 +15,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specengine.errors import BackendError, InputError, UnsupportedModelError
+from specengine.errors import BackendError, InputError, UnsupportedModelError, require
 from specengine.models import Chosen, Successors, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
 from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Latent, Mamba2, Shape
+from specengine.models.heads import DraftHead
 from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
 from specengine.models.loaded import ModelSource
@@ -125,8 +126,8 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
             f"numerics: got integer for weights in {floats}, accepted with packed blocks of a GGUF file (dtype auto or "
             "bfloat16), or with quantize='int8'"
         )
-    if asked not in (floats, "integer"):
-        raise InputError(f"numerics: got {asked!r} for a model in {floats}, accepted auto, {floats} or integer")
+    accepted = f"auto, {floats} or integer"
+    require("numerics", f"{asked!r} for a model in {floats}", accepted, asked in (floats, "integer"))
     return asked
 
 
@@ -136,9 +137,8 @@ def _multiplies_integers_faster() -> bool:
     They are not with AMX, whose tiles give bfloat16 16 rows for one, nor in portable C++ on x86, where fused
     multiply-adds are emulated.
     """
-    if not instruction_sets("integer"):
-        return False
-    return instruction_set("bfloat16") != "amx" and instruction_set("integer") != "portable"
+    has_products = bool(instruction_sets("integer"))
+    return has_products and instruction_set("bfloat16") != "amx" and instruction_set("integer") != "portable"
 
 
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
@@ -166,8 +166,7 @@ class NativeLM:
     device = torch.device("cpu")
 
     def __init__(self, source: Source, *, quantize: str | None = None, numerics: str = "auto") -> None:
-        if quantize not in (None, "int8"):
-            raise InputError(f"quantize: got {quantize!r}, accepted int8 or none")
+        require("quantize", repr(quantize), "int8 or none", quantize in (None, "int8"))
         if source.dtype not in KIND_OF:
             raise UnsupportedModelError(f"native: weights of {source.dtype}, known are bfloat16 and float32")
         self.source, self.config, self.quantize = source, source.config, quantize
@@ -615,7 +614,8 @@ class NativeLM:
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)
-            distance = self._distance(own, other)
+            dim = -1 if self._chooses else None  # where tokens choose experts, the distance of most tokens counts
+            distance = float(((own - other).norm(dim=dim) / other.norm(dim=dim)).median())
             if not distance <= limit:
                 raise UnsupportedModelError(
                     f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
@@ -626,11 +626,6 @@ class NativeLM:
     def _chooses(self) -> bool:
         """Whether rounding may change which experts a token goes to; that is tried in float32 as well."""
         return self.routes.layers > 0 and self.numerics != "float32"
-
-    def _distance(self, own: Tensor, other: Tensor) -> float:
-        """Return the distance of hidden states as a share of their length; where tokens choose, that of most tokens."""
-        dim = -1 if self._chooses else None
-        return float(((own - other).norm(dim=dim) / other.norm(dim=dim)).median())
 
     def _tolerance(self, *, last: bool) -> float:
         if self._rounds and last:
@@ -759,7 +754,7 @@ class HeadRows(NamedTuple):
     logits: Tensor
 
 
-class NativeHead:
+class NativeHead(DraftHead):
     """Run an EAGLE head for a NativeLM. States and logits are float32, the cache is in the target's dtype.
 
     Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
@@ -770,8 +765,6 @@ class NativeHead:
     """
 
     dtype = torch.float32
-    weights: tuple[torch.nn.Module, ...] = ()
-    reads: tuple[Tensor, ...] = ()
 
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         refuse_head(config)
@@ -800,38 +793,38 @@ class NativeHead:
             scale,
         )
 
-    def __copy__(self) -> NativeHead:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.__dict__.pop("forward", None)  # one that runs its passes with those of other texts
-        made.cache = self.cache.empty()
-        return made
+    def __copy__(self) -> Self:
+        twin = super().__copy__()
+        twin.__dict__.pop("forward", None)  # one that runs its passes with those of other texts
+        return twin
 
     @property
     def weights_of(self) -> Any:
         """What copies of a head share."""
         return self._head
 
-    def refresh(self) -> None:
-        """Do nothing: the head owns its weights."""
-
-    def extend(self, features: Tensor, tokens: list[int]) -> None:
-        """Run and commit consecutive rows. `features` are the target's, [rows, features]."""
-        for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
-            start, count = self.cache.length, len(piece)
-            self.cache.reserve(start + count)
-            positions = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
-            out = torch.empty(count, self.config.hidden_size, dtype=torch.float32, device="cpu")
-            hidden = features[first : first + count].contiguous(), None, None
-            where = positions, start, start, None
-            self._head.forward(self._target.decoder, *where, piece, *hidden, self.cache.slab, out, None, thread_count())
-            self.cache.length = start + count
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        start = self.cache.length
+        self._head.forward(
+            self._target.decoder,
+            positions,
+            start,
+            start,
+            None,
+            tokens,
+            features.contiguous(),
+            None,
+            None,
+            self.cache.slab,
+            torch.empty(len(tokens), self.config.hidden_size, dtype=torch.float32, device="cpu"),
+            None,
+            thread_count(),
+        )
 
     def forward(
         self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run rows as TorchHead.forward does; `one` may only be the last row."""
+        """Run rows; `one` may only be the last one."""
         count = rows.tokens.shape[0]
         wanted = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
