@@ -1,6 +1,7 @@
 """Attention of transformers' models over tree rows, by way of its AttentionInterface.
 
-The keyword `tree` given to a model's forward reaches `tree_attention_forward`: the rows of a tree, or a prompt.
+The keyword `tree` given to a model's forward reaches `tree_attention_forward`: the rows of a tree, or a prompt. Layers
+with sliding windows see the last tokens alone: they are masked by position, as nodes stand in other slots.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
-from specengine.models.kv_cache import Rows
-from specengine.models.windows import attend_near, near_prompt
+from specengine.models.kv_cache import KVCache, Rows
+from specengine.ops import WORD_BITS
 
 ATTENTION = "specengine"
 LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
@@ -157,6 +159,63 @@ def attend(
         mask = rows.packed_mask(query.shape[0] // keys.shape[0], query.dtype)
         return ops.tree_attention(query, keys, values, mask, scale)
     return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
+
+
+# ---- sliding windows
+
+
+def note_places(cache: KVCache, rows: Rows) -> None:
+    """Tell the rows the position of each slot, which the cache notes for scratch that later rows see."""
+    slots = torch.arange(cache.capacity, dtype=torch.int64, device=cache.slab.device)
+    if cache.places is None or len(cache.places) != len(slots):
+        cache.places = slots.clone()
+    places = cache.places.index_copy_(0, rows.slot + slots[: len(rows)], rows.positions)
+    rows.places = torch.where(slots < rows.prefix, slots, places)
+
+
+def dense(rows: Rows, window: int) -> Tensor:
+    """Return the slots that each row sees, bool [n, end]."""
+    assert rows.places is not None
+    mask = rows.mask()
+    near = rows.places[: rows.end] > rows.positions[:, None] - window
+    return near if mask is None else mask & near
+
+
+def near_prompt(rows: int, before: int, window: int, device: torch.device) -> Tensor:
+    """Return what consecutive tokens see of all slots, bool [rows, before + rows]."""
+    mask = torch.ones(rows, before + rows, dtype=torch.bool, device=device)
+    return mask.tril_(before).triu_(before - window + 1)
+
+
+def attend_near(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float, window: int) -> Tensor:
+    """Attend as `attend`, each row to slots of the last `window` positions. Shapes as there."""
+    groups = query.shape[0] // keys.shape[0]
+    if not ops.is_free(rows.live):
+        mask = _on_device(rows, keys.shape[1], window)
+        unwritten = torch.arange(keys.shape[1], device=keys.device, dtype=torch.int64) >= rows.slot + rows.live
+        keys, values = (  # zeros where fresh memory may hold NaN, which a mask does not keep out of a sum
+            cache.masked_fill(unwritten[:, None], 0).repeat_interleave(groups, 0) for cache in (keys, values)
+        )
+        return scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scale)[0]
+    if window not in rows.near:
+        first = min(max(0, int(rows.positions.min()) - window + 1), int(rows.prefix))
+        alone = len(rows) == 1 and rows.end == int(rows.prefix) + 1
+        packed = None if alone else ops.pack_mask(dense(rows, window)[:, first:], groups, query.dtype)
+        rows.near[window] = first, packed
+    first, packed = rows.near[window]
+    return ops.tree_attention(query, keys[:, first : rows.end], values[:, first : rows.end], packed, scale)
+
+
+def _on_device(rows: Rows, slots: int, window: int) -> Tensor:
+    """Return the mask as `dense`, bool [n, slots], of static shape and without a host read; padding sees itself."""
+    assert rows.places is not None
+    place = torch.arange(slots, dtype=torch.int64, device=rows.tokens.device)
+    node = place - rows.prefix
+    bits = rows.words[:, (node // WORD_BITS).clamp(0, rows.words.shape[1] - 1)] >> (node % WORD_BITS)
+    named = (bits & 1).bool() & (node < rows.seen) & (node < WORD_BITS * rows.words.shape[1])
+    near = rows.places[:slots] > rows.positions[:, None] - window
+    own = place == (rows.slot + place[: len(rows)])[:, None]
+    return (((node < 0) | named) & near) | own
 
 
 AttentionInterface.register(ATTENTION, tree_attention_forward)

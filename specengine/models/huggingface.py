@@ -17,13 +17,20 @@ from transformers.cache_utils import Cache
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models import fused
-from specengine.models.attention import ATTENTION, NeedsDenseMask, Prompt, lower_right
+from specengine.models.attention import (
+    ATTENTION,
+    NeedsDenseMask,
+    Prompt,
+    dense,
+    lower_right,
+    near_prompt,
+    note_places,
+)
 from specengine.models.configs import NO_MEMORY, SLIDING, UNMASKED, window_of
 from specengine.models.families import scaled_context
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
 from specengine.models.loaded import Watch
 from specengine.models.twins import Packed, evaluating, is_changed, set_attention, worth_packing
-from specengine.models.windows import dense, near_prompt, note_places
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
+from specengine.models.attention import attend_near, dense, near_prompt, note_places
 from specengine.models.configs import window_of
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
 from specengine.models.kv_cache import Rows
-from specengine.models.windows import attend_near, dense, near_prompt, note_places
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import CONTEXT_SOURCES
 from tests.toy import near_copy, policy_for, random_tree, tiny
@@ -78,7 +78,7 @@ def test_masks_without_a_host_read_are_the_same(monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     query, keys, values = torch.randn(4, 20, 8), torch.randn(2, 256, 8), torch.randn(2, 256, 8)
     near = attend_near(query, keys, values, rows, 0.3, WINDOW)
-    monkeypatch.setattr("specengine.models.windows.ops.is_free", lambda count: False)
+    monkeypatch.setattr("specengine.models.attention.ops.is_free", lambda count: False)
     torch.testing.assert_close(attend_near(query, keys, values, rows, 0.3, WINDOW), near)
 
 
@@ -95,7 +95,7 @@ def test_padding_reads_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = Rows(*parts, rows.slot, rows.prefix, rows.live)
     padded.places = rows.places
     keys[:, 70:] = values[:, 70:] = torch.nan
-    monkeypatch.setattr("specengine.models.windows.ops.is_free", lambda count: False)
+    monkeypatch.setattr("specengine.models.attention.ops.is_free", lambda count: False)
     found = attend_near(query, keys, values, padded, 0.3, WINDOW)
     torch.testing.assert_close(found[:, :20], expected)
     assert not found.isnan().any()
