@@ -34,9 +34,8 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.policies import TreePolicy, make
 from specengine.records import Cycle
-from specengine.train.draft.options import make_loss
+from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.training import train_draft
-from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus
 
 TREES = {

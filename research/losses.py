@@ -39,11 +39,10 @@ from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
 from specengine.train.draft.epochs import Epochs
-from specengine.train.draft.options import make_loss
+from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
 from specengine.train.draft.validation import agreement
-from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
 # Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.

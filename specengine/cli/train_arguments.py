@@ -13,9 +13,7 @@ from typing import Any
 
 from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target, part
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
-from specengine.train.draft.options import LOSSES, Loss
-from specengine.train.draft.recipes import RECIPES
-from specengine.train.options import TrainOptions
+from specengine.train.draft.options import LOSSES, RECIPES, Loss, TrainOptions
 from specengine.train.text.options import SynthesisOptions
 
 COLUMN, WIDTH = 26, 112

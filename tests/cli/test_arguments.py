@@ -21,8 +21,7 @@ from specengine.cli.commands import COMMANDS, make_parser
 from specengine.cli.train_arguments import as_typed, documented
 from specengine.options import _DTYPES, BACKENDS, NUMERICS, QUANTIZATIONS
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
-from specengine.train.draft.options import Loss
-from specengine.train.options import TrainOptions
+from specengine.train.draft.options import Loss, TrainOptions
 from specengine.train.text.options import SynthesisOptions
 
 OPTIONS = (SynthesisOptions, TrainOptions, Loss, CollectOptions, ClassifierOptions)

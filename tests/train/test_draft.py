@@ -17,11 +17,10 @@ from specengine.errors import InputError
 from specengine.models.eagle import causal
 from specengine.train.draft.epochs import Epochs, pack
 from specengine.train.draft.new_heads import new_head, start_from_text
-from specengine.train.draft.options import make_loss
+from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import CURVE, LOG, STATE, train_draft
 from specengine.train.draft.validation import agreement
-from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.train.options import TrainOptions
+from specengine.train.draft.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
 MAX_HELD_BACK = 32  # texts

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
-from specengine.errors import InputError
+from specengine.errors import require
 from specengine.models.eagle import (
     DEFAULT_THETA,
     ROPE_TYPES,
@@ -22,9 +22,8 @@ from specengine.models.eagle import (
     head_from,
     make_head,
 )
-from specengine.train.draft.options import Loss
+from specengine.train.draft.options import Loss, TrainOptions
 from specengine.train.draft.teacher import Teacher
-from specengine.train.options import TrainOptions
 
 RIDGE = 1e-4  # relative to the mean squared input
 
@@ -143,8 +142,7 @@ def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> E
     if rope.get("rope_type") not in ROPE_TYPES:
         rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
     kv_heads = options.kv_heads or getattr(target, "num_key_value_heads", None) or heads
-    if heads % kv_heads:
-        raise InputError(f"kv_heads: got {kv_heads}, accepted divisors of the {heads} heads")
+    require("kv_heads", kv_heads, f"divisors of the {heads} heads", heads % kv_heads == 0)
     own_vocabulary = version == 3 and options.draft_vocab_size
     return EagleConfig(
         version=version,  # type: ignore[arg-type]
