@@ -149,6 +149,12 @@ def require(field: str, value: Any, accepted: str, holds: bool) -> None:
         raise InputError(f"{field}: got {value if isinstance(value, str) else shown(value)}, accepted {accepted}")
 
 
+def require_value(field: str, value: Any, accepted: str, holds: bool) -> None:
+    """Raise InputError, with the value as Python writes it, unless `holds`."""
+    if not holds:
+        raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
+
+
 def require_minimum(options: Any, **minimums: float) -> None:
     """Raise InputError if a field of `options` is below its minimum."""
     for field, minimum in minimums.items():

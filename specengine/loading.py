@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -24,17 +24,15 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.errors import CheckpointError, InputError, UnsupportedModelError, shown
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
 from specengine.models import Target
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError, fixed_context
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
 from specengine.models.tensor_parallel import ShardedTarget, lead_or_follow, require_launched
+from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"
 CHECKPOINTS = SimpleNamespace(
@@ -201,8 +199,7 @@ def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None
     lm = target.lm
     limit = min(target.max_context, lm.max_context)
     fixed = fixed_context(lm.config) if limit == lm.max_context else f"strict attention ends with its window of {limit}"
-    if context > limit and fixed:
-        raise InputError(f"context: got {context}, accepted 2 to {limit}: {fixed}")
+    require("context", context, f"2 to {limit}: {fixed}", context <= limit or not fixed)
     lm.widen(context)
     target.max_context = context
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specengine.errors import InputError, did_you_mean, shown
+from specengine.errors import InputError, did_you_mean, require_value, shown
 from specengine.registry import is_array, plain
 
 BACKENDS = ("native", "huggingface")
@@ -97,12 +97,10 @@ class LoadOptions:
             if self.dtype is not None and (not isinstance(self.dtype, str) or self.dtype not in _DTYPES):
                 raise InputError(f"dtype: got {shown(self.dtype)}, accepted {', '.join(_DTYPES)} or a torch.dtype")
             self.dtype = _DTYPES[self.dtype or "auto"]
-        if self.backend not in (None, *BACKENDS):
-            raise InputError(f"backend: got {shown(self.backend)}, accepted {', '.join(BACKENDS)} or none")
-        if self.quantize not in (None, *QUANTIZATIONS):
-            raise InputError(f"quantize: got {shown(self.quantize)}, accepted {', '.join(QUANTIZATIONS)} or none")
-        if not isinstance(self.numerics, str) or self.numerics not in NUMERICS:
-            raise InputError(f"numerics: got {shown(self.numerics)}, accepted {', '.join(NUMERICS)}")
+        for name, accepted in (("backend", BACKENDS), ("quantize", QUANTIZATIONS)):
+            value = getattr(self, name)
+            require_value(name, value, f"{', '.join(accepted)} or none", value in (None, *accepted))
+        require_value("numerics", self.numerics, ", ".join(NUMERICS), self.numerics in NUMERICS)
         if self.tp_plan is not None:
             self._check_splitting()
         self._check_tokenizer()
@@ -110,18 +108,15 @@ class LoadOptions:
         return self
 
     def _check_tokenizer(self) -> None:
-        if self.learn is not None and not isinstance(self.learn, os.PathLike | str):
-            raise InputError(f"learn: got {shown(self.learn)}, accepted a folder or none")
-        given = self.tokenizer
-        named = isinstance(given, os.PathLike | str)
-        if given is not None and not named and not (callable(given) and hasattr(given, "decode")):
-            raise InputError(
-                f"tokenizer: got {shown(given)}, accepted a tokenizer of transformers, or a path or Hub id of one"
-            )
+        fits = self.learn is None or isinstance(self.learn, os.PathLike | str)
+        require_value("learn", self.learn, "a folder or none", fits)
+        tokenizer = self.tokenizer
+        named = tokenizer is None or isinstance(tokenizer, os.PathLike | str)
+        fits = named or (callable(tokenizer) and hasattr(tokenizer, "decode"))
+        require_value("tokenizer", tokenizer, "a tokenizer of transformers, or a path or Hub id of one", fits)
 
     def _check_splitting(self) -> None:
-        if self.tp_plan != "auto":
-            raise InputError(f"tp_plan: got {shown(self.tp_plan)}, accepted auto or none")
+        require_value("tp_plan", self.tp_plan, "auto or none", self.tp_plan == "auto")
         given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
         given |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
         if alone := [name for name, value in given.items() if value]:
@@ -129,17 +124,17 @@ class LoadOptions:
 
     def _check_kinds(self) -> None:
         for name in ("draft_options", "policy_options"):
-            given = getattr(self, name)
-            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-                raise InputError(f"{name}: got {shown(given)}, accepted a dict of options by name")
-        if self.context is not None and (type(self.context) is not int or self.context < 2):
-            raise InputError(
-                f"context: got {shown(self.context)}, accepted a whole number of tokens, 2 or more, or none"
-            )
-        for name in ("offline", "trust_remote_code", "lookup", "pack", "graphs", "strict"):
-            given, optional = getattr(self, name), name in ("lookup", "pack", "graphs")
-            if not isinstance(given, bool) and not (optional and given is None):
-                raise InputError(f"{name}: got {shown(given)}, accepted True{', None' if optional else ''} or False")
+            value = getattr(self, name)
+            by_name = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            require_value(name, value, "a dict of options by name", by_name)
+        fits = self.context is None or (type(self.context) is int and self.context >= 2)
+        require_value("context", self.context, "a whole number of tokens, 2 or more, or none", fits)
+        for name in ("offline", "trust_remote_code", "strict"):
+            value = getattr(self, name)
+            require_value(name, value, "True or False", isinstance(value, bool))
+        for name in ("lookup", "pack", "graphs"):
+            value = getattr(self, name)
+            require_value(name, value, "True, None or False", isinstance(value, bool | None))
 
 
 def _device(device: Any) -> torch.device:

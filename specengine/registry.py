@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from specengine.errors import InputError, did_you_mean, shown
+from specengine.errors import InputError, did_you_mean, require_value, shown
 
 T = TypeVar("T")
 
@@ -140,8 +140,7 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
         wanted = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, wanted, field)
     if origin is typing.Literal:
-        if value not in arguments:
-            raise InputError(f"{field}: got {shown(value)}, accepted {', '.join(map(str, arguments))}")
+        require_value(field, value, ", ".join(map(str, arguments)), value in arguments)
         return value
     try:
         if origin is tuple:

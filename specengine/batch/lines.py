@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import openai
-from specengine.errors import InputError, did_you_mean, shown
+from specengine.errors import InputError, did_you_mean, require_value, shown
 from specengine.files import lines_of
 from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
@@ -133,8 +133,8 @@ def _item(
 
 def _request(place: int, given: Any, entry: dict[str, Any], where: str, options: dict[str, Any]) -> Item:
     """Return a line of OpenAI's batches; InputError where no answer could name it."""
-    if not isinstance(entry.get("custom_id"), str):
-        raise InputError(f"prompts: {where}: custom_id: got {shown(entry.get('custom_id'))}, accepted a string")
+    custom_id = entry.get("custom_id")
+    require_value(f"prompts: {where}: custom_id", custom_id, "a string", isinstance(custom_id, str))
     try:
         url, request = openai.read(entry)
     except InputError as error:
@@ -154,21 +154,19 @@ def _options(given: Any) -> dict[str, Any]:
 
 
 def _turns(given: Any, where: str) -> list[str]:
-    if not isinstance(given, list) or not given or not all(isinstance(turn, str) and turn for turn in given):
-        raise InputError(f"prompts: {where}: turns: got {shown(given)}, accepted a list of strings")
+    holds = _all(given, lambda turn: isinstance(turn, str) and turn)
+    require_value(f"prompts: {where}: turns", given, "a list of strings", holds)
     return given
 
 
 def _require_prompt(prompt: Any, messages: bool, where: str) -> None:
     """Raise InputError for another kind than Engine.generate takes; what the model says to it comes later."""
+    field = f"prompts: {where}: {'messages' if messages else 'prompt'}"
     if messages:
-        accepted, holds = "a list of messages with role and content", _all(prompt, _is_message)
+        require_value(field, prompt, "a list of messages with role and content", _all(prompt, _is_message))
     else:
-        accepted = "a string or a list of token ids"
         holds = (isinstance(prompt, str) and bool(prompt)) or _all(prompt, lambda token: type(token) is int)
-    if not holds:
-        name = "messages" if messages else "prompt"
-        raise InputError(f"prompts: {where}: {name}: got {shown(prompt)}, accepted {accepted}")
+        require_value(field, prompt, "a string or a list of token ids", holds)
 
 
 def _all(given: Any, holds: Any) -> bool:

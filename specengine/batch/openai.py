@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specengine.engine import Engine, GivenUpError, TextGeneration, Ticket
-from specengine.errors import InputError, missing_extra, shown
+from specengine.errors import InputError, missing_extra, require_value
 from specengine.records import GenerationResult, Stats
 
 CHAT = "/v1/chat/completions"
@@ -31,12 +31,9 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
     except ImportError as error:
         raise missing_extra("OpenAI's requests", "serve", error) from error
     url, body = entry.get("url", CHAT), entry["body"]
-    if url not in URLS:
-        raise InputError(f"url: got {shown(url)}, accepted {', '.join(URLS)}")
-    if entry.get("method", "POST") != "POST":
-        raise InputError(f"method: got {shown(entry['method'])}, accepted POST")
-    if not isinstance(body, dict):
-        raise InputError(f"body: got {shown(body)}, accepted an object")
+    require_value("url", url, ", ".join(URLS), url in URLS)
+    require_value("method", entry.get("method", "POST"), "POST", entry.get("method", "POST") == "POST")
+    require_value("body", body, "an object", isinstance(body, dict))
     dialect = DIALECTS[url]
     try:
         given = dialect.given.model_validate(body)
@@ -46,8 +43,8 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
     except RequestError as problem:
         raise InputError(f"body.{problem}") from problem
     for name in _NOT_OF_A_BATCH:
-        if getattr(request, name, None):
-            raise InputError(f"body.{name}: got {shown(getattr(request, name))}, accepted in a batch: false")
+        value = getattr(request, name, None)
+        require_value(f"body.{name}", value, "in a batch: false", not value)
     return url, given
 
 

@@ -21,7 +21,7 @@ from specengine.benchmark.answers import Answer
 from specengine.benchmark.ways import Way
 from specengine.checkpoints import embedded
 from specengine.checkpoints.pretrained import is_gguf
-from specengine.errors import BackendError, InputError
+from specengine.errors import BackendError, InputError, require
 
 PREFIX = "peer:"
 SCRIPT = "answer.py"  # in the folder of the environments: each runs it in its own Python
@@ -51,8 +51,7 @@ class Model:
 
 def check(name: str) -> None:
     """Raise InputError for an unknown peer."""
-    if name not in NAMES:
-        raise InputError(f"way: got {name!r}, accepted {', '.join(NAMES)}")
+    require("way", repr(name), ", ".join(NAMES), name in NAMES)
 
 
 def gguf_file(model: str | None, given: Path | None) -> Path | None:

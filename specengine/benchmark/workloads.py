@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
@@ -87,8 +87,7 @@ def _of_user(messages: Any) -> Any:
 
 def _files(place: Path) -> list[Path]:
     if not place.is_dir():
-        if place.suffix != ".jsonl":
-            raise InputError(f"prompts: got {place}, accepted a .jsonl file or a folder of such files")
+        require("prompts", str(place), "a .jsonl file or a folder of such files", place.suffix == ".jsonl")
         return [place]
     files = sorted(place.glob("*.jsonl"))
     if not files:

@@ -12,7 +12,7 @@ from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say
 from specengine.cli.verdict import Seen, known_costs, verdict
 from specengine.costs.measuring import load
-from specengine.errors import InputError, require_minimum
+from specengine.errors import require, require_minimum
 
 if TYPE_CHECKING:
     from specengine.benchmark.choice import Choice
@@ -94,8 +94,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     runs = {file: read(file) for file in arguments.file}
     for file, records in runs.items():
         sets = sorted({record["set"] for record in records if record["record"] == "row"})
-        if arguments.set is not None and arguments.set not in sets:
-            raise InputError(f"set: got {arguments.set!r}, accepted in {file.name} {', '.join(sets) or 'none yet'}")
+        accepted = f"in {file.name} {', '.join(sets) or 'none yet'}"
+        require("set", repr(arguments.set), accepted, arguments.set in (None, *sets))
         print(source(file.name, records), end="\n\n")
         _print(tables(records, arguments.set or ALL))
         if arguments.plot is not None:

@@ -16,7 +16,7 @@ from specengine.cli import given
 from specengine.cli.given import Turns, read_prompts
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.files import writing
 
 VERDICTS = ("exact", "near-tie", "mismatch")
@@ -129,8 +129,7 @@ def _row(policy: str, verdict: str, position: str, gap: str, length: str, tau: s
 def _conversations(arguments: argparse.Namespace) -> list[Turns]:
     if arguments.prompt and arguments.prompts:
         raise InputError("prompts: give prompts or a file of them, not both")
-    if arguments.limit is not None and arguments.limit < 1:
-        raise InputError(f"limit: got {arguments.limit}, accepted 1 or more")
+    require("limit", arguments.limit, "1 or more", arguments.limit is None or arguments.limit >= 1)
     found = read_prompts(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
     conversations = list(islice(found, arguments.limit))
     if not conversations:

@@ -12,7 +12,7 @@ from specengine import registry
 from specengine.checkpoints.checks import config_of, why_absent
 from specengine.checkpoints.eagle import Checkpoint, HeadOptions, Verifier, head_folder, load_head, save_head, writer
 from specengine.cli.terminal import say
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.models.eagle import EagleConfig, require_shape
 
 
@@ -45,10 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_new(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists():
-        raise InputError(f"folder: got {folder}, accepted a new or an empty folder")
+    empty = folder.is_dir() and not any(folder.iterdir())
+    require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
 
 
 def _source(arguments: argparse.Namespace) -> _Source:

@@ -17,7 +17,7 @@ from specengine.cli.parser import flag
 from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, UnsupportedModelError, require
 from specengine.files import MARK, cache_problem, lines_of
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
@@ -158,8 +158,7 @@ Turns = Sequence[str]
 
 def read_prompts(file: Path) -> Iterator[Turns]:
     """Yield the user's turns of each conversation in `file`; InputError for an unreadable line."""
-    if file.suffix not in (".txt", ".jsonl"):
-        raise InputError(f"prompts: got {file}, accepted a .txt or a .jsonl file")
+    require("prompts", str(file), "a .txt or a .jsonl file", file.suffix in (".txt", ".jsonl"))
     for number, line in enumerate(lines_of(file), start=1):
         if line.strip():
             yield [line] if file.suffix == ".txt" else entry_of(line, f"{file}, line {number}")["turns"]

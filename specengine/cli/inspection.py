@@ -112,7 +112,8 @@ def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str
             found[name] = {"about": str(error), "options": {}, "default policy": None}
             continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
-        found[name] = {"about": about, "options": dict(_options(cls)), "default policy": _default_policy(cls)}
+        policy = {"name": cls.about.policy, **cls.about.options} if issubclass(cls, Drafter) else None
+        found[name] = {"about": about, "options": dict(_options(cls)), "default policy": policy}
         if issubclass(cls, TreePolicy):
             found[name]["presets"] = cls.presets
     return found
@@ -123,12 +124,6 @@ def _options(cls: type) -> Iterator[tuple[str, Any]]:
         if item.init:
             made = item.default_factory
             yield item.name, item.default if made is dataclasses.MISSING else made()
-
-
-def _default_policy(cls: type) -> dict[str, Any] | None:
-    if not issubclass(cls, Drafter):
-        return None
-    return {"name": cls.about.policy, **cls.about.options}
 
 
 def model_facts(name: str, engine: Engine) -> dict[str, Any]:

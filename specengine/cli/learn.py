@@ -19,15 +19,14 @@ import torch
 
 from specengine.cli import given
 from specengine.cli.terminal import say
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 
 LOOK, QUIET = 0.5, 10.0  # seconds between two looks, and without a request before learning begins or goes on
 NEW = 16  # texts that make it worth to begin again
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.minutes < math.inf:
-        raise InputError(f"minutes: got {arguments.minutes:g}, accepted above 0")
+    require("minutes", f"{arguments.minutes:g}", "above 0", 0 < arguments.minutes < math.inf)
     _stand_back()
     from specengine.train.draft.use import Learner
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
-from specengine.errors import InputError, require_suffix
+from specengine.errors import require, require_suffix
 from specengine.files import atomic, writing
 from specengine.trace import Trace, read_trace
 from specengine.trace.page import page
@@ -73,11 +73,10 @@ class _Shown(NamedTuple):
 def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
     queries = [query for trace in traces for query in trace.queries]
     number, position = arguments.query or 1, arguments.cycle or 1
-    if arguments.query == 0 or not 1 <= number <= len(queries):
-        raise InputError(f"query: got {arguments.query}, accepted {_range(len(queries))}")
+    require("query", arguments.query, _range(len(queries)), arguments.query != 0 and 1 <= number <= len(queries))
     cycles = queries[number - 1].cycles
-    if arguments.cycle == 0 or not 1 <= position <= len(cycles):
-        raise InputError(f"cycle: got {arguments.cycle}, accepted {_range(len(cycles))} in query {number}")
+    accepted = f"{_range(len(cycles))} in query {number}"
+    require("cycle", arguments.cycle, accepted, arguments.cycle != 0 and 1 <= position <= len(cycles))
     return _Shown(cycles[position - 1], number, position, len(cycles))
 
 

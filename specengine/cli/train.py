@@ -11,17 +11,15 @@ from typing import Any
 from specengine.cli.given import read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.files import atomic
 from specengine.registry import build
 from specengine.request.prompts import token_ids
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.classifier.training import train_classifier
 from specengine.train.classifier.trees import collect, questions
-from specengine.train.draft.options import Loss, make_loss
-from specengine.train.draft.recipes import find_recipe
+from specengine.train.draft.options import Loss, TrainOptions, find_recipe, make_loss
 from specengine.train.draft.training import train_draft
-from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.requests import requests
@@ -40,8 +38,7 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def run_requests(arguments: argparse.Namespace) -> int:
-    if arguments.file.suffix != ".jsonl":
-        raise InputError(f"file: got {arguments.file}, accepted a .jsonl file")
+    require("file", str(arguments.file), "a .jsonl file", arguments.file.suffix == ".jsonl")
     corpus = Corpus.open(arguments.data)
     tokenizer = _load(arguments).tokenizer
     passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]

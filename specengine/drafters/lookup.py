@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped, another
-from specengine.errors import InputError
+from specengine.errors import require
 from specengine.models import common_prefix
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_copies
@@ -433,7 +433,5 @@ def contexts(before: list[int], tokens: list[int], parents: list[int], nodes: Se
 
 def require_lengths(draft: str, shortest: int, longest: int) -> None:
     """Raise InputError unless these can be the lengths of suffixes."""
-    if not 1 <= shortest <= longest:
-        raise InputError(
-            f"draft {draft}.shortest, longest: got {shortest}, {longest}, accepted 1 <= shortest <= longest"
-        )
+    got = f"{shortest}, {longest}"
+    require(f"draft {draft}.shortest, longest", got, "1 <= shortest <= longest", 1 <= shortest <= longest)

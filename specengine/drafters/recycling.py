@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
 from specengine.drafters.lookup import SuccessorTable, backend, learn
-from specengine.errors import InputError
+from specengine.errors import require
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -42,8 +42,8 @@ class Recycling(Drafter):
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.successors <= SUCCESSORS_LIMIT:
-            raise InputError(f"draft recycling.successors: got {self.successors}, accepted 1 to {SUCCESSORS_LIMIT}")
+        accepted = f"1 to {SUCCESSORS_LIMIT}"
+        require("draft recycling.successors", self.successors, accepted, 1 <= self.successors <= SUCCESSORS_LIMIT)
 
     def __copy__(self) -> Recycling:
         """Return a draft for another text, which learns the same successors."""

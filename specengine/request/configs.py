@@ -90,7 +90,7 @@ class Configured:
                 "cache_implementation", "quantized", "its numbers differ, and so do tokens; leave it out"
             )
         for name, value in self.values.items():
-            if name in (*known, *WITHOUT_EFFECT, *_BEFORE, *_BEGINNING, *SHAPES_DRAWS):
+            if name in (*known, *WITHOUT_EFFECT, *BEFORE, *BEGINNING, *SHAPES_DRAWS):
                 continue
             neutral = _NEUTRAL.get(name, False)
             if (value or name in _NEVER_EMPTY) and value != neutral:
@@ -99,31 +99,17 @@ class Configured:
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Take over the options, by name, that a processor below is made of: they go before the configs' values."""
-        for name in (*_BEFORE, *_BEGINNING, *_ABOVE_TOP_K, *_CUTOFFS):
+        for name in (*BEFORE, *BEGINNING, *ABOVE_TOP_K, *CUTOFFS):
             if options.get(name) is not None:
                 self.values[name] = options[name]
 
     def check(self, context: Mapping[str, Any], *, samples: bool) -> None:
         """Raise InputError for what transformers' processors refuse."""
-        for makers in (_BEFORE, _BEGINNING, *((_ABOVE_TOP_K, _CUTOFFS) if samples else ())):
-            self._made(makers, context)
+        for makers in (BEFORE, BEGINNING, *((ABOVE_TOP_K, CUTOFFS) if samples else ())):
+            self.processors(makers, context)
 
-    def before(self, context: Mapping[str, Any]) -> list[Processor]:
-        """Return the processors before suppressed tokens."""
-        return self._made(_BEFORE, context)
-
-    def beginning(self, context: Mapping[str, Any]) -> list[Processor]:
-        """Return the processors after suppressed tokens."""
-        return self._made(_BEGINNING, context)
-
-    def above_top_k(self) -> list[Processor]:
-        return self._made(_ABOVE_TOP_K, {})
-
-    def cutoffs(self, device: Any) -> list[Processor]:
-        """Return the last processors of sampling."""
-        return self._made(_CUTOFFS, {"device": device})
-
-    def _made(self, makers: Makers, context: Mapping[str, Any]) -> list[Processor]:
+    def processors(self, makers: Makers, context: Mapping[str, Any]) -> list[Processor]:
+        """Return the processors of the set fields; makers: one of the tables below. InputError as `check`."""
         processors = []
         for name, make in makers.items():
             if (value := self.values.get(name)) is None:
@@ -177,18 +163,6 @@ def _unsupported(name: str, value: Any, remedy: str) -> InputError:
 # ---- processors by field, in transformers' order; the context: eos, prompt_length, max_length, device, and all values
 
 
-def _min_length(value: int, eos: list[int], device: Any, **_: Any) -> Processor | None:
-    return MinLengthLogitsProcessor(value, eos, device=device) if eos and value > 0 else None
-
-
-def _forced_bos(value: int, **_: Any) -> Processor:
-    return ForcedBOSTokenLogitsProcessor(value)
-
-
-def _forced_eos(value: Any, max_length: int, device: Any, **_: Any) -> Processor:
-    return ForcedEOSTokenLogitsProcessor(max_length, value, device=device)
-
-
 def _decay(value: Any, eos: list[int], prompt_length: int, **_: Any) -> Processor | None:
     if not eos:
         raise ValueError("it needs eos_token_id, the end of an answer")
@@ -200,24 +174,20 @@ def _begin_suppress(value: Any, prompt_length: int, forces_first: bool, device: 
     return SuppressTokensAtBeginLogitsProcessor(value, begin, device=device) if value else None
 
 
-def _epsilon(value: float, **_: Any) -> Processor | None:
-    return EpsilonLogitsWarper(value) if 0 < value < 1 else None
-
-
-def _eta(value: float, device: Any, **_: Any) -> Processor | None:
-    return EtaLogitsWarper(value, device=device) if 0 < value < 1 else None
-
-
-def _top_h(value: float, **_: Any) -> Processor:
-    return logits_process.TopHLogitsWarper(value)  # there where GenerationConfig has the field
-
-
-_BEFORE: Makers = {
-    "min_length": _min_length,
-    "forced_bos_token_id": _forced_bos,
-    "forced_eos_token_id": _forced_eos,
+BEFORE: Makers = {  # suppressed tokens
+    "min_length": lambda value, eos, device, **_: (
+        MinLengthLogitsProcessor(value, eos, device=device) if eos and value > 0 else None
+    ),
+    "forced_bos_token_id": lambda value, **_: ForcedBOSTokenLogitsProcessor(value),
+    "forced_eos_token_id": lambda value, max_length, device, **_: ForcedEOSTokenLogitsProcessor(
+        max_length, value, device=device
+    ),
     "exponential_decay_length_penalty": _decay,
 }
-_BEGINNING: Makers = {"begin_suppress_tokens": _begin_suppress}
-_ABOVE_TOP_K: Makers = {"top_h": _top_h}
-_CUTOFFS: Makers = {"epsilon_cutoff": _epsilon, "eta_cutoff": _eta}
+BEGINNING: Makers = {"begin_suppress_tokens": _begin_suppress}
+# TopHLogitsWarper is there where GenerationConfig has the field.
+ABOVE_TOP_K: Makers = {"top_h": lambda value, **_: logits_process.TopHLogitsWarper(value)}
+CUTOFFS: Makers = {  # the last ones of sampling
+    "epsilon_cutoff": lambda value, **_: EpsilonLogitsWarper(value) if 0 < value < 1 else None,
+    "eta_cutoff": lambda value, device, **_: EtaLogitsWarper(value, device=device) if 0 < value < 1 else None,
+}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, require, require_value
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -47,8 +47,8 @@ def number(low: float, high: float, accepted: str, *, open_low: bool = False) ->
 
     def check(name: str, value: Any) -> None:
         real = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-        if not real or not math.isfinite(value) or not (low < value if open_low else low <= value) or value > high:
-            raise InputError(f"{name}: got {shown(value)}, accepted {accepted}")
+        fits = real and math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+        require_value(name, value, accepted, fits)
 
     return Reader(check, float, _limits(low, high, "gt" if open_low else "ge"))
 
@@ -64,17 +64,16 @@ def _limits(low: float, high: float, lowest: str) -> dict[str, float]:
 
 def require_whole(name: str, value: Any, low: int, high: float = math.inf) -> None:
     """Raise InputError unless `value` is a whole number from `low` to `high`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
-        raise InputError(f"{name}: got {shown(value)}, accepted a whole number, {bound}")
+    bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    require_value(name, value, f"a whole number, {bound}", fits)
 
 
 def _refuses(kinds: Any, accepted: str) -> Callable[[str, Any], None]:
     """Return a check of a value's type."""
 
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, kinds):
-            raise InputError(f"{name}: got {shown(value)}, accepted {accepted}")
+        require_value(name, value, accepted, isinstance(value, kinds))
 
     return check
 
@@ -91,32 +90,30 @@ def _check_ends(name: str, value: Any) -> None:
 def _check_stops(name: str, value: Any) -> None:
     _refuses((str, list, tuple), "a string or a list of strings")(name, value)
     for text in [value] if isinstance(value, str) else value:
-        if not isinstance(text, str) or not text:
-            raise InputError(f"{name}: got {shown(text)}, accepted non-empty strings")
+        require_value(name, text, "non-empty strings", isinstance(text, str) and bool(text))
 
 
 def _check_callables(name: str, value: Any) -> None:
     _refuses(Iterable, "a list of callables as in transformers")(name, value)
     for item in value:
-        if not callable(item):
-            raise InputError(f"{name}: got {shown(item)}, accepted callables as in transformers")
+        require_value(name, item, "callables as in transformers", callable(item))
 
 
 def _check_streamer(name: str, value: Any) -> None:
-    if not all(callable(getattr(value, method, None)) for method in ("put", "end")):
-        raise InputError(f"{name}: got {shown(value)}, accepted one of transformers' streamers")
+    streams = all(callable(getattr(value, method, None)) for method in ("put", "end"))
+    require_value(name, value, "one of transformers' streamers", streams)
 
 
 def _check_config(name: str, value: Any) -> None:
     from transformers import GenerationConfig
 
-    if not isinstance(value, GenerationConfig):
-        raise InputError(f"{name}: got {type(value).__name__}, accepted a transformers.GenerationConfig")
+    accepted = "a transformers.GenerationConfig"
+    require(name, type(value).__name__, accepted, isinstance(value, GenerationConfig))
 
 
 def _check_names(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise InputError(f"{name}: got {shown(value)}, accepted a dict of options by name")
+    by_name = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    require_value(name, value, "a dict of options by name", by_name)
 
 
 # ---- declarations

@@ -20,8 +20,9 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import InputError, did_you_mean, shown
+from specengine.errors import InputError, did_you_mean, require, shown
 from specengine.registry import plain
+from specengine.request import configs
 from specengine.request.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
 from specengine.request.declared import (
     CONSTRAINTS,
@@ -74,8 +75,8 @@ class GenerationOptions(DeclaredOptions):
             self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
-        if (self.min_new_tokens or 0) > self.max_new_tokens:
-            raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
+        accepted = f"up to {self.max_new_tokens}"
+        require("min_new_tokens", self.min_new_tokens, accepted, (self.min_new_tokens or 0) <= self.max_new_tokens)
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
             ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
@@ -155,15 +156,15 @@ class GenerationOptions(DeclaredOptions):
         if self.min_new_tokens and eos:
             yield MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos, device=device)
         context = self._context(prompt_length, device)
-        yield from self._configured.before(context)
+        yield from self._configured.processors(configs.BEFORE, context)
         if self.suppress_tokens:
             yield SuppressTokensLogitsProcessor(self.suppress_tokens, device=device)
-        yield from self._configured.beginning(context)
+        yield from self._configured.processors(configs.BEGINNING, context)
 
     def _truncations(self, device: Any) -> Iterator[Processor]:
         if self.temperature not in (None, 1.0):
             yield TemperatureLogitsWarper(float(self.temperature))
-        yield from self._configured.above_top_k()
+        yield from self._configured.processors(configs.ABOVE_TOP_K, {})
         if self.top_k:
             yield TopKLogitsWarper(self.top_k)
         if self.top_p is not None and self.top_p < 1:
@@ -172,7 +173,7 @@ class GenerationOptions(DeclaredOptions):
             yield MinPLogitsWarper(self.min_p)
         if self.typical_p is not None and self.typical_p < 1:
             yield TypicalLogitsWarper(self.typical_p)
-        yield from self._configured.cutoffs(device)
+        yield from self._configured.processors(configs.CUTOFFS, {"device": device})
 
     def _context(self, prompt_length: int, device: Any) -> dict[str, Any]:
         """Return the arguments of a config's processors."""
@@ -233,8 +234,8 @@ class GenerationOptions(DeclaredOptions):
                 raise InputError(f"{name}: got {given}, which transformers refuses ({error!s:.300})") from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
-        if not all(value <= MAX_NUMBER for value in values):  # nor is NaN
-            raise InputError(f"sequence_bias: got {shown(self.sequence_bias)}, accepted biases up to {MAX_NUMBER:g}")
+        fits = all(value <= MAX_NUMBER for value in values)  # which NaN is not
+        require("sequence_bias", self.sequence_bias, f"biases up to {MAX_NUMBER:g}", fits)
 
 
 IN_CONFIGS = declarations().keys() & vars(GenerationConfig()).keys()

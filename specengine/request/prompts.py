@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specengine.errors import ContextLengthError, InputError, shown
+from specengine.errors import ContextLengthError, InputError, require_value, shown
 from specengine.registry import is_array, is_number, plain
 from specengine.request.templates import filled, filled_ids, fills_itself
 
@@ -157,12 +157,10 @@ def _from_messages(  # noqa: C901
     for message in messages:
         if not {"role", "content"} <= message.keys():
             raise InputError(f"prompt: each message needs role and content, got {shown(list(message))}")
-        if not isinstance(message["role"], str):
-            raise InputError(f"prompt: a message's role: got {shown(message['role'])}, accepted a string")
-        if not live and not _ROLE.fullmatch(message["role"]):  # beside the template's marks it could make others
-            raise InputError(
-                f"prompt: a message's role: got {shown(message['role'])}, accepted letters, digits, _ and -"
-            )
+        role = message["role"]
+        require_value("prompt: a message's role", role, "a string", isinstance(role, str))
+        harmless = live or _ROLE.fullmatch(role) is not None  # another one could make marks of the template
+        require_value("prompt: a message's role", role, "letters, digits, _ and -", harmless)
         for text in _strings(message):
             _require_unicode("prompt", text)
     for text in _strings(list(tools or [])):

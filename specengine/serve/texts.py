@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 import specengine
 from specengine.engine import Engine
-from specengine.errors import InputError, SpecEngineError
+from specengine.errors import InputError, SpecEngineError, require
 from specengine.protocol import anthropic, ollama
 from specengine.protocol.dialects import counting
 from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
@@ -151,8 +151,7 @@ def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[s
 def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
     """Return the text of tokens, special ones included; InputError for tokens that the model has not."""
     known, most = engine.target.vocab_size, engine.target.max_context
-    if len(tokens) > most:
-        raise InputError(f"tokens: got {len(tokens)}, accepted up to {most}, the context")
+    require("tokens", len(tokens), f"up to {most}, the context", len(tokens) <= most)
     outside = next((token for token in tokens if not 0 <= token < known), None)
     if outside is not None:
         raise InputError(f"tokens: token id {outside} is out of range, accepted 0 to {known - 1}")

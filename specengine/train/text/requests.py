@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 
 MIN_PASSAGE, MAX_PASSAGE = 120, 1600  # characters
 FOLLOW_UPS = (
@@ -192,8 +192,7 @@ def requests(count: int, passages: Sequence[str], seed: int = 0) -> list[list[st
     passages: the model's own texts. Short ones are skipped, long ones are cut at the end of a sentence. Raise
     InputError if none is long enough.
     """
-    if count < 1:
-        raise InputError(f"count: got {count}, accepted 1 or more")
+    require("count", count, "1 or more", count >= 1)
     usable = [passage for text in passages if len(passage := _cut(text)) >= MIN_PASSAGE]
     if not usable:
         raise InputError(f"passages: none of {len(passages)} has {MIN_PASSAGE} characters")
@@ -222,7 +221,7 @@ def _about_text(draw: random.Random, passages: Sequence[str]) -> str:
 
 
 def _translate(draw: random.Random, passages: Sequence[str]) -> str:
-    sentences = _sentences(draw.choice(passages))
+    sentences = re.split(r"(?<=[.!?])\s+", draw.choice(passages).strip())
     first = draw.randrange(len(sentences))
     text = " ".join(sentences[first : first + 2])
     return f"Translate into {draw.choice(LANGUAGES)}: {text}"
@@ -243,10 +242,6 @@ def _sum(draw: random.Random, _: Sequence[str]) -> str:
 def _fact(draw: random.Random, _: Sequence[str]) -> str:
     subject, other = draw.sample(SUBJECTS, 2)
     return draw.choice(FACTS).format(subject=subject, other=other)
-
-
-def _sentences(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
 def _cut(text: str) -> str:

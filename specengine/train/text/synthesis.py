@@ -10,20 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specengine.errors import InputError
+from specengine.engine import Engine
+from specengine.errors import InputError, require
 from specengine.train.text.conversations import MIN_P, Format, Row, Writer, as_turns
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
-
-if TYPE_CHECKING:
-    from specengine.engine import Engine
 
 # Neutral values, whatever the model's own config has.
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
@@ -51,8 +49,7 @@ def write_corpus(
     InputError if `folder` was begun with other settings.
     """
     index, parts = part
-    if not 0 <= index < parts:
-        raise InputError(f"part: got {index} of {parts}, accepted 0 to {parts - 1}")
+    require("part", f"{index} of {parts}", f"0 to {parts - 1}", 0 <= index < parts)
     form = Format.of(tokenizer, stop_tokens(source, tokenizer))
     turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
     if prompts and not turn_ids:
