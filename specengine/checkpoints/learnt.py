@@ -157,7 +157,8 @@ class Learnt:
         if (name := record.get("head")) is None:
             return self.base
         found = eagle.load_head(self.folder / "heads" / str(name))
-        if digest(found.state) != record.get("digest") or not same_shape(found.config, self.base.config):
+        shape, expected = (replace(config, temperatures=()) for config in (found.config, self.base.config))
+        if digest(found.state) != record.get("digest") or shape != expected:
             raise CheckpointError(f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
                                   f"{self.folder} to begin again")  # fmt: skip
         return found
@@ -173,11 +174,6 @@ class Learnt:
                 for file in old.iterdir():
                     file.unlink(missing_ok=True)
                 old.rmdir()
-
-
-def same_shape(config: EagleConfig, other: EagleConfig) -> bool:
-    """Return whether two heads differ in no more than weights, which tokens they draft, and temperatures."""
-    return replace(config, temperatures=()) == replace(other, temperatures=())
 
 
 def digest(state: Mapping[str, Tensor]) -> str:

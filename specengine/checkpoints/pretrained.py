@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,11 +62,9 @@ from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, upright, with_buffers
+from specengine.options import LoadOptions
 from specengine.request.readers import FILLERS
 from specengine.request.templates import filled
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
@@ -487,7 +485,8 @@ def _fetched(name: str, offline: bool) -> Path:
 def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:
     if dtype != "auto":
         return dtype
-    return getattr(config, "dtype", None) or stored_dtype(folder)
+    first = next((stored.dtype for _, stored in tensors_of(_require_files(folder)[0])), torch.float32)
+    return getattr(config, "dtype", None) or first  # as transformers' `auto` does
 
 
 def _has_magic(path: Path) -> bool:
@@ -699,10 +698,8 @@ class GGUFSource(Source):
             found = torch.stack(parts, dim=2).flatten(1, 2)
         else:
             found = torch.cat(parts, dim=1)
-        return found.transpose(1, 2).contiguous() if self._is_turned(found) else found
-
-    def _is_turned(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 2 and family_of(self.config).alternating
+        turned = found.ndim > 2 and family_of(self.config).alternating
+        return found.transpose(1, 2).contiguous() if turned else found
 
     def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
@@ -776,11 +773,6 @@ def tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
             raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
         begin, end = entry["data_offsets"]
         yield name, _Stored(file, 8 + size + begin, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the first tensor, as transformers' `auto` does where the config has none."""
-    return next((stored.dtype for _, stored in tensors_of(_require_files(folder)[0])), torch.float32)
 
 
 def _require_files(folder: Path) -> list[Path]:

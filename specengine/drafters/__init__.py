@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
 from specengine.ops.select import Step as Step
 from specengine.ops.tree import Free, TokenTree
+from specengine.options import LoadOptions
 from specengine.records import Cycle
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
 
 Maker = Callable[[Any, Any], "Drafter"]  # of a target and its tokenizer, None where there is none
 

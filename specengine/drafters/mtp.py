@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specengine import registry
 from specengine.drafters import Maker
 from specengine.drafters.eagle import Eagle
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
+from specengine.options import LoadOptions
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeLM
 from specengine.ops import PassRows
-
-if TYPE_CHECKING:
-    from specengine.options import LoadOptions
+from specengine.options import LoadOptions
 
 
 class SmallModel(RowDraft):

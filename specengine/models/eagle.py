@@ -389,7 +389,8 @@ def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
 
 def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
-    return embedding(tokens, embedding_table(head, target)).to(head.dtype)
+    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
+    return embedding(tokens, table.weight).to(head.dtype)
 
 
 def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> Tensor:
@@ -397,12 +398,6 @@ def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> T
     if head.config.own_embeddings:
         return embedding(tokens, head.embed_tokens.weight)
     return target.embed(tokens).to(head.dtype)
-
-
-def embedding_table(head: EagleHead, target: PreTrainedModel) -> Tensor:
-    """Return the head's own embeddings, or the target's: [vocabulary, hidden size of the target]."""
-    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
-    return table.weight
 
 
 def with_appended_tokens(

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.configs import empty_model, family_of, rope_of
-from specengine.models.families import Experts
 
 _BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
@@ -70,7 +69,8 @@ def upright(config: PretrainedConfig, weight: Weight) -> Weight:
     if name.endswith("_bias"):
         numbers = weight.rows(0, weight.shape[0])
         return Weight.of(weight.name, torch.cat((numbers[:, 0::2], numbers[:, 1::2]), dim=1) if halves else numbers)
-    count, outputs = next(iter(stacks_of(config))).count, weight.shape[1]
+    layers = family_of(config).layers_of(config)
+    count, outputs = next(layer.experts for layer in layers if layer.experts is not None).count, weight.shape[1]
     inputs = weight.shape[0] // count
     last: dict[int, Tensor] = {}  # the expert that was read last
 
@@ -83,11 +83,6 @@ def upright(config: PretrainedConfig, weight: Weight) -> Weight:
         return last[number][first - number * outputs : last_row - number * outputs]
 
     return Weight(weight.name, weight.kind, (count * outputs, inputs), rows)
-
-
-def stacks_of(config: PretrainedConfig) -> Iterator[Experts]:
-    """Yield the experts of each layer that has some."""
-    yield from (layer.experts for layer in family_of(config).layers_of(config) if layer.experts is not None)
 
 
 class Source(ABC):

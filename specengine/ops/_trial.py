@@ -70,7 +70,8 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
     @torch.inference_mode()
     def one(job: tuple[tuple[str, ...], Implementations, tuple[Any, ...]]) -> None:
         names, run, given = job
-        with contextlib.suppress(Exception), _current(device), meaning({name: run[name] for name in names}):
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with contextlib.suppress(Exception), current, meaning({name: run[name] for name in names}):
             _called(names, given)
 
     if device.type == "cuda":
@@ -81,10 +82,6 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
         list(threads.map(one, jobs[1:]))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _called(names: tuple[str, ...], given: tuple[Any, ...]) -> Any:

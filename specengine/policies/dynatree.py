@@ -91,7 +91,11 @@ class DynaTree(TreePolicy):
         require("dynatree", "base_depth, max_depth", (self.base_depth, self.max_depth), "1 <= base < max", depths)
         branches = (self.branch_min, self.branch_mid, self.branch_max)
         require(
-            "dynatree", "branch_min, _mid, _max", branches, "1 or more, ascending", branches[0] >= 1 and _up(branches)
+            "dynatree",
+            "branch_min, _mid, _max",
+            branches,
+            "1 or more, ascending",
+            branches[0] >= 1 and list(branches) == sorted(branches),
         )
         require("dynatree", "low, high", (self.low, self.high), "0 < low < high < 1", 0 < self.low < self.high < 1)
         # Both 0 gives the ablation without dynamic depth.
@@ -181,10 +185,6 @@ class DynaTree(TreePolicy):
     @property
     def _settings(self) -> list[float]:
         return [float(round(self._base_depth)), math.log(self._high), _log(self._deep)]
-
-
-def _up(values: tuple[int, ...]) -> bool:
-    return list(values) == sorted(values)
 
 
 def _log(probability: float) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from specengine.engine import Engine
 from specengine.errors import ContextLengthError, InputError
 from specengine.protocol.infill import fim_ends, fim_prompt
 from specengine.protocol.messages import is_empty
@@ -26,9 +27,6 @@ from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import decoder
-
-if TYPE_CHECKING:
-    from specengine.engine import Engine
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 
@@ -89,7 +87,10 @@ class CheckedRequest:
     def names(self) -> dict[str, str]:
         """Return the client's names of options and fields that the engine names differently."""
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
-        return {"prompt": prompt, **constraint_names(self.request), **self.renamed}
+        field = "tools" if isinstance(self.request, ChatRequest) else "response_format"
+        field = next(iter(self.request.constraints), field)
+        constraints = dict.fromkeys(("json_schema", "json_object", "grammar"), field)
+        return {"prompt": prompt, **constraints, **self.renamed}
 
     @cached_property
     def conversation(self) -> Any:
@@ -295,12 +296,6 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
             400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name
         )
     return own if calls is None else {"grammar": calls}
-
-
-def constraint_names(request: Sampling) -> dict[str, str]:
-    """Return the client's name of each option that constrains."""
-    field = next(iter(request.constraints), "tools" if isinstance(request, ChatRequest) else "response_format")
-    return dict.fromkeys(("json_schema", "json_object", "grammar"), field)
 
 
 def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any] | None = None) -> str | None:

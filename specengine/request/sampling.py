@@ -323,9 +323,8 @@ class Stopper:
 
     def _showing(self, decode: Any) -> _Tail | None:
         """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
-        if not (tokens := getattr(decode, "specials_in", _no_specials)(self.stop_strings)):
-            return None
-        return _Tail(decode.showing(tokens), self.stop_strings, tokens)
+        tokens = decode.specials_in(self.stop_strings) if hasattr(decode, "specials_in") else ()
+        return _Tail(decode.showing(tokens), self.stop_strings, tokens) if tokens else None
 
 
 class _Tail:
@@ -354,10 +353,6 @@ class _Tail:
             return None
         end = first_stop_end(text, self._strings, self.passed - self._count + len(self._text))
         return None if end is None else len(text) - end
-
-
-def _no_specials(strings: Sequence[str]) -> Collection[int]:
-    return ()
 
 
 def first_stop_end(text: str, stop_strings: Sequence[str], passed: int = 0) -> int | None:

@@ -97,17 +97,14 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(_routes(app))}"
+            paths = app.openapi()["paths"].items()
+            routes = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+            message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> Response:
         return told(of_error(error), request)
-
-
-def _routes(app: FastAPI) -> list[str]:
-    """Return method and path of each endpoint in /openapi.json."""
-    return [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
 
 
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:

@@ -131,15 +131,13 @@ class _Limited(_Protocol):
 
     def _wait(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self._too_late)
+            message = f"the request was not whole within {self.seconds:g} s"
+            self._timer = self.loop.call_later(self.seconds, self._refuse, 408, message)
 
     def _ended(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _too_late(self) -> None:
-        self._refuse(408, f"the request was not whole within {self.seconds:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
         """Say so where no answer has begun, and close."""

@@ -194,7 +194,6 @@ def _effort(figure: Any, runs: Sequence[Run]) -> None:
     for number, (label, queries) in enumerate(runs):
         colour, marker = _look(number)
         taus, deltas = [query.tau for query in queries], [query.delta for query in queries]
-        label = textwrap.fill(label, LABEL_WIDTH)
         axes.scatter(
             taus, deltas, color=colour, marker=marker, s=42, alpha=0.8, label=textwrap.fill(label, LABEL_WIDTH)
         )

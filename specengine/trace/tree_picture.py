@@ -95,15 +95,12 @@ def _fill(figure: Any, cycle: TracedCycle, layout: _Layout) -> None:
             _edge(axes, layout.places[node], layout.places[child], LOOKS[states[child]])
     for node, (column, row) in layout.places.items():
         text = cycle.committed_texts[-1] if node < 0 else cycle.texts[node]
-        axes.text(column - BOX, row, _shown(text), va="center", zorder=4, bbox=_box(states[node]))
+        box = {"boxstyle": "round,pad=0.3", **LOOKS[states[node]]}
+        axes.text(column - BOX, row, _shown(text), va="center", zorder=4, bbox=box)
         if node > 0:
             axes.text(column - BEND + 0.03, row - 0.1, f"{cycle.probabilities[node]:.2f}", fontsize=7, color="#555555")
     handles = [Patch(label=LABELS[state], **LOOKS[state]) for state in LABELS if state in states.values()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), fontsize=9, frameon=False)
-
-
-def _box(state: str) -> dict[str, Any]:
-    return {"boxstyle": "round,pad=0.3", **LOOKS[state]}
 
 
 def _edge(axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]) -> None:

@@ -140,7 +140,12 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in own.without.items()}
     fields |= {field: metadata.value(key) for key, field in own.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, own)}
-    fields |= {"tie_word_embeddings": _OUTPUT not in file.tensors, **_special_ids(file, sizes["vocabulary"])}
+    fields |= {
+        "tie_word_embeddings": _OUTPUT not in file.tensors,
+        "eos_token_id": end_ids(file, sizes["vocabulary"]),
+        "bos_token_id": special_id(file, "bos_token_id", sizes["vocabulary"]),
+        "pad_token_id": special_id(file, "padding_token_id", sizes["vocabulary"]),
+    }
     made = CONFIG_MAPPING[model_type]
     try:
         fields |= own.finish(fields, metadata.value)
@@ -245,14 +250,6 @@ def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...]
     if size % 2:
         raise CheckpointError(f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even")
     return size
-
-
-def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:
-    return {
-        "eos_token_id": end_ids(file, vocabulary),
-        "bos_token_id": special_id(file, "bos_token_id", vocabulary),
-        "pad_token_id": special_id(file, "padding_token_id", vocabulary),
-    }
 
 
 def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, own: families.GGUF) -> dict[str, Any]:

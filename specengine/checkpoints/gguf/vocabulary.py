@@ -52,7 +52,7 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
     tokens = _tokens(file)
     ids = {name: special_id(file, key, len(tokens.texts)) for name, key in _SPECIAL_TOKENS.items()}
     special = {name: None if number is None else tokens.texts[number] for name, number in ids.items()}
-    splits = _splits(file) if _is_byte_level(file) else None
+    splits = _splits(file) if file.metadata["tokenizer.ggml.model"] == "gpt2" else None
     options = _options(file, ids, splits)
     _note_unread(file)
     try:
@@ -174,10 +174,6 @@ def _note_unread(file: GGUFFile) -> None:
 
 def _note(file: GGUFFile, text: str) -> None:
     print(f"tokenizer of {file.path.name}: the file {text}", file=sys.stderr)
-
-
-def _is_byte_level(file: GGUFFile) -> bool:
-    return bool(file.metadata["tokenizer.ggml.model"] == "gpt2")
 
 
 def _is_merged(file: GGUFFile) -> bool:

@@ -792,11 +792,6 @@ class Fields:
     activation: str = "hidden_act"
 
 
-def has_experts(value: Callable[[str], Any]) -> bool:
-    """Return whether a GGUF file's network has experts, from the function of a metadata key's value."""
-    return bool(value("expert_count"))
-
-
 @dataclass(frozen=True)
 class GGUF:
     """The form in which GGUF files store a family.

@@ -27,11 +27,10 @@ from specengine.train.draft.curve import plot
 from specengine.train.draft.epochs import Batch, Epochs
 from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
-from specengine.train.draft.options import Loss, make_loss
+from specengine.train.draft.options import Loss, TrainOptions, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
 from specengine.train.draft.temperatures import fit_temperatures
 from specengine.train.draft.validation import Validation, autocasting, validate
-from specengine.train.options import TrainOptions
 from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
@@ -101,7 +100,8 @@ class _Run:
         check_fit(loss, self.head)
         self.target = HuggingFaceTarget(model, pack=False)  # fail now rather than after the training
         require_fit(self.head.config, self.target.lm)
-        self.coverage = self._coverage(counts)
+        ids = self.head.target_ids()
+        self.coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.teacher = Teacher(model, self.head.config.feature_ids(layers))
         if saved is None and options.start == "target" and self.head.config.version == 1:
@@ -267,10 +267,6 @@ class _Run:
             f"step {self.step}: agreement 1 to {len(validation.hits)} tokens ahead {ahead}, "
             f"acceptance length {validation.acceptance_length:.2f}"
         )
-
-    def _coverage(self, counts: Tensor) -> float:
-        ids = self.head.target_ids()
-        return 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
 
 
 def _average(head: EagleHead, decay: float) -> AveragedModel | None:

@@ -42,7 +42,8 @@ def validate(
 ) -> Validation:
     """Validate on up to 12 texts, and on answers to the first questions of 4 of them."""
     hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
-    prompts = [prompt for text in texts[:VALIDATED] if (prompt := _question(text))]
+    questions = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in texts[:VALIDATED]]
+    prompts = list(filter(None, questions))
     return Validation(hits, overlap, acceptance_length(target, head, prompts[:ANSWERS]))
 
 
@@ -75,11 +76,6 @@ def acceptance_length(target: HuggingFaceTarget, head: EagleHead, prompts: Seque
         stats = engine.generate(prompt, max_new_tokens=ANSWER_TOKENS, temperature=0.0).stats
         tokens, cycles = tokens + stats.num_generated_tokens, cycles + stats.num_spec_steps
     return tokens / cycles if cycles else 0.0
-
-
-def _question(text: Text) -> list[int]:
-    """Return the tokens before the first answer of a text."""
-    return text.tokens[: int(text.answers.int().argmax())].tolist()
 
 
 @contextmanager

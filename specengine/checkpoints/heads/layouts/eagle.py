@@ -29,7 +29,8 @@ class Eagle(Layout):
         common = self.read_layer(self.fields) | self._biases()
         if self.version == 1:
             return common | {"fc_bias": self.fields.flag("bias", default=True)}
-        return common | self.read_fusion(*self._hidden_state_ids()) | {"norm_logits": self._norm_logits()}
+        norm_logits = self.read_norm_output() if "norm_output" in self.fields else True
+        return common | self.read_fusion(*self._hidden_state_ids()) | {"norm_logits": norm_logits}
 
     def _biases(self) -> dict[str, bool]:
         biased = [name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.names]
@@ -52,9 +53,6 @@ class Eagle(Layout):
                 "which count layers differently; pass layer_ids"
             )
         return inputs or counted, outputs or inputs
-
-    def _norm_logits(self) -> bool:
-        return self.read_norm_output() if "norm_output" in self.fields else True
 
     def read_norm_output(self) -> bool:
         """Read whether logits are read behind the final norm, from a field that this layout does not have."""
