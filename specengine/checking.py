@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.engine import Engine, TextGeneration
 from specengine.errors import InputError
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import HuggingFaceTarget
@@ -21,6 +20,9 @@ from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
 from specengine.request.sampling import History, Sampler, refuse_no_choice
 from specengine.request.text import decoder
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine, TextGeneration
 
 # The largest logit gap that counts as rounding. Most logits of language models are below 32. Between 16 and 32,
 # neighbouring values are 2**-3 apart in bfloat16 (8 significant bits), 2**-6 in float16 (11) and 2**-19 in float32

@@ -9,9 +9,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.engine import Engine
 from specengine.errors import ContextLengthError, InputError
 from specengine.protocol.infill import fim_ends, fim_prompt
 from specengine.protocol.messages import is_empty
@@ -27,6 +26,9 @@ from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import decoder
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 

@@ -8,17 +8,19 @@ import platform
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 import specengine
-from specengine.engine import Engine, TextGeneration
 from specengine.files import writing
 from specengine.records import Cycle, StreamPiece
 from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine, TextGeneration
 
 DIGITS = 6  # significant digits of a probability
 FACTS = ("split", "captured")  # of Seconds, which are no times

@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specengine.engine import Engine
 from specengine.errors import InputError, require
 from specengine.train.text.conversations import MIN_P, Format, Row, Writer, as_turns
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 # Neutral values, whatever the model's own config has.
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
