@@ -140,7 +140,8 @@ def load_head(
         raise CheckpointError(f"{folder}: {faults[0]}")
     state = layout.converted(_renamed(folder, tensors, prefixes))
     notes = [*layout.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
-    if _reads_by_the_target(config, state):
+    fits = (config.draft_vocab_size, config.hidden_size) == (config.vocab_size, config.target_hidden_size)
+    if config.version == 3 and fits and "lm_head.weight" not in state:
         config = replace(config, own_head=False)
         notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
@@ -172,7 +173,8 @@ def _require_frequencies(config: EagleConfig) -> None:
 
 def writer(layout: str) -> type[Layout]:
     """Return the layout that is written under this name; CheckpointError lists the names."""
-    known = layouts.writers()
+    every = map(layouts.named, layouts.names())
+    known = {layout.family: layout for layout in every if "written" in vars(layout)}
     if layout not in known:
         raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(known)}")
     return known[layout]
@@ -192,7 +194,9 @@ def save_head(
     layouts need. CheckpointError where that is missing or the layout has no word for a variant.
     """
     chosen, folder = writer(layout), Path(path)
-    raw = chosen.written(config, _dtype_name(state), verifier or Verifier())
+    fusion = state.get("fc.weight")  # which every whole head has
+    dtype = "float32" if fusion is None else str(fusion.dtype).removeprefix("torch.")
+    raw = chosen.written(config, dtype, verifier or Verifier())
     _check(folder, config, dict(state), {})
     back = {new: old for old, new in chosen.prefixes(config.version).items()}
     tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -281,12 +285,6 @@ def _leave_out(config: EagleConfig, state: State) -> list[str]:
     return notes
 
 
-def _reads_by_the_target(config: EagleConfig, state: State) -> bool:
-    """Return whether an EAGLE-3 head of the target's width and whole vocabulary has no vocabulary head of its own."""
-    fits = (config.draft_vocab_size, config.hidden_size) == (config.vocab_size, config.target_hidden_size)
-    return config.version == 3 and fits and "lm_head.weight" not in state
-
-
 def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> list[str]:
     """Check `d2t` and `t2d`; keep in the state those offsets that EagleHead has. Returns notes.
 
@@ -355,17 +353,8 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         wrong[f"beyond {MAX_WEIGHT:g}"] = [n for n, most in largest.items() if MAX_WEIGHT < most < math.inf]
     problems = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
     if problems:
-        raise CheckpointError(f"{folder}: its tensors are not those of {_described(config)}; {'; '.join(problems)}")
-
-
-def _dtype_name(state: Mapping[str, Tensor]) -> str:
-    """Return the dtype of the fusion layer, which every whole head has."""
-    weight = state.get("fc.weight")
-    return "float32" if weight is None else str(weight.dtype).removeprefix("torch.")
-
-
-def _described(config: EagleConfig) -> str:
-    return f"an EAGLE-{config.version} head of width {config.hidden_size}"
+        head = f"an EAGLE-{config.version} head of width {config.hidden_size}"
+        raise CheckpointError(f"{folder}: its tensors are not those of {head}; {'; '.join(problems)}")
 
 
 def _shape(tensor: Tensor) -> str:

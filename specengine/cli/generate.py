@@ -12,7 +12,7 @@ from specengine.cli.terminal import DRAFTED, OWN, RESET, as_json, say, why_no_co
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.files import read_text
-from specengine.records import GenerationResult, StreamPiece
+from specengine.records import StreamPiece
 from specengine.request.options import GenerationOptions
 from specengine.request.text import TextStream, decoder
 
@@ -42,7 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
                     say(f"(stopped)\n{generation.stats.report()}")
                 raise
     if arguments.json:
-        print(as_json(_as_json(generation.run())))
+        result = generation.run()
+        facts = {
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "seed": result.seed,
+            "stats": result.stats.to_dict(),
+        }
+        print(as_json(facts))
     else:
         say(generation.stats.report())
     return 0
@@ -53,16 +61,6 @@ def _read(field: str, file: Path | None) -> str | None:
         return None if file is None else read_text(file)
     except (OSError, ValueError) as error:
         raise InputError(f"{field}: {file} cannot be read ({error})") from error
-
-
-def _as_json(result: GenerationResult) -> dict[str, object]:
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "stats": result.stats.to_dict(),
-    }
 
 
 def _view(arguments: argparse.Namespace, engine: Engine) -> PlainText | DraftColours:

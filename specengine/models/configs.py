@@ -138,11 +138,6 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     return 1.0 / given["rope_theta"] ** powers, 1.0
 
 
-def _turns_part(rope: dict[str, Any]) -> bool:
-    """Return whether its partial_rotary_factor leaves channels out; proportional positions turn them by nothing."""
-    return rope.get("rope_type") != "proportional"
-
-
 def window_of(config: Any) -> int | None:
     """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -179,7 +174,11 @@ def refuse_config(config: PretrainedConfig) -> None:
         - {*LAYER_TYPES, *family.kinds},
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial
-        and any(given.get("partial_rotary_factor", 1.0) != 1.0 for given in ropes if _turns_part(given)),
+        and any(
+            given.get("partial_rotary_factor", 1.0) != 1.0
+            for given in ropes
+            if given.get("rope_type") != "proportional"  # which turns channels that are left out by nothing
+        ),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
         refused: refused,

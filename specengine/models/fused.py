@@ -43,7 +43,9 @@ def why_not(model: Any) -> str | None:
         return ""
     if model.dtype not in SHARES:
         return f"its dtype is {model.dtype}"
-    known = _classes(kind)
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
+    known = {name: getattr(module, FAMILIES[kind] + name) for name in names}
     if type(model) is not known["ForCausalLM"]:
         return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
     decoder = model.model
@@ -61,12 +63,6 @@ def why_not(model: Any) -> str | None:
 
 
 @cache
-def _classes(kind: str) -> dict[str, Any]:
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    return {name: getattr(module, FAMILIES[kind] + name) for name in names}
-
-
 def _fault(part: nn.Module, *known: type) -> str:
     """Return what is unknown of a module that would not be called; empty where there is nothing."""
     if type(part) not in known:

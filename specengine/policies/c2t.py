@@ -71,11 +71,6 @@ class C2t(TreePolicy):
         return float(self._learned.facts["beta"]) if self.beta is None else self.beta
 
     @property
-    def entropy_over(self) -> int:
-        """Return the number of likeliest tokens that entropies are summed over."""
-        return int(self.top or self._learned.facts["top"])
-
-    @property
     def capacity(self) -> int:
         widest, total = 1, 1
         for _ in range(self.max_depth):
@@ -96,7 +91,8 @@ class C2t(TreePolicy):
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
         passes, parts = ops.number(tree.passes), self._learned.parts(tree.device)
         depth = ops.held(passes + (self._learned.facts["depth_base"] - 1))
-        confidence = ops.classify_paths(paths, step.entropy(self.entropy_over), depth, parts)
+        entropy = step.entropy(int(self.top or self._learned.facts["top"]))
+        confidence = ops.classify_paths(paths, entropy, depth, parts)
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
             confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
         children = tokens.shape[1]

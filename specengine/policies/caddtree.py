@@ -66,7 +66,9 @@ class CaDDTree(DDTree, Priced):
             layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.budget - 1)))
             beam = tree.best(layer, self.width)
             brings = _mass(tree, beam).square() / _mass(tree, frontier)  # as much of this beam as it has of the last
-        return beam.where(self.unfinished(tree, layer)).where(self._may_pay(tree, brings, beam, spent))
+        _, ratio, more = self._best(tree, spent)
+        cost = self._prices[tree.device].draft.index_select(0, beam.live) + more
+        return beam.where(self.unfinished(tree, layer)).where(brings > ratio * cost)
 
     def keep(self, tree: TokenTree) -> Nodes:
         best, _, _ = self._best(tree, self._spent[tree.device])
@@ -86,11 +88,6 @@ class CaDDTree(DDTree, Priced):
         best = place.masked_fill(ratios < top, self.budget).amin(0, keepdim=True) + 1
         more = verify.diff().index_select(0, best.clamp(max=self.budget - 1))
         return best, top, more
-
-    def _may_pay(self, tree: TokenTree, brings: Tensor, beam: Nodes, spent: Tensor) -> Tensor:
-        """Return whether a pass from the beam raises tokens over cost, if it brings so many: float64 [1]."""
-        _, ratio, more = self._best(tree, spent)
-        return brings > ratio * (self._prices[tree.device].draft.index_select(0, beam.live) + more)
 
 
 def _mass(tree: TokenTree, nodes: Nodes) -> Tensor:

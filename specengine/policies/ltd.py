@@ -88,7 +88,9 @@ class Ltd(Beam):
         self._shape, self._tokens = shape, 0
         self._sizes = PerDevice(lambda device: torch.tensor(sizes, dtype=torch.int32, device=device))
         self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device, dtype=torch.int64))
-        self._decisions = PerDevice(lambda device: _on(decisions, device))
+        self._decisions = PerDevice(
+            lambda device: decisions.on(device) if isinstance(decisions, Networks) else decisions
+        )
         self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
@@ -126,11 +128,6 @@ class Ltd(Beam):
 
     def _observed(self, which: str, tree: TokenTree, expansions: Tensor) -> Tensor:
         return observed(which, tree, self._context[tree.device], expansions, self._shape)
-
-
-def _on(decisions: Decisions, device: torch.device) -> Decisions:
-    """Return networks on a device, and other decisions as they are."""
-    return decisions.on(device) if isinstance(decisions, Networks) else decisions
 
 
 def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: Shape) -> Tensor:

@@ -131,11 +131,6 @@ class Front:
         """Return how many answers end before this request has its turn, as far as can be known here."""
         return max(list(self._under_way).index(line) + 1 - self._at_once, 0)
 
-    @property
-    def _retry_seconds(self) -> int:
-        """Return the seconds until there is likely room: the recent mean time of an answer, waiting included."""
-        return min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
-
     async def _require_ready(self) -> None:
         if self.state != "ready":
             message = "the model is being loaded" if self.state == "loading" else "the model could not be loaded"
@@ -144,7 +139,9 @@ class Front:
     async def _told(self, request: Request, error: Any) -> Response:
         problem = error if isinstance(error, RequestError) else _problem(error)
         if problem.status == 429:
-            problem.headers["Retry-After"] = str(self._retry_seconds)
+            # until there is likely room: the recent mean time of an answer, waiting included
+            seconds = min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
+            problem.headers["Retry-After"] = str(seconds)
         if request.url.path not in HEALTH:
             self._own.failed.labels(problem.status).inc()
         return problem.response(request.url.path)

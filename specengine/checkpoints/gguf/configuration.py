@@ -368,7 +368,8 @@ def require_complete(
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
     stored = {
-        name: _flat(name, tensor.shape)
+        # llama.cpp keeps vectors of Mamba-2 by group or by head
+        name: (math.prod(tensor.shape),) if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) else tensor.shape
         for name, tensor in file.tensors.items()
         if _block(name) not in drafts and not name.startswith(unread)
     }
@@ -439,11 +440,6 @@ def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:
     for part in families.known()[config.model_type].parts(config):
         found[part.name.gguf] = found.get(part.name.gguf, 0) + part.size
     return found
-
-
-def _flat(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a file's tensor, where llama.cpp keeps vectors of Mamba-2 by group or by head."""
-    return (math.prod(shape),) if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) else shape
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -331,11 +331,6 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
     return matching[0]
 
 
-def writers() -> dict[str, type[Layout]]:
-    """Return the layouts that can be written, by family."""
-    return {layout.family: layout for layout in map(named, names()) if "written" in vars(layout)}
-
-
 # ---- reading fields
 
 
