@@ -74,6 +74,11 @@ class Part(NamedTuple):
     size: int
 
 
+def present(*modules: tuple[str, Name | None, int]) -> Iterator[Part]:
+    """Yield the parts that a model has: native name, name and size of each; one without a name is not there."""
+    yield from (Part(native, name, size) for native, name, size in modules if name is not None)
+
+
 class Place(NamedTuple):
     """How the attention of one layer sees positions.
 
@@ -213,22 +218,17 @@ class Attention:
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        yield Part("self_attn.q_proj", self.q, queries)
-        if self.gated:
-            yield Part("self_attn.gate_proj", self.q, queries)
-        if self.head_gates is not None:
-            yield Part("self_attn.gate_proj", self.head_gates, shape.heads)
-        if self.k is not None:
-            yield Part("self_attn.k_proj", self.k, keys)
-        if self.v is not None:
-            yield Part("self_attn.v_proj", self.v, keys)
-        yield Part("self_attn.o_proj", self.o, shape.hidden)
-        if self.q_norm is not None:
-            yield Part("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim)
-        if self.k_norm is not None:
-            yield Part("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim)
-        if self.sinks is not None:
-            yield Part("self_attn.sinks", self.sinks, shape.heads)
+        return present(
+            ("self_attn.q_proj", self.q, queries),
+            ("self_attn.gate_proj", self.q if self.gated else None, queries),
+            ("self_attn.gate_proj", self.head_gates, shape.heads),
+            ("self_attn.k_proj", self.k, keys),
+            ("self_attn.v_proj", self.v, keys),
+            ("self_attn.o_proj", self.o, shape.hidden),
+            ("self_attn.q_norm", self.q_norm, queries if self.whole_norms else shape.head_dim),
+            ("self_attn.k_norm", self.k_norm, keys if self.whole_norms else shape.head_dim),
+            ("self_attn.sinks", self.sinks, shape.heads),
+        )
 
 
 @dataclass(frozen=True)
@@ -281,13 +281,15 @@ class Latent(Attention):
         if self.query_rank is None:
             yield Part("self_attn.q_proj", self.q, queries)
         else:
-            yield Part("self_attn.q_a_proj", Name("self_attn.q_a_proj", "attn_q_a"), self.query_rank)
-            yield Part("self_attn.q_a_norm", Name("self_attn.q_a_layernorm", "attn_q_a_norm"), self.query_rank)
-            yield Part("self_attn.q_proj", Name("self_attn.q_b_proj", "attn_q_b"), queries)
-        yield Part(
-            "self_attn.kv_a_proj", Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"), self.rank + self.turned
+            yield from present(
+                ("self_attn.q_a_proj", Name("self_attn.q_a_proj", "attn_q_a"), self.query_rank),
+                ("self_attn.q_a_norm", Name("self_attn.q_a_layernorm", "attn_q_a_norm"), self.query_rank),
+                ("self_attn.q_proj", Name("self_attn.q_b_proj", "attn_q_b"), queries),
+            )
+        yield from present(
+            ("self_attn.kv_a_proj", Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"), self.rank + self.turned),
+            ("self_attn.kv_a_norm", Name("self_attn.kv_a_layernorm", "attn_kv_a_norm"), self.rank),
         )
-        yield Part("self_attn.kv_a_norm", Name("self_attn.kv_a_layernorm", "attn_kv_a_norm"), self.rank)
         for head in range(shape.heads):
             yield Part(f"self_attn.k_b.{head}", Name(LATENT, "attn_k_b"), self.plain)
             yield Part(f"self_attn.v_b.{head}", Name(LATENT, "attn_v_b"), self.value)
@@ -363,10 +365,13 @@ class ShortConvolution(Mixer):
     taps: int
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        for native in ("b_proj", "c_proj", "x_proj"):
-            yield Part(f"short_conv.{native}", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden)
-        yield Part("short_conv.conv", Name("conv.conv", "shortconv.conv"), shape.hidden)
-        yield Part("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden)
+        return present(
+            ("short_conv.b_proj", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden),
+            ("short_conv.c_proj", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden),
+            ("short_conv.x_proj", Name("conv.in_proj", "shortconv.in_proj"), shape.hidden),
+            ("short_conv.conv", Name("conv.conv", "shortconv.conv"), shape.hidden),
+            ("short_conv.out_proj", Name("conv.out_proj", "shortconv.out_proj"), shape.hidden),
+        )
 
     def recurrence(self, shape: Shape) -> list[int]:
         return [shape.hidden, self.taps, 0, 0, 0, 0, 0]
@@ -401,16 +406,18 @@ class GatedDelta(Mixer):
     def parts(self, shape: Shape) -> Iterator[Part]:
         values = self.heads * self.value_size
         channels = self.recurrence(shape)[0]
-        yield Part("linear_attn", Name("linear_attn", "ssm"), self.heads)
         wide, narrow = ("qkvz", "ba") if self.fused else ("", "")
-        yield Part("linear_attn.in_proj_qkv", Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"), channels)
-        yield Part("linear_attn.in_proj_z", Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"), values)
         beta, alpha = ("ssm_ba", "ssm_ba") if self.fused else ("ssm_beta", "ssm_alpha")
-        yield Part("linear_attn.in_proj_b", Name(f"linear_attn.in_proj_{narrow or 'b'}", beta), self.heads)
-        yield Part("linear_attn.in_proj_a", Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha), self.heads)
-        yield Part("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels)
-        yield Part(GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size)
-        yield Part("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden)
+        return present(
+            ("linear_attn", Name("linear_attn", "ssm"), self.heads),
+            ("linear_attn.in_proj_qkv", Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"), channels),
+            ("linear_attn.in_proj_z", Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"), values),
+            ("linear_attn.in_proj_b", Name(f"linear_attn.in_proj_{narrow or 'b'}", beta), self.heads),
+            ("linear_attn.in_proj_a", Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha), self.heads),
+            ("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels),
+            (GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size),
+            ("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden),
+        )
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
         if not self.fused:
@@ -488,14 +495,15 @@ class Mamba2(Mixer):
     def parts(self, shape: Shape) -> Iterator[Part]:
         values, channels = self.heads * self.head_size, self.recurrence(shape)[0]
         inside = Name(f"{self.module}.in_proj", "ssm_in")
-        yield Part("mamba", Name(self.module, "ssm"), self.heads)
-        yield Part("mamba.in_proj_z", inside, values)
-        yield Part("mamba.in_proj_xbc", inside, channels)
-        yield Part("mamba.in_proj_dt", inside, self.heads)
-        yield Part("mamba.conv1d", Name(f"{self.module}.conv1d", "ssm_conv1d"), channels)
-        if self.norms:
-            yield Part("mamba.norm", Name(f"{self.module}.norm", "ssm_norm"), values)
-        yield Part("mamba.out_proj", Name(f"{self.module}.out_proj", "ssm_out"), shape.hidden)
+        return present(
+            ("mamba", Name(self.module, "ssm"), self.heads),
+            ("mamba.in_proj_z", inside, values),
+            ("mamba.in_proj_xbc", inside, channels),
+            ("mamba.in_proj_dt", inside, self.heads),
+            ("mamba.conv1d", Name(f"{self.module}.conv1d", "ssm_conv1d"), channels),
+            ("mamba.norm", Name(f"{self.module}.norm", "ssm_norm") if self.norms else None, values),
+            ("mamba.out_proj", Name(f"{self.module}.out_proj", "ssm_out"), shape.hidden),
+        )
 
     def recurrence(self, shape: Shape) -> list[int]:
         channels = 2 * self.groups * self.size + self.heads * self.head_size
@@ -516,10 +524,11 @@ class GatedMLP:
     down: Name = Name("mlp.down_proj", "ffn_down")
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        if self.gate is not None:
-            yield Part("mlp.gate_proj", self.gate, shape.inner)
-        yield Part("mlp.up_proj", self.up, shape.inner)
-        yield Part("mlp.down_proj", self.down, shape.hidden)
+        return present(
+            ("mlp.gate_proj", self.gate, shape.inner),
+            ("mlp.up_proj", self.up, shape.inner),
+            ("mlp.down_proj", self.down, shape.hidden),
+        )
 
 
 @dataclass(frozen=True)
@@ -530,8 +539,7 @@ class PlainMLP:
     down: Name
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("mlp.gate_proj", self.up, shape.inner)
-        yield Part("mlp.down_proj", self.down, shape.hidden)
+        return present(("mlp.gate_proj", self.up, shape.inner), ("mlp.down_proj", self.down, shape.hidden))
 
 
 def shared_experts(above: str) -> GatedMLP:
@@ -625,11 +633,11 @@ class Experts:
     biases: bool = False
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("mlp.router", self.router, self.count)
-        if self.choice is not None:
-            yield Part("mlp.router.choice", self.choice, self.count)
-        if self.scales is not None:
-            yield Part("mlp.router.scales", self.scales, self.count)
+        yield from present(
+            ("mlp.router", self.router, self.count),
+            ("mlp.router.choice", self.choice, self.count),
+            ("mlp.router.scales", self.scales, self.count),
+        )
         stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
         for number in range(self.count):
             for kind, name, size in stacks:
@@ -643,8 +651,7 @@ class Experts:
         if self.shared is not None:
             for part in self.shared.parts(replace(shape, inner=self.shared_inner)):
                 yield part._replace(native=part.native.replace("mlp.", "mlp.shared."))
-        if self.shared_gate is not None:
-            yield Part("mlp.shared.gate", self.shared_gate, 1)
+        yield from present(("mlp.shared.gate", self.shared_gate, 1))
 
 
 @dataclass(frozen=True)
@@ -665,10 +672,12 @@ class Beside:
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         yield from self.experts.parts(shape)
-        yield Part("experts_norm", self.norm, shape.hidden)
-        yield Part(ROUTER_NORM, self.router_norm, shape.hidden)
-        yield Part("dense_norm", self.mlp_norm, shape.hidden)
-        yield Part("mixed_norm", self.output_norm, shape.hidden)
+        yield from present(
+            ("experts_norm", self.norm, shape.hidden),
+            (ROUTER_NORM, self.router_norm, shape.hidden),
+            ("dense_norm", self.mlp_norm, shape.hidden),
+            ("mixed_norm", self.output_norm, shape.hidden),
+        )
 
 
 @dataclass(frozen=True)
@@ -691,14 +700,18 @@ class OwnInputs:
     output_norm: Name
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        yield Part("model.own_embedding", self.embedding, shape.vocabulary)
-        yield Part("model.own_projection", self.projection, shape.layers * self.size)
-        yield Part("model.own_norm", self.norm, self.size)
+        return present(
+            ("model.own_embedding", self.embedding, shape.vocabulary),
+            ("model.own_projection", self.projection, shape.layers * self.size),
+            ("model.own_norm", self.norm, self.size),
+        )
 
     def parts_of_layer(self, shape: Shape) -> Iterator[Part]:
-        yield Part("own_gate", self.gate, self.size)
-        yield Part("own_out", self.out, shape.hidden)
-        yield Part("own_norm", self.output_norm, shape.hidden)
+        return present(
+            ("own_gate", self.gate, self.size),
+            ("own_out", self.out, shape.hidden),
+            ("own_norm", self.output_norm, shape.hidden),
+        )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -743,20 +756,18 @@ class Layer:
         return [block for block in (self.mixer, self.attention) if block is not None]
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        norms = {
-            "input_layernorm": self.attention_norm,
-            "attention_output_norm": self.attention_output_norm,
-            "post_attention_layernorm": self.mlp_norm,
-            "mlp_output_norm": self.mlp_output_norm,
-        }
-        yield from (Part(native, name, shape.hidden) for native, name in norms.items() if name is not None)
+        yield from present(
+            ("input_layernorm", self.attention_norm, shape.hidden),
+            ("attention_output_norm", self.attention_output_norm, shape.hidden),
+            ("post_attention_layernorm", self.mlp_norm, shape.hidden),
+            ("mlp_output_norm", self.mlp_output_norm, shape.hidden),
+        )
         for block in (*self.firsts, self.mlp, self.beside):
             if block is not None:
                 yield from block.parts(shape)
         if self.own is not None:
             yield from self.own.parts_of_layer(shape)
-        if self.scale is not None:
-            yield Part("scale", self.scale, 1)
+        yield from present(("scale", self.scale, 1))
 
 
 def scaled_context(config: Any, limit: int) -> int:
@@ -955,9 +966,11 @@ class Family:
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""
         shape = self.shape(config)
-        yield Part("model.embed_tokens", self.embedding, shape.vocabulary)
-        yield Part("model.norm", self.norm, shape.hidden)
-        yield Part("lm_head", self.head, shape.vocabulary)
+        yield from present(
+            ("model.embed_tokens", self.embedding, shape.vocabulary),
+            ("model.norm", self.norm, shape.hidden),
+            ("lm_head", self.head, shape.vocabulary),
+        )
         if (own := self.own_inputs(config)) is not None:
             yield from own.parts(shape)
         for number, layer in enumerate(self.layers_of(config)):
