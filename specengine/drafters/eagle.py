@@ -14,9 +14,8 @@ from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
-from specengine.models.eagle import EagleHead, head_from, require_fit, with_appended_tokens
+from specengine.models.eagle import DraftHead, EagleHead, head_from, require_fit, with_appended_tokens
 from specengine.models.eagle_torch import TorchHead
-from specengine.models.heads import DraftHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
 from specengine.models.native import NativeHead, NativeLM

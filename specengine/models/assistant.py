@@ -13,9 +13,8 @@ from transformers import MODEL_MAPPING, PretrainedConfig
 
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.configs import family_of
-from specengine.models.eagle import require_fit
+from specengine.models.eagle import DraftHead, reader_of_states, require_fit
 from specengine.models.families import SLIDING
-from specengine.models.heads import DraftHead, reader_of_states
 from specengine.models.kv_cache import CachedTarget, KVCache, Rows, of_shape
 from specengine.models.native import NativeLM
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.models.attention import Prompt, attend, note_places
-from specengine.models.eagle import EagleHead, RotatingAttend, causal, embed_for
-from specengine.models.heads import DraftHead
+from specengine.models.eagle import DraftHead, EagleHead, RotatingAttend, causal, embed_for
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM

@@ -18,7 +18,7 @@ from specengine import ops
 from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, lower_right
 from specengine.models.configs import NO_MEMORY, empty_model, family_of
-from specengine.models.heads import DraftHead, reader_of_states
+from specengine.models.eagle import DraftHead, reader_of_states
 from specengine.models.huggingface import CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.native import NativeLM

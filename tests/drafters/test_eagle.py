@@ -213,7 +213,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
     logits = []
     for rows in (1024, 7):
         monkeypatch.setattr("specengine.models.huggingface.PREFILL_ROWS", rows)
-        monkeypatch.setattr("specengine.models.heads.PREFILL_ROWS", rows)
+        monkeypatch.setattr("specengine.models.eagle.PREFILL_ROWS", rows)
         draft = drafter_for(target, head_config())
         target.want(draft.traits.features)
         target.reset()

@@ -14,7 +14,7 @@ import torch
 
 from specengine import Engine, policies
 from specengine.drafters.eagle import Eagle
-from specengine.models import Successors, heads, native
+from specengine.models import Successors, eagle, native
 from specengine.models.eagle import EagleConfig, head_from
 from specengine.models.native import WITH_PAIRS, NativeHead, NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
@@ -145,7 +145,7 @@ def test_prompts_run_in_pieces_have_the_bits_of_prompts_run_whole(rows: int, mon
     answers = {draft: engine_of("mistral", draft).generate(prompt, max_new_tokens=12) for draft in ("none", "eagle-3")}
     whole = run()
     monkeypatch.setattr(native, "PREFILL_ROWS", rows)
-    monkeypatch.setattr(heads, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(eagle, "PREFILL_ROWS", rows)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(), whole, strict=True))
     assert whole[1].shape == (len(prompt), 3 * 32)
     for draft, expected in answers.items():

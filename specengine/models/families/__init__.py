@@ -542,6 +542,11 @@ class PlainMLP:
         return present(("mlp.gate_proj", self.up, shape.inner), ("mlp.down_proj", self.down, shape.hidden))
 
 
+def has_experts(value: Callable[[str], Any]) -> bool:
+    """Return whether a GGUF file's network has experts, from the function of a metadata key's value."""
+    return bool(value("expert_count"))
+
+
 def shared_experts(above: str) -> GatedMLP:
     """Return a gated network for all tokens, of the module `above` of a network of experts."""
     return GatedMLP(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Routing
+from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Routing, has_experts
 
 ATTENTION = Attention(windows="all")
 
@@ -20,7 +20,7 @@ FAMILY = Family(
         "llama",
         keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
         pairs=("attn_q", "attn_k"),
-        holds=lambda value: bool(value("expert_count")),
+        holds=has_experts,
     ),
     renamed={".block_sparse_moe.": ".mlp."},
 )
