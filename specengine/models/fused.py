@@ -45,7 +45,7 @@ def why_not(model: Any) -> str | None:
         return f"its dtype is {model.dtype}"
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    known = {name: getattr(module, FAMILIES[kind] + name) for name in names}
+    known: dict[str, Any] = {name: getattr(module, FAMILIES[kind] + name) for name in names}
     if type(model) is not known["ForCausalLM"]:
         return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
     decoder = model.model
