@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.models.extension import extension, is_built, is_plain, thread_count
 from specengine.models.twins import RECORDING, evaluating
-from specengine.models.weights import Source, Weight, states_of, stored_tensors, upright
+from specengine.models.weights import Source, states_of, stored_tensors
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that change no answer of a twin, which is in evaluation mode and has an attention of its own.
@@ -272,10 +272,6 @@ class ModelSource(Source):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in stored_tensors(self._model)}
-
-    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name, weight in stored_tensors(self._model):
-            yield upright(self.config, Weight.of(name, weight.detach()))
 
     def tensor(self, name: str) -> Tensor:
         module, _, own = name.rpartition(".")

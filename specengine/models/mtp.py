@@ -7,7 +7,7 @@ MtpModel computes the same; for Nemotron-H vLLM's NemotronHMTP.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,7 @@ from specengine.models.native import NativeLM
 from specengine.models.weights import (
     TINY_VOCABULARY,
     Source,
-    Weight,
-    layer_template,
     of_few_layers,
-    upright,
     with_buffers,
 )
 
@@ -260,13 +257,6 @@ class BlockSource(Source):
         }
         self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
         self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(some, dtype=self.dtype)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return layer_template(self.config)
-
-    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name in self.shapes():
-            yield upright(self.config, Weight.of(name, self.tensor(name)))
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]

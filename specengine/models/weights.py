@@ -97,18 +97,19 @@ class Source(ABC):
         """Say for people which stored numbers this dtype does not hold; empty for none."""
         return ""
 
-    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored tensors by name, without reading them."""
+        return layer_template(self.config)
 
     @property
     def blocks(self) -> Collection[str]:
         """The kinds of blocks that matrices are stored in."""
         return ()
 
-    @abstractmethod
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         """Yield all tensors: matrices in blocks of these kinds as they are stored, all others in `dtype`."""
+        for name in self.shapes():
+            yield upright(self.config, Weight.of(name, self.tensor(name)))
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -242,13 +243,6 @@ class FirstLayer(Source):
         size = tensor.shape[axis] // family_of(self._source.config).shape(self._source.config).layers
         return torch.cat([tensor.narrow(axis, number * size, size) for number in self._numbers], dim=axis).contiguous()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return layer_template(self.config)
-
-    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name in self.shapes():
-            yield upright(self.config, Weight.of(name, self.tensor(name)))
-
     def tensor(self, name: str) -> Tensor:
         family = family_of(self.config)
         own = family.own_inputs(self.config)
@@ -272,7 +266,8 @@ class FirstLayer(Source):
         self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
     ) -> list[Tensor]:
         if self._states is None:
-            if own is not None and own.shape[1] != self.tried * own_size(self.config):
+            inputs = family_of(self.config).own_inputs(self.config)
+            if own is not None and inputs is not None and own.shape[1] != self.tried * inputs.size:
                 own = self._of_layers(own, 1)
             self._states = super().states(tokens, positions, ids, embeddings, own)
         return self._states
@@ -283,12 +278,6 @@ class FirstLayer(Source):
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
         return super().rope(key) if self._source.own_modules else self._source.rope(key)
-
-
-def own_size(config: PretrainedConfig) -> int:
-    """Return how many channels inputs of a single layer have; 0 without any."""
-    own = family_of(config).own_inputs(config)
-    return 0 if own is None else own.size
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
