@@ -144,7 +144,7 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     return list(plain(prompt.reshape(-1)))
 
 
-def _from_messages(  # noqa: C901
+def _from_messages(
     messages: Sequence[Mapping[str, str]],
     tokenizer: Any,
     live: bool,
