@@ -13,6 +13,7 @@ MAX_EXCESS = 1.2  # by which measured costs may break a law before they are meas
 MAX_TRUST = 20.0  # cycles that a correction remembers
 TRUST_DECAY = 0.999  # per cycle
 MIN_TRUST = 0.5  # cycles, below which a number of rows counts as never tried
+FAR_TRUST = 0.75  # cycles that one counts for whose price was far away
 MIN_TRIED = 2.0  # cycles, below which it is tried again
 MAX_RATIO = math.log(2)  # log of the seconds of one cycle over the expected ones, as far as it counts
 EXPLORED_SHARE = 0.01  # of the time that cycles with untried numbers of rows may lose
@@ -126,19 +127,20 @@ class Corrections:
         plain = base[1] * math.exp(self._log_factor + offsets[0])
         self._allowance = min(INITIAL_ALLOWANCE, self._allowance + EXPLORED_SHARE * seconds / plain)
         self._trust = trust = [TRUST_DECAY * each for each in self._trust]
-        off = min(max(math.log(seconds / expected), -MAX_RATIO), MAX_RATIO)
+        off = min(math.log(seconds / expected), MAX_RATIO)  # other programs make a cycle longer, and none shorter
         is_near = abs(off) < MAX_RATIO
         pull = SMOOTHING * 2 * share * (1 - share) * (many - few)  # only the mean of two knots is observed
         for knot, part, pulled in ((left, 1 - share, pull), (right, share, -pull)):
             if not part:
                 continue
             gain = max(1 / MAX_TRUST, 1 / (1 + trust[knot]))
+            is_nearer = part >= 0.5  # the other knot is not tried by rows so far from it
             if is_near:
                 offsets[knot] += pulled + off * part * gain
-                trust[knot] = min(MAX_TRUST, trust[knot] + part * part)
+                trust[knot] = min(MAX_TRUST, trust[knot] + is_nearer * part * part)
             else:  # the price is far away, which says nothing of how two knots share it
                 offsets[knot] += pulled + off * gain
-                trust[knot] = max(trust[knot], MIN_TRUST)
+                trust[knot] = max(trust[knot], is_nearer * FAR_TRUST)
 
     def observe_all(self, predicted: float, seconds: float, weight: float) -> None:
         """Take in seconds that say the same of every number of rows: a cycle of graphs, which pads them all."""

@@ -126,9 +126,19 @@ def test_one_burst_moves_what_was_learnt_by_little() -> None:
 
 def test_a_wrong_unit_is_found_in_a_few_cycles() -> None:
     corrections, base = Corrections(64), column_of(QUIET)
-    for _ in range(6):
+    for _ in range(8):
         corrections.observe(base, 8, 10 * base[8])
     assert corrections.column(base)[8] == pytest.approx(10 * base[8], rel=0.1)
+
+
+def test_a_price_that_is_far_too_high_is_found_in_one_cycle_and_stays() -> None:
+    """No other program makes a cycle shorter; and what was seen once is not guessed anew."""
+    corrections, truth = Corrections(64), column_of(QUIET)
+    base = [6.0 * seconds if rows > 1 else seconds for rows, seconds in enumerate(truth)]
+    for cycle in range(300):
+        corrections.observe(base, 2 if cycle == 5 else 1, truth[2 if cycle == 5 else 1])
+        corrections.column(base)
+    assert corrections.column(base)[2] == pytest.approx(truth[2], rel=0.1)
 
 
 def test_several_passes_of_one_cycle_are_corrected_together() -> None:
@@ -158,6 +168,19 @@ def test_trials_are_of_untried_rows_and_cost_a_bounded_share() -> None:
         lost += rows - 1.0
         spent += rows
     assert 0 < lost < 0.011 * spent + INITIAL_ALLOWANCE + 64
+
+
+@pytest.mark.parametrize("rows", [9, 13, 17, 25])
+def test_rows_below_a_knot_do_not_keep_it_from_being_tried(rows: int) -> None:
+    """Many cycles of rows little above the knot below: the next one's price stays a guess, and is tried."""
+    corrections, truth = Corrections(64), column_of(QUIET)
+    for _ in range(400):
+        corrections.observe(BASE, 1, truth[1])
+        corrections.observe(BASE, rows, truth[rows])
+    column = corrections.column(BASE)
+    above = min(n for n in knots(64) if n > rows)
+    trials = [corrections.exploring(column) for _ in knots(64)]
+    assert any(prices is not None and prices[above] < column[above] for prices in trials)
 
 
 def test_a_price_that_is_too_high_does_not_keep_itself_alive() -> None:

@@ -63,6 +63,11 @@ def test_any_first_table_comes_to_the_true_one(name: str, text: str) -> None:
     assert rate(text, FIRST[name]) > 0.9 * best(text)
 
 
+def test_dear_rows_that_are_cheap_are_found_by_small_trees() -> None:
+    """The steepest table: two rows for more than six passes, so that no tree pays by it."""
+    assert rate("head", FIRST["rising 5"], seeds=1) > 0.9 * best("head")
+
+
 def test_a_table_that_is_never_corrected_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the same simulation without corrections."""
     monkeypatch.setattr("specengine.costs.laws.Corrections.observe", lambda *_: None)
