@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -31,8 +31,10 @@ from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
 from specengine.models.tensor_parallel import ShardedTarget, lead_or_follow, require_launched
-from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"
 CHECKPOINTS = SimpleNamespace(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,9 +62,11 @@ from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import KIND_OF, Source, Weight, layer_template, upright, with_buffers
-from specengine.options import LoadOptions
 from specengine.request.readers import FILLERS
 from specengine.request.templates import filled
+
+if TYPE_CHECKING:
+    from specengine.options import LoadOptions
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold

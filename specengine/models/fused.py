@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -62,7 +61,6 @@ def why_not(model: Any) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
-@cache
 def _fault(part: nn.Module, *known: type) -> str:
     """Return what is unknown of a module that would not be called; empty where there is nothing."""
     if type(part) not in known:
