@@ -42,7 +42,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def atomic(file: Path) -> Iterator[Path]:
     """Yield a path to write to; its content becomes `file` at the end, unless there was an error.
 
-    It has the permissions of any new file of this user, whoever writes it.
+    It has the permissions of any new file of this user.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -58,12 +58,12 @@ def atomic(file: Path) -> Iterator[Path]:
 def read_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises OSError if it cannot be read, ValueError if it holds something else."""
     try:
-        found = json.loads(read_text(file))
+        content = json.loads(read_text(file))
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
-    return found
+    return content
 
 
 def safetensors_files(folder: Path) -> list[Path]:

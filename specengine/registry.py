@@ -36,7 +36,7 @@ def names(package: ModuleType | str) -> list[str]:
 
 
 def plugins(package: str) -> dict[str, metadata.EntryPoint]:
-    """Return by name what other installed packages offer beside the variants of `package`, which come first."""
+    """Return by name what other installed packages offer besides the variants of `package`, which come first."""
     own = names(package)
     return {point.name: point for point in metadata.entry_points(group=package) if point.name not in own}
 
@@ -57,14 +57,14 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
         listed = ", ".join(known)
         raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, known)}")
     module = importlib.import_module(f"{package.__name__}.{name}")
-    found = [
+    classes = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(found)}")
-    return found[0]
+    if len(classes) != 1:
+        raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}")
+    return classes[0]
 
 
 def is_file(name: str) -> bool:
@@ -102,17 +102,17 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
 def _of_plugin(base: type[T], point: metadata.EntryPoint, field: str) -> type[T]:
     source = f"plug-in {point.name} of {point.dist.name if point.dist else 'a package'} ({point.value})"
     try:
-        found = point.load()
+        variant = point.load()
     except Exception as error:
         raise InputError(f"{field}: {source} cannot be loaded: {type(error).__name__}: {error}") from error
-    return _checked(base, found, f"{field}: {source}", "it is")
+    return _checked(base, variant, f"{field}: {source}", "it is")
 
 
-def _checked(base: type[T], found: Any, named: str, has: str) -> type[T]:
-    if not (inspect.isclass(found) and issubclass(found, base)):
-        kind = f"class {found.__name__}" if inspect.isclass(found) else shown(found)
+def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
+    if not (inspect.isclass(variant) and issubclass(variant, base)):
+        kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
         raise InputError(f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}")
-    return found
+    return variant
 
 
 def build(cls: type[T], options: dict[str, Any], field: str) -> T:
@@ -130,15 +130,15 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     return cls(**values)
 
 
-def _convert(value: Any, wanted: Any, field: str) -> Any:
-    origin, arguments, value = typing.get_origin(wanted), typing.get_args(wanted), plain(value)
+def _convert(value: Any, expected: Any, field: str) -> Any:
+    origin, arguments, value = typing.get_origin(expected), typing.get_args(expected), plain(value)
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":
             return None
         if any(isinstance(value, kind) for kind in arguments if isinstance(kind, type) and kind is not type(None)):
             return value
-        wanted = next(argument for argument in arguments if argument is not type(None))
-        return _convert(value, wanted, field)
+        expected = next(argument for argument in arguments if argument is not type(None))
+        return _convert(value, expected, field)
     if origin is typing.Literal:
         require_value(field, value, ", ".join(map(str, arguments)), value in arguments)
         return value
@@ -146,13 +146,13 @@ def _convert(value: Any, wanted: Any, field: str) -> Any:
         if origin is tuple:
             parts = value.split(",") if isinstance(value, str) and value else value
             return tuple(_convert(part, arguments[0], field) for part in parts)
-        if wanted is bool:
+        if expected is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-        if wanted is int and (isinstance(value, bool) or float(value) != int(float(value))):
+        if expected is int and (isinstance(value, bool) or float(value) != int(float(value))):
             raise ValueError
-        return wanted(value)
+        return expected(value)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        wanted_name = getattr(wanted, "__name__", str(wanted))
+        wanted_name = getattr(expected, "__name__", str(expected))
         raise InputError(f"{field}: got {shown(value)}, expected {wanted_name}") from error
 
 

@@ -116,7 +116,7 @@ class Corrections:
         return math.exp(self._log_factor)
 
     def observe(self, base: Sequence[float], rows: int, seconds: float, passes: int = 1) -> None:
-        """Take in the seconds of passes with so many rows each; base: as measured, of 0 rows and more."""
+        """Take in the seconds of passes with `rows` rows each; base: as measured, of 0 rows and more."""
         left, right, share = self._around[min(rows, len(self._around) - 1)]
         offsets = self._offsets
         few = offsets[left]

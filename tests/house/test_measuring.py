@@ -160,6 +160,8 @@ def test_each_second_reading_is_counted(tmp_path: Path) -> None:
     assert reading.large_classes(tree) == []
     assert reading.packed_tuples(tree) == 2
     assert reading.words(SECOND_READINGS) == {"found": 1, "behind": 1, "given": 1, "so many": 1, "MOST": 1}
+    assert reading.words("def f():\n    left, right = 1, 2\n") == {}
+    assert reading.words("def f():\n    left = 1\n") == {"left": 1}
     larger = SECOND_READINGS.replace("self.l = 1", "self.l = self.m = 1")
     assert reading.large_classes(ast.parse(larger)) == ["Large"]
     house = built(tmp_path)

@@ -75,7 +75,7 @@ class Driver(Protocol):
     grows_there: bool
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens and the trees behind them."""
+        """Make room for this number of tokens and the trees after them."""
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """Return logits and features of every node, by a graph of `budget` rows."""

@@ -205,7 +205,7 @@ def _config(target: Target, lm: Any) -> str:
 
 
 def _head(drafter: Any) -> str | None:
-    """Return a digest of an EAGLE head's sizes and stored weight type, behind any wrapping drafters."""
+    """Return a digest of an EAGLE head's sizes and stored weight type, inside any wrapping drafters."""
     while hasattr(drafter, "inner"):
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
