@@ -82,7 +82,7 @@ def format_of(tokenizer: Any) -> Format:
         raise RequestError(400, "tools: this model has no chat template", "tools", "unsupported_field")
 
     try:
-        without, with_tools = filled(tokenizer, [_USER]), filled(tokenizer, [_USER], [_TOOL])
+        without, with_tools = filled(tokenizer, [_USER]), filled(tokenizer, [_USER], [_TOOL], "tools")
         called = filled(tokenizer, [_USER, _SAID], [_TOOL], "tools")
     except InputError as error:
         raise RequestError(400, str(error), "tools") from error

@@ -25,12 +25,13 @@ WITHOUT_KEY = (*HEALTH, *FILES)
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
+_WITHOUT_VERSION = "/chat/completions", "/responses", "/models"  # as clients of llama.cpp's server write them
 
 
 class Paths:
-    """Reads a path as proxies and clients write it: after the server's address, with more slashes, with one at its end.
+    """Reads a path as proxies and clients write it: after the server's address, with more slashes or one at its end.
 
-    A HEAD is answered as its GET is; what sends the answer leaves out the body.
+    OpenAI's paths are read without /v1 too. A HEAD is answered as its GET is, without the body.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -40,6 +41,7 @@ class Paths:
         if scope["type"] == "http":
             path = _ADDRESS.sub("", scope["path"])
             path = _SLASHES.sub("/", path).rstrip("/") or "/"
+            path = f"/v1{path}" if path in _WITHOUT_VERSION else path
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             scope = {**scope, "path": path, "raw_path": quote(path).encode(), "method": method}
         await self.app(scope, receive, send)

@@ -118,7 +118,9 @@ def test_an_offer_to_go_on_in_another_protocol_is_passed_over(server: Served, of
     assert json.loads(answer)["usage"]["completion_tokens"] <= 3
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1//models/", "/v1/models/", "http://localhost/v1/models"])
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/v1//models/", "/v1/models/", "http://localhost/v1/models", "/models"]
+)
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_paths_are_read_as_proxies_write_them(server: Served, path: str, method: str) -> None:
     head, answer = asked(server, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode())
@@ -127,14 +129,14 @@ def test_paths_are_read_as_proxies_write_them(server: Served, path: str, method:
     assert "content-length: 0" not in head
 
 
-@pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1/chat/completions/"])
-def test_paths_with_more_slashes_take_bodies(server: Served, path: str) -> None:
+@pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1/chat/completions/", "/chat/completions"])
+def test_paths_with_more_slashes_or_no_version_take_bodies(server: Served, path: str) -> None:
     assert status(asked(server, request(FEW, AS_JSON + CLOSE, path))[0]) == 200
 
 
 def test_a_key_is_asked_for_whatever_the_path_looks_like() -> None:
     with served(api_keys=("key",)) as locked:
-        for path in ("//v1/models", "/v1/models/", "//health/../v1/models", "/v1//models"):
+        for path in ("//v1/models", "/v1/models/", "//health/../v1/models", "/v1//models", "/models"):
             head, _ = asked(locked, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode())
             assert status(head) == 401
 
