@@ -155,11 +155,11 @@ def require_value(field: str, value: Any, accepted: str, holds: bool) -> None:
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
 
 
-def require_minimum(options: Any, **minimums: float) -> None:
-    """Raise InputError if a field of `options` is below its minimum."""
+def require_minimum(options: Any, owner: str = "", /, **minimums: float) -> None:
+    """Raise InputError if a field of `options` is below its minimum. owner: stands before the field's name."""
     for field, minimum in minimums.items():
         value = getattr(options, field)
-        require(field, value, f"{minimum} or more", value >= minimum)
+        require(f"{owner}{field}", value, f"{minimum} or more", value >= minimum)
 
 
 # Names in other programs, and the names here. The first one that is known is suggested.

@@ -180,6 +180,11 @@ def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> 
     errors.require(f"policy {policy}.{field}", value, accepted, holds)
 
 
+def require_minimum(policy: str, options: Any, **minimums: float) -> None:
+    """Raise InputError for an option of a policy below its minimum."""
+    errors.require_minimum(options, f"policy {policy}.", **minimums)
+
+
 T = TypeVar("T")
 
 

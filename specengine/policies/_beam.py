@@ -8,7 +8,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import TreePolicy, require
+from specengine.policies import TreePolicy, require_minimum
 
 
 @dataclass
@@ -25,10 +25,7 @@ class Beam(TreePolicy):
     budget: int = 61
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
-        require(name, "width", self.width, "1 or more", self.width >= 1)
-        require(name, "expansions", self.expansions, "0 or more", self.expansions >= 0)
-        require(name, "budget", self.budget, "1 or more", self.budget >= 1)
+        require_minimum(type(self).__name__.lower(), self, width=1, expansions=0, budget=1)
 
     @property
     def capacity(self) -> int:

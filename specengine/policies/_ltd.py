@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from specengine import ops
 from specengine.errors import InputError, why_not_loaded
 from specengine.files import atomic
-from specengine.policies import require
+from specengine.policies import require, require_minimum
 from specengine.policies._classifier import METADATA, check_state
 
 FORMAT = 1
@@ -54,8 +54,7 @@ class Shape:
     pad: float = -20.0
 
     def __post_init__(self) -> None:
-        for name, least in {"width": 1, "expansions": 1, "least": 0, "check_every": 1}.items():
-            require("ltd", name, getattr(self, name), f"{least} or more", getattr(self, name) >= least)
+        require_minimum("ltd", self, width=1, expansions=1, least=0, check_every=1)
         ever = any(self.asks(count) for count in range(self.expansions))
         require("ltd", "least, check_every", (self.least, self.check_every), "a depth that is asked about", ever)
         ascending = all(a < b for a, b in pairwise((0, *self.sizes)))

@@ -12,7 +12,7 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import TreePolicy, _classifier, require
+from specengine.policies import TreePolicy, _classifier, require, require_minimum
 from specengine.policies._classifier import Classifier
 
 
@@ -60,9 +60,7 @@ class C2t(TreePolicy):
         require("c2t", "beta", beta, "0 to 1, or none", beta is None or 0 <= beta <= 1)
         require("c2t", "layer", layer, "1 or more, or none", layer is None or layer >= 1)
         require("c2t", "top", self.top, "1 or more, or none", self.top is None or self.top >= 1)
-        for name in ("children", "max_depth", "hard_cap"):
-            require("c2t", name, getattr(self, name), "1 or more", getattr(self, name) >= 1)
-        require("c2t", "min_level1", self.min_level1, "0 or more", self.min_level1 >= 0)
+        require_minimum("c2t", self, children=1, max_depth=1, hard_cap=1, min_level1=0)
         self._learned = _classifier.load("c2t", self.classifier)
 
     @property

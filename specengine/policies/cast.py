@@ -14,7 +14,7 @@ from specengine.costs import PassCosts
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, require
+from specengine.policies import PerDevice, require, require_minimum
 from specengine.policies._priced import MEASURED, Priced
 
 LEAST = 1e-300  # utility that ratios are taken to
@@ -59,9 +59,7 @@ class Cast(Priced):
     presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"children": 4, "width": 4, "breadth": 2.0, "deeper": 1.5}}
 
     def __post_init__(self) -> None:
-        for name in ("budget", "children", "width", "passes", "recent"):
-            value = getattr(self, name)
-            require("cast", name, value, "1 or more", value >= 1)
+        require_minimum("cast", self, budget=1, children=1, width=1, passes=1, recent=1)
         for name in ("breadth", "deeper", "verified"):
             value = getattr(self, name)
             require("cast", name, value, "0 or more", 0 <= value < math.inf)

@@ -12,7 +12,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy, require
+from specengine.policies import TreePolicy, require_minimum
 
 
 @dataclass
@@ -39,8 +39,7 @@ class DDTree(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        require("ddtree", "budget", self.budget, "2 or more", self.budget >= 2)
-        require("ddtree", "block", self.block, "1 or more", self.block >= 1)
+        require_minimum("ddtree", self, budget=2, block=1)
 
     @property
     def capacity(self) -> int:

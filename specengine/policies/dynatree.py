@@ -14,7 +14,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, TreePolicy, require
+from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 from specengine.records import Outcome
 
 LEAST_HISTORY = 5  # cycles
@@ -102,8 +102,7 @@ class DynaTree(TreePolicy):
         gates = 0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0
         require("dynatree", "stop, deep", (self.stop, self.deep), "0 <= stop < deep <= 1, or both 0", gates)
         require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
-        require("dynatree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
-        require("dynatree", "window", self.window, f"{LEAST_HISTORY} or more", self.window >= LEAST_HISTORY)
+        require_minimum("dynatree", self, nodes=1, window=LEAST_HISTORY)
         for name in ("target", "band", "step"):
             value = getattr(self, name)
             require("dynatree", name, value, "0 to 1", 0 <= value <= 1)

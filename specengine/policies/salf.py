@@ -12,7 +12,7 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, TreePolicy, require
+from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 
 
 @dataclass
@@ -49,8 +49,7 @@ class Salf(TreePolicy):
     _queues: PerDevice[ops.Queues] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require("salf", "budget", self.budget, "1 or more", self.budget >= 1)
-        require("salf", "batch", self.batch, "1 or more", self.batch >= 1)
+        require_minimum("salf", self, budget=1, batch=1)
         require("salf", "threshold", self.threshold, "0 to below 1", 0 <= self.threshold < 1)
         depth = self.max_depth
         require("salf", "max_depth", depth, "1 or more, or none", depth is None or depth >= 1)

@@ -14,7 +14,7 @@ from specengine.costs import PassCosts
 from specengine.ops import Candidates, Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import require
+from specengine.policies import require, require_minimum
 from specengine.policies._priced import MEASURED, Priced
 
 
@@ -50,9 +50,7 @@ class Smart(Priced):
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"budget": 201}}
 
     def __post_init__(self) -> None:
-        for name in ("budget", "children", "width", "passes"):
-            value = getattr(self, name)
-            require("smart", name, value, "1 or more", value >= 1)
+        require_minimum("smart", self, budget=1, children=1, width=1, passes=1)
         require("smart", "discount", self.discount, "above 0, up to 1", 0 < self.discount <= 1)
         self.price(self.budget, self.width)
 

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy, require
+from specengine.policies import TreePolicy, require, require_minimum
 
 
 @dataclass
@@ -44,10 +44,8 @@ class Talon(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        require("talon", "budget", self.budget, "1 or more", self.budget >= 1)
-        require("talon", "width", self.width, "1 or more", self.width >= 1)
+        require_minimum("talon", self, budget=1, width=1, robust_layers=0)
         require("talon", "mu", self.mu, "above 0, up to 1", 0 < self.mu <= 1)
-        require("talon", "robust_layers", self.robust_layers, "0 or more", self.robust_layers >= 0)
         depth = self.max_depth
         require("talon", "max_depth", depth, "1 or more, or none", depth is None or depth >= 1)
 
