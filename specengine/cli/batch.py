@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         if left := found.items[files.done :]:
             if files.done:
                 say(f"Going on after the first {files.done} of {len(found.items)} answers")
-            progress = Progress(len(left))
+            progress = AnswersDone(len(left))
             with contextlib.closing(_answers(arguments, left, files)) as answers:
                 for answered in answers:
                     files.add(answered)
@@ -102,7 +102,7 @@ def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Stream
         yield from spread.in_order(spreading.answered(items), items[0].place)
 
 
-class Progress:
+class AnswersDone:
     """On standard error: a line that is written over at a terminal, one now and then elsewhere, and a summary."""
 
     def __init__(self, count: int) -> None:

@@ -269,9 +269,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, width: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, width)
+        self.self_attn = HeadAttention(config, width)
         self.post_attention_layernorm = _norm(config.hidden_size, config)
-        self.mlp = Mlp(config)
+        self.mlp = HeadMlp(config)
 
     def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """Return states [..., rows, hidden size]; inputs: [..., rows, width]; residual: [..., rows, hidden size]."""
@@ -294,7 +294,7 @@ class Eagle3Layer(DecoderLayer):
         return super().forward(inputs, normed if self.norm_before_residual else hidden, rotation, attend)
 
 
-class Attention(nn.Module):
+class HeadAttention(nn.Module):
     """Grouped-query attention with rotary positions; who sees whom is up to `attend`."""
 
     def __init__(self, config: EagleConfig, width: int) -> None:
@@ -318,7 +318,7 @@ class Attention(nn.Module):
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
 
-class Mlp(nn.Module):
+class HeadMlp(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

@@ -45,7 +45,7 @@ HEADERS = {  # in place of a standard library, which NVRTC has not
 _P, _L, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-class Step(ctypes.Structure):
+class BestFirstStep(ctypes.Structure):
     """spec::Step of csrc/spec/device_best_first.hpp, member by member."""
 
     _fields_ = (

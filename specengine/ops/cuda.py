@@ -67,7 +67,7 @@ def step_queues(
     out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
     live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
     most = found.scores.shape[0]
-    step = _nvrtc.Step(
+    step = _nvrtc.BestFirstStep(
         (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
     )
     _nvrtc.launch(_nvrtc.STEP, (step, *live), device)

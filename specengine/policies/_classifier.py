@@ -98,7 +98,7 @@ def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_b
     return torch.cat([probs, entropies[:, None], (depths + (depth_base - 1)).float()[:, None]], 1)
 
 
-class Kind(NamedTuple):
+class ClassifierKind(NamedTuple):
     """features: their names, in order; make: the network, from the file's facts; sizes: facts that `make` reads."""
 
     features: tuple[str, ...]
@@ -107,11 +107,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "c2t": Kind(("path probability", "entropy", "depth"), lambda facts: Mlp(3, 48)),
-    "disco": Kind(
+    "c2t": ClassifierKind(("path probability", "entropy", "depth"), lambda facts: Mlp(3, 48)),
+    "disco": ClassifierKind(
         (*(f"probability {rank}" for rank in range(1, TOP_PROBS + 1)), "entropy", "depth"), lambda facts: Mlp(12, 128)
     ),
-    "specdecpp": Kind(
+    "specdecpp": ClassifierKind(
         ("hidden state",),
         lambda facts: AcceptanceHead(facts["hidden_size"], facts["width"], facts["blocks"]),
         ("hidden_size", "width", "blocks"),

@@ -21,7 +21,7 @@ from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import answered, require_model, require_ready
-from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Forms, Hosts, Keys, Paths
+from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Forms, Hosts, Keys, PlainPaths
 from specengine.serve.memory import give_back
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
@@ -59,7 +59,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
 def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
-    made = [Middleware(Paths)]
+    made = [Middleware(PlainPaths)]
     if settings.hosts:
         made.append(Middleware(Hosts, names=settings.hosts, failed=failed))
     if settings.origins:

@@ -28,7 +28,7 @@ _SLASHES = re.compile("/{2,}")
 _WITHOUT_VERSION = "/chat/completions", "/responses", "/models"  # as clients of llama.cpp's server write them
 
 
-class Paths:
+class PlainPaths:
     """Reads a path as proxies and clients write it: after the server's address, with more slashes or one at its end.
 
     OpenAI's paths are read without /v1 too. A HEAD is answered as its GET is, without the body.

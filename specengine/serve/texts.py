@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding", "/api/embed", "/api/embeddings")
 
 
-class Texts:
+class TextReader:
     """Reads texts beside the worker, with a tokenizer of its own: its state is set for each text."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
@@ -64,7 +64,7 @@ class Texts:
 
 def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
     """Add the endpoints."""
-    texts = Texts(worker, settings)
+    texts = TextReader(worker, settings)
     _tokens(app, texts)
     _ollama(app, texts)
     for path in EMBEDDINGS:
@@ -98,7 +98,7 @@ async def refuse_embeddings() -> Response:
     )
 
 
-def _tokens(app: FastAPI, texts: Texts) -> None:
+def _tokens(app: FastAPI, texts: TextReader) -> None:
     @app.post("/tokenize", summary="Tokens of a text, as llama.cpp and vLLM do")
     async def tokenize(body: TokenizeBody) -> Response:
         return json_response(await texts.read(lambda engine, limits: tokens_of(body, engine, limits)))
@@ -184,7 +184,7 @@ class ModelNamed(BaseModel):
     verbose: bool | None = None
 
 
-def _ollama(app: FastAPI, texts: Texts) -> None:
+def _ollama(app: FastAPI, texts: TextReader) -> None:
     settings, started = texts.settings, ollama.now()
 
     def described() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specengine import Engine
 from specengine.checkpoints import gguf
-from specengine.checkpoints.gguf.tokens import Kind, Tokens
+from specengine.checkpoints.gguf.tokens import TokenKind, Tokens
 from specengine.errors import CheckpointError
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import opened
@@ -125,8 +125,8 @@ def test_ends_are_control_tokens_whatever_the_file_says(tmp_path: Path) -> None:
     file = opened(tmp_path, vocabulary=words)
     texts = words["tokenizer.ggml.tokens"]
     kinds = dict(zip(texts, Tokens(file, texts, len(texts)).kinds, strict=True))
-    assert {kinds[text] for text in ("<|im_end|>", "<|return|>", "<|call|>")} == {Kind.CONTROL}
-    assert {kinds[text] for text in ("<|end|>", "<|channel|>")} == {Kind.USER_DEFINED}
+    assert {kinds[text] for text in ("<|im_end|>", "<|return|>", "<|call|>")} == {TokenKind.CONTROL}
+    assert {kinds[text] for text in ("<|end|>", "<|channel|>")} == {TokenKind.USER_DEFINED}
     tokenizer = gguf.tokenizer(file)
     ids = tokenizer("a<|im_end|><|end|>").input_ids
     assert [texts[number] for number in ids] == ["a", "<|im_end|>", "<|end|>"]

@@ -45,7 +45,7 @@ def test_the_ops_are_there_where_nvrtc_is(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_structures_have_the_size_of_the_headers() -> None:
     text = "".join(file.read_text() for file in (_nvrtc.sources() / "spec").glob("device_*.hpp"))
-    for structure in (_nvrtc.Step, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.ExtractArgs, _nvrtc.OutcomeArgs):
+    for structure in (_nvrtc.BestFirstStep, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.ExtractArgs, _nvrtc.OutcomeArgs):
         assert f"sizeof({structure.__name__}) == {ctypes.sizeof(structure) // 8} * 8" in text
     assert _nvrtc.STEP.lanes == cuda.CAPACITY
     assert f"kCapacity = {cuda.CAPACITY};" in text

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.train.text import conversations, synthesis
-from specengine.train.text.conversations import Format
+from specengine.train.text.conversations import ChatFormat
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
@@ -57,14 +57,14 @@ def texts(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
 
 
 def test_the_template_is_read_off_the_tokenizer() -> None:
-    form = Format.of(TOKENIZER, frozenset({END}))
+    form = ChatFormat.of(TOKENIZER, frozenset({END}))
     assert (form.before, form.to_answer, form.to_user) == ([USER], [END, ASSISTANT], [END, USER])
     assert form.stops == {END}
 
 
 def test_templates_that_hide_what_was_said_are_refused() -> None:
     with pytest.raises(InputError, match="chat template"):
-        Format.of(byte_tokenizer("{{ 'nothing' }}"), frozenset())
+        ChatFormat.of(byte_tokenizer("{{ 'nothing' }}"), frozenset())
 
 
 @WAYS
@@ -108,7 +108,7 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
 
 def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
-    writer = synthesis.Lockstep(model, Format.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    writer = synthesis.Lockstep(model, ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
         rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]

@@ -18,7 +18,7 @@ from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.errors import CheckpointError
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """Kinds of tokens, by their number in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
@@ -110,15 +110,15 @@ class Tokens:
         return frozenset(self._named_ends - self._parts - self._words)
 
     @cached_property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[TokenKind]:
         """The kind of each token, as the file says; tokens that end an answer or mark a file are control."""
         stated = self.file.metadata.get("tokenizer.ggml.token_type", [])
-        kinds = [Kind(value) if value in _NUMBERS else Kind.NORMAL for value in stated]
-        kinds += [Kind.NORMAL] * (len(self.texts) - len(kinds))
+        kinds = [TokenKind(value) if value in _NUMBERS else TokenKind.NORMAL for value in stated]
+        kinds += [TokenKind.NORMAL] * (len(self.texts) - len(kinds))
         changed = {
-            Kind.CONTROL: self._of(*_END_TEXTS) | self._file_marks,
-            Kind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
-            Kind.NORMAL: self._words,
+            TokenKind.CONTROL: self._of(*_END_TEXTS) | self._file_marks,
+            TokenKind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
+            TokenKind.NORMAL: self._words,
         }
         for kind, numbers in changed.items():
             for number in numbers:
@@ -154,4 +154,4 @@ class Tokens:
         return {self.ids[text] for text in texts if text in self.ids}
 
 
-_NUMBERS: frozenset[Any] = frozenset(Kind)
+_NUMBERS: frozenset[Any] = frozenset(TokenKind)

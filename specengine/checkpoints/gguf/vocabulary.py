@@ -14,7 +14,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.checkpoints.gguf.tokens import Kind, Tokens, special_id
+from specengine.checkpoints.gguf.tokens import TokenKind, Tokens, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
 
 _SPECIAL_TOKENS = {
@@ -98,7 +98,7 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None or _is_merged(file):
         return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
-    apart = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # never made of letters
+    apart = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE)  # never made of letters
     whole = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
     found = [
         (score, text[:cut], text[cut:])
@@ -114,8 +114,8 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
 def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
     """Add control tokens as special tokens, and the user's tokens as whole words in any text."""
     ids = {number for number in named if number is not None}
-    ids |= {number for number, kind in enumerate(tokens.kinds) if kind in (Kind.CONTROL, Kind.UNKNOWN)}
-    users = [number for number, kind in enumerate(tokens.kinds) if kind is Kind.USER_DEFINED and number not in ids]
+    ids |= {number for number, kind in enumerate(tokens.kinds) if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)}
+    users = [number for number, kind in enumerate(tokens.kinds) if kind is TokenKind.USER_DEFINED and number not in ids]
     backend.add_special_tokens([AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)])
     backend.add_tokens([AddedToken(tokens.texts[i], normalized=False, special=False) for i in users])
 

@@ -23,7 +23,7 @@ CONVOLUTIONS = (
 STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
 NO_LIMITS = (0.0, float("inf"))
 LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
-ROUTER_NORM = "router_norm"  # of Beside: is divided by the root of the hidden size
+ROUTER_NORM = "router_norm"  # of ExpertsWithDense: is divided by the root of the hidden size
 GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
 
 
@@ -660,7 +660,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExpertsWithDense:
     """Experts beside a gated network: what is normed and added is norm(mlp(norm(x))) + norm(experts(norm(x))).
 
     norm, router_norm  of what the experts and their router read; the latter's weights are divided by the root of the
@@ -744,7 +744,7 @@ class Layer:
     mlp: GatedMLP | PlainMLP | Experts | None = GatedMLP()
     mlp_output_norm: Name | None = None
     mixer: Mixer | None = None
-    beside: Beside | None = None
+    beside: ExpertsWithDense | None = None
     own: OwnInputs | None = None
     scale: Name | None = None
 

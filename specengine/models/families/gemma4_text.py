@@ -7,7 +7,7 @@ from specengine.models.families import (
     GGUF,
     SLIDING,
     Attention,
-    Beside,
+    ExpertsWithDense,
     Experts,
     Factors,
     Family,
@@ -45,10 +45,10 @@ def attention(config: Any, number: int) -> Attention:
     )
 
 
-def beside(config: Any) -> Beside | None:
+def beside(config: Any) -> ExpertsWithDense | None:
     if not getattr(config, "enable_moe_block", False):
         return None
-    return Beside(
+    return ExpertsWithDense(
         Experts(
             config.num_experts,
             config.moe_intermediate_size,

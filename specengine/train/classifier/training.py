@@ -28,14 +28,14 @@ KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)
 Progress = Callable[[str], None]
 
 
-class Rows(NamedTuple):
+class LabelledRows(NamedTuple):
     """Training rows. inputs: [rows, ...], features of the network; labels: bool [rows]."""
 
     inputs: Tensor
     labels: Tensor
 
 
-def rows_of(kind: str, logged: LoggedTree) -> Rows:
+def rows_of(kind: str, logged: LoggedTree) -> LabelledRows:
     """Return the training rows of one tree.
 
     c2t        each node but the root: whether it is on the accepted path
@@ -45,13 +45,13 @@ def rows_of(kind: str, logged: LoggedTree) -> Rows:
     return {"c2t": _c2t_rows, "disco": _disco_rows, "specdecpp": _specdecpp_rows}[kind](logged)
 
 
-def _c2t_rows(logged: LoggedTree) -> Rows:
+def _c2t_rows(logged: LoggedTree) -> LabelledRows:
     tree = logged.tree
     features = c2t_features(tree.path_log_probs[1:], parent_entropies(logged), tree.depths[1:], DEPTH_BASE)
-    return Rows(features, logged.accepted[1:])
+    return LabelledRows(features, logged.accepted[1:])
 
 
-def _disco_rows(logged: LoggedTree) -> Rows:
+def _disco_rows(logged: LoggedTree) -> LabelledRows:
     tree, row_of = logged.tree, _row_of(logged)
     best = [
         tree.best(ops.Nodes.of(level), 1).alive()
@@ -61,15 +61,15 @@ def _disco_rows(logged: LoggedTree) -> Rows:
     nodes = torch.cat(best)
     rows = row_of[tree.parents[nodes]]
     features = disco_features(logged.top_probs[rows], logged.entropies[rows], tree.depths[nodes], DEPTH_BASE)
-    return Rows(features, tree.depths[nodes] <= int(tree.depths[logged.accepted].max()))
+    return LabelledRows(features, tree.depths[nodes] <= int(tree.depths[logged.accepted].max()))
 
 
-def _specdecpp_rows(logged: LoggedTree) -> Rows:
+def _specdecpp_rows(logged: LoggedTree) -> LabelledRows:
     if not logged.hidden.shape[1]:
         raise InputError("trees: they have no hidden states of the draft; only EAGLE heads have them")
     below = logged.expanded > 0
     nodes = logged.expanded[below]
-    return Rows(logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes])
+    return LabelledRows(logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes])
 
 
 def parent_entropies(logged: LoggedTree) -> Tensor:
@@ -147,7 +147,7 @@ def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[L
 
 
 def _fit(
-    net: Any, rows: Rows, options: ClassifierOptions, measure: Callable[[], dict[str, Any]], progress: Progress
+    net: Any, rows: LabelledRows, options: ClassifierOptions, measure: Callable[[], dict[str, Any]], progress: Progress
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Train, and return the figures on held-out trees and the weights after every epoch."""
     kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
@@ -184,11 +184,11 @@ def _recall_first(epochs: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) ->
     return min(near, key=lambda entry: entry[0]["at_half"]["keep_rate"])[1]
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
-    return Rows(torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts]))
+def _joined(parts: Sequence[LabelledRows]) -> LabelledRows:
+    return LabelledRows(torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts]))
 
 
-def _require_both(rows: Rows, name: str) -> None:
+def _require_both(rows: LabelledRows, name: str) -> None:
     if not bool(rows.labels.any()) or bool(rows.labels.all()):
         raise InputError(f"trees: all {name} nodes have the same label; collect more trees")
 
@@ -224,7 +224,7 @@ def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
 
 @torch.no_grad()
 def _measure_c2t(
-    net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
+    net: Any, held: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
 ) -> dict[str, Any]:
     confidence = torch.cat(
         [path_minimum(net(own_rows.inputs), tree) for own_rows, tree in zip(rows, held, strict=True)]
@@ -282,7 +282,7 @@ def _threshold(values: Tensor, share: float) -> float:
 
 @torch.no_grad()
 def _measure_stop(
-    net: Any, held: Sequence[LoggedTree], rows: Sequence[Rows], options: ClassifierOptions
+    net: Any, held: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
 ) -> dict[str, Any]:
     joined = _joined(rows)
     probabilities = net(joined.inputs)

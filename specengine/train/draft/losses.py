@@ -33,7 +33,7 @@ def check_fit(loss: Loss, head: EagleHead) -> None:
         )
 
 
-class Step(NamedTuple):
+class UnrolledStep(NamedTuple):
     """One step of the unrolled draft.
 
     states    [batch, anchors, width, hidden size], recurrent states of the draft
@@ -123,19 +123,21 @@ def _steps(
     anchors: Tensor,
     labels: Labels,
     generator: torch.Generator | None,
-) -> Iterator[Step]:
+) -> Iterator[UnrolledStep]:
     """Yield the first step, of every row, then later steps along the text or along the target's tree."""
     where = _text_labels(labels, reading, rows)
     features = _with_noise(reading.features, loss.noise, generator)
     unrolling = Unrolling(head, teacher, features, reading.tokens, anchors)
-    yield Step(unrolling.first()[:, :, None], where[:, 1:, None])
+    yield UnrolledStep(unrolling.first()[:, :, None], where[:, 1:, None])
     if loss.width:
         yield from _along_tree(loss, teacher, reading, anchors, labels, unrolling)
     else:
         yield from _along_text(loss, reading, anchors, where, unrolling)
 
 
-def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling) -> Iterator[Step]:
+def _along_text(
+    loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling
+) -> Iterator[UnrolledStep]:
     """Yield the later steps of EAGLE, HASS and the training-time test."""
     batch, length = reading.tokens.shape
     sequence = torch.arange(batch, device=anchors.device, dtype=torch.int64)[:, None]
@@ -145,18 +147,18 @@ def _along_text(loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, un
         positions = positions.clamp(0, length - 1)
         here = torch.where(inside, where[sequence, positions], -1)
         tokens = reading.tokens[sequence, positions][..., None]
-        yield Step(unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None])
+        yield UnrolledStep(unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None])
 
 
 def _along_tree(
     loss: Loss, teacher: Teacher, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
-) -> Iterator[Step]:
+) -> Iterator[UnrolledStep]:
     """Yield the later steps of TALF. The label of a node of the target's tree is the target's distribution after it."""
     roots = anchors.clamp(min=0) + 1  # positions of the root tokens
     for layer in teacher.grow(reading, roots, width=loss.width, depths=loss.steps - 1):
         index = labels.add(layer.states.flatten(0, 2)).view(layer.tokens.shape)
         states = unrolling.next(layer.tokens, layer.parents, detach=loss.detach)
-        yield Step(states, torch.where((anchors >= 0)[..., None], index, -1))
+        yield UnrolledStep(states, torch.where((anchors >= 0)[..., None], index, -1))
 
 
 def _text_labels(labels: Labels, reading: Reading, rows: Tensor) -> Tensor:

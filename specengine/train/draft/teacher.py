@@ -43,7 +43,7 @@ class Reading(NamedTuple):
         return Reading(self.tokens.to(device), self.features.to(device), self.states.to(device), None)
 
 
-class Layer(NamedTuple):
+class TargetLayer(NamedTuple):
     """Tree nodes of one depth, `width` for each anchor.
 
     tokens   int64 [batch, anchors, width]
@@ -89,8 +89,8 @@ class Teacher:
         return Reading(tokens, features, out.hidden_states[-1], cache)
 
     @_as_stored
-    def grow(self, reading: Reading, anchors: Tensor, *, width: int, depths: int) -> list[Layer]:
-        """Return the target's own beam tree after each anchor, one Layer per depth from 1 (SALF & TALF, Alg. 1).
+    def grow(self, reading: Reading, anchors: Tensor, *, width: int, depths: int) -> list[TargetLayer]:
+        """Return the target's own beam tree after each anchor, one TargetLayer per depth from 1 (SALF & TALF, Alg. 1).
 
         anchors: int64 [batch, anchors], positions of root tokens. Every depth keeps the `width` nodes with the
         largest path probability among the children of the depth above. The cache of `reading` cannot be used again.
@@ -99,11 +99,11 @@ class Teacher:
         states = reading.states[rows, anchors][:, :, None]
         scores = states.new_zeros(*anchors.shape, 1, dtype=torch.float32)
         branches = Branches(self, reading, anchors)
-        layers: list[Layer] = []
+        layers: list[TargetLayer] = []
         for _ in range(depths):
             parents, tokens, scores = self._best_children(states, scores, width)
             states = branches.extend(tokens, parents)
-            layers.append(Layer(tokens, parents, states))
+            layers.append(TargetLayer(tokens, parents, states))
         return layers
 
     def _best_children(self, states: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ BASE_LEAD = 8  # first tokens of a base model's text, drawn at temperature 1 so 
 
 
 @dataclass(frozen=True)
-class Format:
+class ChatFormat:
     """The token ids of a chat template around the turns. A base model has only `before`.
 
     before        ids before the user's first turn
@@ -45,7 +45,7 @@ class Format:
         return bool(self.to_answer)
 
     @classmethod
-    def of(cls, tokenizer: Any, stops: frozenset[int]) -> Format:
+    def of(cls, tokenizer: Any, stops: frozenset[int]) -> ChatFormat:
         """Return the format of a tokenizer's chat template. Raise InputError if the template changes the turns."""
         if not getattr(tokenizer, "chat_template", None):
             return cls(list(tokenizer("")["input_ids"]), stops=stops)
@@ -64,7 +64,7 @@ class Format:
         return cls(first, second, third, stops | {second[0], third[0]})
 
 
-def as_turns(turns: Sequence[str], form: Format, tokenizer: Any) -> list[list[int]]:
+def as_turns(turns: Sequence[str], form: ChatFormat, tokenizer: Any) -> list[list[int]]:
     """Return the ids of each user's turn with the ids of the chat template around it."""
     plain = [list(tokenizer(turn, add_special_tokens=False)["input_ids"]) for turn in turns]
     first, *later = plain
@@ -74,7 +74,7 @@ def as_turns(turns: Sequence[str], form: Format, tokenizer: Any) -> list[list[in
 class Writer(ABC):
     """Writes conversations of a format, up to `options.length` tokens long, in shards of `options.rows`."""
 
-    def __init__(self, form: Format, options: SynthesisOptions, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, form: ChatFormat, options: SynthesisOptions, tokenizer: Any, vocab_size: int) -> None:
         self.form, self.options = form, options
         special = set(tokenizer.all_special_ids) | form.stops
         self.no_words = sorted(i for i in special if i < vocab_size)
@@ -107,7 +107,7 @@ class Writer(ABC):
 class Row:
     """One conversation while it is written."""
 
-    def __init__(self, form: Format, length: int, temperature: float, turns: list[list[int]]) -> None:
+    def __init__(self, form: ChatFormat, length: int, temperature: float, turns: list[list[int]]) -> None:
         self.form, self.length, self.temperature = form, length, temperature
         self.forced = deque(turns[0])  # tokens to append before any is drawn
         self.turns = deque(turns[1:])  # later turns of a prompt

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from specengine.errors import InputError, require
-from specengine.train.text.conversations import MIN_P, Format, Row, Writer, as_turns
+from specengine.train.text.conversations import MIN_P, ChatFormat, Row, Writer, as_turns
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 
@@ -52,7 +52,7 @@ def write_corpus(
     """
     index, parts = part
     require("part", f"{index} of {parts}", f"0 to {parts - 1}", 0 <= index < parts)
-    form = Format.of(tokenizer, stop_tokens(source, tokenizer))
+    form = ChatFormat.of(tokenizer, stop_tokens(source, tokenizer))
     turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
     if prompts and not turn_ids:
         raise InputError(f"prompts: each is longer than the length of {options.length} tokens")
@@ -112,7 +112,7 @@ def stop_tokens(source: PreTrainedModel | Engine, tokenizer: Any) -> frozenset[i
 class Lockstep(Writer):
     """Writes a batch of conversations in lockstep. All rows are at the same position, so nothing is padded."""
 
-    def __init__(self, model: PreTrainedModel, form: Format, options: SynthesisOptions, tokenizer: Any) -> None:
+    def __init__(self, model: PreTrainedModel, form: ChatFormat, options: SynthesisOptions, tokenizer: Any) -> None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         super().__init__(form, options, tokenizer, vocabulary)
         self.model = model.eval()
@@ -206,7 +206,7 @@ class Speculative(Writer):
     Faster with few threads and long prompts.
     """
 
-    def __init__(self, engine: Engine, form: Format, options: SynthesisOptions) -> None:
+    def __init__(self, engine: Engine, form: ChatFormat, options: SynthesisOptions) -> None:
         super().__init__(form, options, engine.tokenizer, engine.target.vocab_size)
         self.engine = engine
         unnamed = range(len(engine.tokenizer), engine.target.vocab_size)  # rows of the head without a token
