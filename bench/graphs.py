@@ -36,7 +36,7 @@ from specengine.benchmark.baselines import Generate
 from specengine.benchmark.measuring import Run, tokens_of
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import Record
-from specengine.benchmark.ways import PLAIN, Decoder, EngineDecoder, Way
+from specengine.benchmark.ways import PLAIN, WayDecoder, EngineDecoder, Way
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError
@@ -57,7 +57,7 @@ class Decoders:
         ]
         self._untouched, self._model = copies[0], copies[-1]
         self._draft = args.draft
-        self.made: dict[str, Decoder] = {}
+        self.made: dict[str, WayDecoder] = {}
         self.plain = self._engine(PLAIN)
 
     def transformers(self, name: str, **options: Any) -> Way:
@@ -74,8 +74,8 @@ class Decoders:
 
         return self._way(name, make, against=against)
 
-    def _way(self, name: str, make: Callable[[], Decoder], **options: Any) -> Way:
-        def start() -> Decoder:
+    def _way(self, name: str, make: Callable[[], WayDecoder], **options: Any) -> Way:
+        def start() -> WayDecoder:
             if name not in self.made:
                 self.made[name] = make()
             return self.made[name]
@@ -172,7 +172,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _last_looks(name: str, decode: Decoder, prompt: list[int], args: argparse.Namespace) -> Iterator[Record]:
+def _last_looks(name: str, decode: WayDecoder, prompt: list[int], args: argparse.Namespace) -> Iterator[Record]:
     """Yield how often a way's host waits, and what its graphs hold; it is given up then, with the memory it holds."""
     if args.device != "cpu":
         answer = partial(decode, prompt, args.max_new_tokens)

@@ -23,7 +23,7 @@ from bench.short_models import first_layers
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.baselines import Generate
-from specengine.benchmark.ways import Decoder, EngineDecoder
+from specengine.benchmark.ways import WayDecoder, EngineDecoder
 
 GREEDY = {"temperature": 0.0}
 PARAGRAPH = workloads.BUILT_IN["edit"]
@@ -67,7 +67,7 @@ def _speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tokens = args.max_new_tokens
     for context in args.contexts:
         prompt = _prompt(plain, context)
-        ways: dict[str, Decoder] = {
+        ways: dict[str, WayDecoder] = {
             "huggingface": Generate(model, GREEDY, [], min_new_tokens=tokens),
             "plain": EngineDecoder(plain, GREEDY | {"eos_token_id": []}),
         }

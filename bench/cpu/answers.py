@@ -16,7 +16,7 @@ from bench.workloads import Workload
 from specengine.benchmark import peers
 from specengine.benchmark.baselines import LOOKUP_TOKENS, Generate
 from specengine.benchmark.measuring import Run, longest
-from specengine.benchmark.ways import Decoder, EngineDecoder, Way, without_memory
+from specengine.benchmark.ways import WayDecoder, EngineDecoder, Way, without_memory
 from specengine.engine import Engine
 from specengine.files import cache_dir
 
@@ -50,7 +50,7 @@ def _answered(
     ends = [] if part == "plain" else sorted(given.end_tokens)
     options = {"temperature": 0.0, "eos_token_id": ends}
 
-    def start(name: str) -> Decoder:
+    def start(name: str) -> WayDecoder:
         if name in KINDS:
             return EngineDecoder(given.plain(name) if part == "plain" else fresh(given.engine(name)), options)
         files = peers.Model(given.gguf_file(), None, None, cache_dir())

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from specengine.benchmark.answers import Answer, first_difference, row
-from specengine.benchmark.ways import PLAIN, Decoder, Way
+from specengine.benchmark.ways import PLAIN, WayDecoder, Way
 from specengine.benchmark.workloads import Workload
 from specengine.checking import Judged, judge
 from specengine.engine import Engine
@@ -54,7 +54,7 @@ class Run:
         self.plain, self.ways, self.options = plain, list(ways), options
         self.length, self.rounds, self.turns, self.compares, self.say = length, rounds, turns, compares, say
         self.faults = 0  # of our own ways: errors that nobody expected, and answers that are not plain decoding's
-        self._decoders: dict[str, list[Decoder]] = {}
+        self._decoders: dict[str, list[WayDecoder]] = {}
 
     def records(self, items: Sequence[Workload], done: Iterable[Record] = ()) -> Iterator[Record]:
         """Yield the records that are not among `done`, those of an earlier run; its faults count too."""

@@ -21,7 +21,7 @@ from specengine.policies import TreePolicy
 PLAIN = "plain"
 
 
-class Decoder(Protocol):
+class WayDecoder(Protocol):
     """Answers prompts. `facts` go into the record of its way."""
 
     facts: dict[str, Any]
@@ -44,7 +44,7 @@ class Way:
     """
 
     name: str
-    start: Callable[[], Decoder]
+    start: Callable[[], WayDecoder]
     ours: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     against: str = PLAIN

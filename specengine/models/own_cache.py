@@ -198,13 +198,13 @@ class OwnCacheLM(CausalLM):
 
     def verify(
         self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, Paths]:
+    ) -> tuple[Tensor, Tensor | None, TreePaths]:
         """Run a tree's nodes behind the cached tokens.
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
         """
         began = time.perf_counter()
-        paths = Paths.of(tree)
+        paths = TreePaths.of(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
         given = torch.tensor(rows, dtype=torch.int64, device=self.device)
         out = self._forward(given, paths.longest, cache.copies(len(rows), self.device), features)
@@ -213,7 +213,7 @@ class OwnCacheLM(CausalLM):
         states = None if out.states is None else out.states[paths.row, paths.depth]
         return out.logits[paths.row, paths.depth], states, paths
 
-    def keep(self, cache: OwnCache, paths: Paths, path: list[int], tokens: list[int]) -> None:
+    def keep(self, cache: OwnCache, paths: TreePaths, path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = paths.with_path(path)
         made = OwnCache()
@@ -267,7 +267,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
 
 
-class Paths:
+class TreePaths:
     """A tree as its root-to-leaf paths, each a row of one length: shorter ones are padded behind.
 
     nodes: of each path; row, depth: int64 [nodes of the tree], where each node stands; held: caches behind them.
@@ -280,7 +280,7 @@ class Paths:
         self.row, self.depth = ([places[node][part] for node in range(size)] for part in (0, 1))
 
     @classmethod
-    def of(cls, tree: TokenTree) -> Paths:
+    def of(cls, tree: TokenTree) -> TreePaths:
         parents = tree.parents.tolist()
         inner = set(parents)
         paths = []
@@ -313,7 +313,7 @@ class OwnCacheTarget(HuggingFaceTarget):
     def __init__(self, model: PreTrainedModel, cause: str, *, pack: bool | None = None, reason: str = "") -> None:
         super().__init__(model, pack=pack, reason=reason)
         self.cause = cause
-        self._paths: Paths | None = None
+        self._paths: TreePaths | None = None
         self._waiting: list[int] = []  # of the prompt, run with the first token to verify, as `generate` does
 
     @property

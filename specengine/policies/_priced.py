@@ -19,7 +19,7 @@ REPRICED = 16  # cycles between looks at the costs: contexts grow, and other tex
 READS, STAYS = Plan(reads_costs=True), Plan()
 
 
-class Prices(NamedTuple):
+class PricesByCount(NamedTuple):
     """Costs in any one unit, float64.
 
     verify    [nodes + 1], of verifying so many nodes, the root included; entry 0 is 0
@@ -73,10 +73,10 @@ class Priced(TreePolicy):
         before = ops.where(first, prices.overhead, spent)
         return spent.copy_(before + prices.draft.index_select(0, width))
 
-    def _priced(self, device: torch.device) -> Prices:
+    def _priced(self, device: torch.device) -> PricesByCount:
         tables = self._known.table(*self._sizes, self._context)
         overhead = torch.full((1,), self._known.overhead, dtype=torch.float64, device=device)
-        return Prices(tables.verify.double().to(device), tables.draft.double().to(device), overhead)
+        return PricesByCount(tables.verify.double().to(device), tables.draft.double().to(device), overhead)
 
     @torch.inference_mode()
     def _reprice(self) -> None:

@@ -28,7 +28,7 @@ _NICENESS = 10  # of slow ones, beside answers
 log = logging.getLogger(__name__)
 
 
-class Kind(NamedTuple):
+class ReaderKind(NamedTuple):
     """What processes do.
 
     package        that does the work
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     quick_seconds: float
 
 
-GRAMMARS, TEMPLATES = Kind("llguidance", "reading it", 0.1), Kind("transformers", "filling it", 1.0)
+GRAMMARS, TEMPLATES = ReaderKind("llguidance", "reading it", 0.1), ReaderKind("transformers", "filling it", 1.0)
 
 
 class NoReaderError(Exception):
@@ -51,7 +51,7 @@ class NoReaderError(Exception):
 class Reader:
     """A process that reads one text after another, until it is closed or this process ends."""
 
-    def __init__(self, kind: Kind, niceness: int = 0) -> None:
+    def __init__(self, kind: ReaderKind, niceness: int = 0) -> None:
         package = importlib.util.find_spec(kind.package)
         folders = [] if package is None else list(package.submodule_search_locations or ())
         if not sys.executable or getattr(sys, "frozen", False) or not folders:
@@ -117,7 +117,7 @@ class Reader:
 class Readers:
     """Warm processes for texts that are read at once; those that take long stand in a line of their own."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: ReaderKind) -> None:
         self.kind = kind
         self._idle: list[Reader] = []
         self._quick, self._slow = threading.Semaphore(_QUICK_READERS), threading.Semaphore(_SLOW_READERS)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
-from specengine.models.own_cache import OwnCacheTarget, Paths
+from specengine.models.own_cache import OwnCacheTarget, TreePaths
 from tests.sweep.serving import Knowing, generated, prompt_of
 from tests.sweep.small import model_of
 from tests.toy import policy_for, random_tree
@@ -72,7 +72,7 @@ def test_logits_of_paths_are_those_of_single_steps(hybrid: PreTrainedModel) -> N
 
 
 def test_paths_are_padded_behind() -> None:
-    paths = Paths.of(random_tree(1, 9, 50))
+    paths = TreePaths.of(random_tree(1, 9, 50))
     assert len({tuple(path) for path in paths.nodes}) == len(paths.nodes)
     for node, (row, depth) in enumerate(zip(paths.row, paths.depth, strict=True)):
         assert paths.nodes[row][depth] == node
