@@ -36,7 +36,7 @@ from specengine.benchmark.baselines import Generate
 from specengine.benchmark.measuring import Run, tokens_of
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.tables import Record
-from specengine.benchmark.ways import PLAIN, WayDecoder, EngineDecoder, Way
+from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError

@@ -23,7 +23,7 @@ from bench.short_models import first_layers
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.baselines import Generate
-from specengine.benchmark.ways import WayDecoder, EngineDecoder
+from specengine.benchmark.ways import EngineDecoder, WayDecoder
 
 GREEDY = {"temperature": 0.0}
 PARAGRAPH = workloads.BUILT_IN["edit"]

@@ -16,7 +16,7 @@ from bench.workloads import Workload
 from specengine.benchmark import peers
 from specengine.benchmark.baselines import LOOKUP_TOKENS, Generate
 from specengine.benchmark.measuring import Run, longest
-from specengine.benchmark.ways import WayDecoder, EngineDecoder, Way, without_memory
+from specengine.benchmark.ways import EngineDecoder, Way, WayDecoder, without_memory
 from specengine.engine import Engine
 from specengine.files import cache_dir
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from specengine.benchmark.answers import Answer, first_difference, row
-from specengine.benchmark.ways import PLAIN, WayDecoder, Way
+from specengine.benchmark.ways import PLAIN, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.checking import Judged, judge
 from specengine.engine import Engine
