@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +167,11 @@ def test_ctrl_c_is_for_whoever_started_the_process(own_process: None) -> None:
     process.send_signal(signal.SIGINT)
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
     assert templates.FILLERS._idle[0]._process is process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_imports_no_torch(own_process: None) -> None:
+    assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
+    maps = Path(f"/proc/{templates.FILLERS._idle[0]._process.pid}/maps").read_text()
+    assert "numpy" in maps
+    assert "torch" not in maps
