@@ -12,8 +12,9 @@ import torch
 from specengine.costs import PassCosts
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS
-from specengine.policies.auto import Auto
-from tests.policies.lawful import Lawful, Rows, World, all_ways, level
+from specengine.policies.auto import MEASURED, Auto
+from specengine.records import Cycle, Outcome, Seconds
+from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted, level
 from tests.policies.test_auto import HELD, auto, state_of
 
 SHAPE = {"budget": 5, "width": 1}
@@ -107,3 +108,26 @@ def test_what_is_counted_together_and_what_is_a_texts_own() -> None:
     second.begin(10)
     assert (int(one.counts.group), int(other.counts.group)) == (1, 0)
     assert torch.equal(other.books[0].hits, one.books[0].hits)
+
+
+def test_forwards_of_all_texts_correct_the_price_of_their_rows() -> None:
+    """Not the time of a text's own verification, which waits for others; and what one text learns all know."""
+    thought = PassCosts("thought", {1: 0.01, 64: 0.64}, {1: 0.001}, measured=True)
+    forwards = list[tuple[int, float]]()
+    shared = thought.beside(2, forward=lambda: forwards.pop() if forwards else None)
+    first, second = auto(MEASURED), auto(MEASURED)
+    second.learn_with(first)
+    first.begin(0, costs=lambda: shared)
+    tree = drafted(first, Lawful([[0.5]] * LEVELS)).tree
+    waited = Cycle(tree, [0], [ELSEWHERE], Seconds(verify=5.0, total=5.0), 1)
+    for _ in range(20):
+        first.learn(Outcome.of(waited))
+    assert first._rows[8] <= thought.verify[1] * 8 * 1.01
+    for _ in range(100):
+        forwards.append((8, 0.02))
+        first.learn(Outcome.of(waited))
+    second.begin(0, costs=lambda: shared)
+    rows = second._rows
+    assert rows[8] == pytest.approx(0.02, rel=0.05)
+    price = state_of(second).throughput.verify
+    assert float(price[6]) == pytest.approx(rows[3] + 3 * (rows[8] - rows[3]))
