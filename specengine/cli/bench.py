@@ -61,10 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         compares=not choice.samples,
         say=say,
     )
+    others = next((record["others"] for record in reversed(log.records) if record["record"] == "load"), None)
+    count = len(log.records)
     for record in run_.records(items, list(log.records)):
         log.add(record)
-    others = load.share_since(before)
-    log.add({"record": "load", "others": others})
+    if len(log.records) > count:
+        others = load.share_since(before)
+        log.add({"record": "load", "others": others})
     _print(tables(log.records))
     print(_verdict(log.records, choice, first, others))
     return int(run_.faults > 0)

@@ -11,7 +11,7 @@ import pytest
 from specengine.cli import main
 from specengine.cli import train as command
 from specengine.cli.parser import part
-from specengine.train.draft import recipes
+from specengine.train.draft.options import RECIPES
 from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny
 
@@ -60,9 +60,9 @@ def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: A
 def test_without_text_the_recipes_is_written_first(
     folder: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = recipes.RECIPES["cpu-small"]
+    usual = RECIPES["cpu-small"]
     small = replace(usual, text=replace(usual.text, tokens=300, rows=8, length=40))
-    monkeypatch.setitem(recipes.RECIPES, "cpu-small", small)
+    monkeypatch.setitem(RECIPES, "cpu-small", small)
     head = tmp_path / "head"
     assert main(["train", "draft", str(head), "--target", folder, *TRAINING]) == 0
     assert Corpus.open(head / "data").shards()
@@ -98,6 +98,6 @@ def test_parts_are_counted_from_one(capsys: Any) -> None:
 
 
 def test_the_recipes_are_sound() -> None:
-    for recipe in recipes.RECIPES.values():
+    for recipe in RECIPES.values():
         assert recipe.about
         assert max(recipe.training.lengths) <= recipe.training.batch_tokens
