@@ -8,33 +8,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.messages import Body, text_at, text_of_part
 from specengine.protocol.parts import Part, Parts
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import RequestError, refused
 from specengine.protocol.replies import Reply, sse
 from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
 from specengine.protocol.thoughts import Thought
 from specengine.protocol.tool_formats import ToolCall
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
-_LENIENT = ConfigDict(extra="allow", strict=True)
 Blocks = str | list[dict[str, Any]]
 
 
-class Turn(BaseModel):
+class Turn(Body, extra="allow"):
     """One message of the conversation."""
 
-    model_config = _LENIENT
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class ToolOffered(BaseModel):
+class ToolOffered(Body, extra="allow"):
     """A tool of the client's; `input_schema` is what its input meets if it is strict."""
 
-    model_config = _LENIENT
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"\S")
     description: str | None = None
@@ -42,8 +39,7 @@ class ToolOffered(BaseModel):
     strict: bool | None = None
 
 
-class Choice(BaseModel):
-    model_config = _STRICT
+class Choice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -66,7 +62,6 @@ Unread: Any = base_of(
 class _Asked(WithTools, Unread):
     """Fields of both endpoints."""
 
-    model_config = _STRICT
     functions_are = ("custom",)
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, fail_fast=True)
@@ -103,6 +98,8 @@ NAMES = {
     "prompt": "messages",
     "response_format": "output_config",
 }
+_TEXT = {"text": "text"}
+_ACCEPTED = "text, tool_use of the assistant, tool_result of the user"
 _HINTS = ("thinking", "redacted_thinking")
 
 
@@ -157,7 +154,7 @@ def _messages(place: str, turn: Turn) -> list[dict[str, Any]]:
         elif kind in _HINTS:
             thoughts += str(block.get("thinking") or "")
         else:
-            texts += _text(where, [block], alone=True)
+            texts += text_of_part(where, block, _TEXT, _ACCEPTED)
     message: dict[str, Any] = {"role": turn.role, "content": texts}
     if calls:
         message["tool_calls"] = calls
@@ -166,23 +163,8 @@ def _messages(place: str, turn: Turn) -> list[dict[str, Any]]:
     return [*made, message] if texts or calls or thoughts or not made else made
 
 
-def _text(where: str, content: Any, alone: bool = False) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _refused(where, "accepted a string or a list of blocks")
-    for at, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text" or not isinstance(block.get("text"), str):
-            place = f"{where}.type" if alone else f"{where}[{at}].type"
-            raise _refused(
-                place, f"got {kind!r:.60}, accepted text, tool_use of the assistant, tool_result of the user"
-            )
-    return "".join(block["text"] for block in content)
-
-
-def _refused(where: str, message: str) -> RequestError:
-    return RequestError(400, f"{where}: {message}", where)
+def _text(place: str, content: Any) -> str:
+    return text_at(place, content, _TEXT, _ACCEPTED, "blocks")
 
 
 def _tool(tool: ToolOffered) -> dict[str, Any]:
@@ -201,7 +183,7 @@ def _format(body: _Asked) -> dict[str, Any] | None:
     if not given:
         return None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise _refused("output_config.format", "accepted type 'json_schema'")
+        raise refused("output_config.format", "accepted type 'json_schema'")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -22,14 +23,14 @@ class Dialect(Generic[Given]):
 
     given      its body
     translate  makes the request that the engine answers; its ValidationError is told in the client's names
-    reply      shapes the answers: called with the body, that request, the model's name and its tokenizer
+    reply      shapes the answers: made of the body, that request, the model's name and its tokenizer
     names      the client's names of options and of fields of `translate`'s request, by the others
     about      for /openapi.json
     """
 
     given: type[Given]
     translate: Callable[[Given], Sampling]
-    reply: Callable[[Given, Sampling, str, Any], Reply]
+    reply: type[Reply]
     names: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
 
@@ -39,31 +40,23 @@ class Dialect(Generic[Given]):
             return self.translate(body)
         except ValidationError as error:
             problem = of_validation(error.errors(), list(self.given.model_fields))
-            first, rest = _parted(problem.param or "")
-            if first in self.names:
-                renamed = self.names[first] + rest
-                problem.args = (str(problem).replace(problem.param or "", renamed, 1),)
-                problem.param = renamed
+            place = problem.param or ""
+            field = re.split(r"[.\[]", place)[0]
+            if field in self.names:
+                problem.param = place.replace(field, self.names[field], 1)
+                problem.args = (str(problem).replace(place, problem.param, 1),)
             raise problem from error
 
 
-def _parted(place: str) -> tuple[str, str]:
-    end = next((at for at, letter in enumerate(place) if letter in ".["), len(place))
-    return place[:end], place[end:]
-
-
-def _openai(about: str, given: type[Any]) -> Dialect[Any]:
-    def reply(body: Any, asked: Sampling, model: str, tokenizer: Any) -> Reply:
-        return OpenAIReply(asked, model, tokenizer)
-
-    return Dialect(given, lambda body: body, reply, about=about)
+def _itself(request: Sampling) -> Sampling:
+    return request
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
 DIALECTS: dict[str, Dialect[Any]] = {
-    CHAT: _openai("Answer a conversation", ChatRequest),
-    TEXT: _openai("Go on with a text", CompletionRequest),
+    CHAT: Dialect(ChatRequest, _itself, OpenAIReply, about="Answer a conversation"),
+    TEXT: Dialect(CompletionRequest, _itself, OpenAIReply, about="Go on with a text"),
     RESPONSES: Dialect(
         responses.ResponsesRequest,
         responses.chat_of,
@@ -92,14 +85,9 @@ DIALECTS: dict[str, Dialect[Any]] = {
         "Answer between two texts, as llama.cpp does",
     ),
 }
-_COUNTING: Dialect[Any] = Dialect(
+COUNTING: Dialect[Any] = Dialect(
     anthropic.CountRequest,
     anthropic.chat_of,
     anthropic.MessagesReply,
     anthropic.NAMES,  # which has no answer to tell
 )
-
-
-def counting(body: anthropic.CountRequest) -> Sampling:
-    """Return the request whose tokens Anthropic's clients ask for; RequestError."""
-    return _COUNTING.translated(body)

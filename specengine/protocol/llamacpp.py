@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.messages import Body
 from specengine.protocol.parts import Parts, text_of_parts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply, sse
 from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, base_of, declared_values
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
-
-class TokenizeBody(BaseModel):
+class TokenizeBody(Body):
     """llama.cpp's `content`, or vLLM's `prompt`, whose special tokens at its ends are there by default."""
 
-    model_config = _STRICT
     content: str | None = None
     prompt: str | None = None
     model: str | None = None
@@ -30,14 +28,12 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = Field(None, description="the text of each token too, as `token_strs`")
 
 
-class DetokenizeBody(BaseModel):
-    model_config = _STRICT
+class DetokenizeBody(Body):
     tokens: list[int]
     model: str | None = None
 
 
-class OtherFile(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class OtherFile(Body, extra="ignore"):
     text: str
     filename: str = ""
 
@@ -57,7 +53,6 @@ Unread: Any = base_of(
 class InfillBody(Declared, Hints, Unread):
     """POST /infill."""
 
-    model_config = _STRICT
     input_prefix: str
     input_suffix: str
     input_extra: list[OtherFile] | None = Field(None, max_length=256)

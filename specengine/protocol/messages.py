@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+from specengine.protocol.problems import refused
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Fields that clients keep beside a message, and that say nothing to the model.
 _NOTES = {
     "additional_kwargs", "annotations", "cache_control", "created", "created_at", "finish_reason", "id", "index",
@@ -20,10 +22,57 @@ _THOUGHTS = ("reasoning_content", "reasoning")
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 
 
-class FunctionCall(BaseModel):
+class Body(BaseModel):
+    """A JSON object whose values are taken as they are: without conversions, and without further fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a content whose parts are texts."""
+    if isinstance(content, str):
+        return content
+    return "".join(part[TEXT_PARTS[part["type"]]] for part in content)
+
+
+def _of_text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the content; ValueError, with the place, for a part that is no text."""
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type")
+        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            raise ValueError(f"[{place}].type: got {kind!r:.60}, accepted parts of type 'text'")
+        if not isinstance(part.get(field), str):
+            raise ValueError(f"[{place}].{field}: accepted a string")
+    return content
+
+
+Content = Annotated[str | list[dict[str, Any]], AfterValidator(_of_text)]
+
+
+def text_at(place: str, content: Any, fields: Mapping[str, str], accepted: str, noun: str = "parts") -> str:
+    """Return the text of a string, or of a list of parts; RequestError names the place of what is none.
+
+    fields: where each type of part has its text; accepted: what parts may be
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(place, f"accepted a string or a list of {noun}")
+    return "".join(text_of_part(f"{place}[{at}]", part, fields, accepted) for at, part in enumerate(content))
+
+
+def text_of_part(place: str, part: Any, fields: Mapping[str, str], accepted: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(fields.get(kind)) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise refused(f"{place}.type", f"got {kind!r:.60}, accepted {accepted}")
+    return text
+
+
+class FunctionCall(Body, extra="ignore"):
     """`arguments`: the text of a JSON object, or the object; what else a model has written stays as it stands."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     name: str
     arguments: Any = None
 
@@ -42,10 +91,9 @@ class FunctionCall(BaseModel):
         return read if isinstance(read, dict) else given
 
 
-class ToolCallGiven(BaseModel):
+class ToolCallGiven(Body, extra="ignore"):
     """A call that the model made earlier in the conversation; what a client has noted beside it is not read."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
@@ -59,22 +107,14 @@ class ToolCallGiven(BaseModel):
         }
 
 
-class Message(BaseModel):
+class Message(Body, extra="allow"):
     """Fields beyond these may be there if they are notes of a client, or empty."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCallGiven] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _is_text(cls, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
-        if isinstance(content, list):
-            require_text_parts(content)
-        return content
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -90,8 +130,6 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         """Return the content, or the refusal in its place."""
-        if isinstance(self.content, str):
-            return self.content
         if self.content is not None:
             return text_of(self.content)
         refusal = (self.model_extra or {}).get("refusal")
@@ -110,22 +148,6 @@ class Message(BaseModel):
             if isinstance(value := (self.model_extra or {}).get(name), str):
                 made["reasoning_content"] = value
         return made
-
-
-def text_of(parts: list[dict[str, Any]]) -> str:
-    """Return the text of content parts that `require_text_parts` accepts."""
-    return "".join(part[_TEXT_PARTS[part["type"]]] for part in parts)
-
-
-def require_text_parts(parts: list[dict[str, Any]]) -> None:
-    """Raise ValueError, with the place, for a part that is no text."""
-    for place, part in enumerate(parts):
-        kind = part.get("type")
-        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            raise ValueError(f"[{place}].type: got {kind!r:.60}, accepted parts of type 'text'")
-        if not isinstance(part.get(field), str):
-            raise ValueError(f"[{place}].{field}: accepted a string")
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
+from specengine.protocol.messages import Body
 from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import Reply
@@ -28,7 +29,6 @@ from specengine.records import TokenLogprob
 
 VERSION = "0.12.6"  # of Ollama, whose requests these are; clients ask for a least one
 LINES = "application/x-ndjson"
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 # Options of how a model is run, which have no effect, and of samplers that are accepted where they are off.
@@ -62,7 +62,6 @@ Unread: Any = base_of(
 class Options(Unread):
     """Ollama's options of sampling; those of how a model is run (`num_ctx`, `num_gpu` and others) have no effect."""
 
-    model_config = _STRICT
     num_predict: int | None = Field(None, description="-1 and -2: no limit but the server's")
     temperature: float | None = None
     top_k: int | None = None
@@ -76,10 +75,9 @@ class Options(Unread):
     stop: str | list[str] | None = None
 
 
-class _Asked(BaseModel):
+class _Asked(Body):
     """Fields of both endpoints."""
 
-    model_config = _STRICT
     model: str | None = None
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
     options: Options | None = None
@@ -92,8 +90,7 @@ class _Asked(BaseModel):
     shift: bool | None = None
 
 
-class Turn(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class Turn(Body, extra="allow"):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None

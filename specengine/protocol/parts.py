@@ -9,7 +9,7 @@ from typing import Any
 from specengine.protocol.completion import Completion
 from specengine.protocol.requests import ChatRequest, Sampling
 from specengine.protocol.thoughts import Thought, ThoughtReader
-from specengine.protocol.tool_formats import ToolCall
+from specengine.protocol.tool_formats import Format, ToolCall
 from specengine.protocol.tools import StopText, ToolReader, format_of, schemas_of
 
 Part = str | Thought | ToolCall
@@ -24,29 +24,23 @@ class Parts:
     def __init__(self, request: Sampling, tokenizer: Any) -> None:
         self._stop = StopText(request.stops)
         self._tokenizer = tokenizer
-        self._tools: ToolReader | None = None
-        self._thoughts: ThoughtReader | None = None
-        if isinstance(request, ChatRequest):
-            if offered := request.template_tools:
-                most = 1 if request.parallel_tool_calls is False else sys.maxsize
-                self._tools = ToolReader(format_of(tokenizer), schemas_of(offered), most)
-            self._thoughts = None if request.separate_reasoning is False else ThoughtReader()
+        self._tools = ToolReader(Format(), {})
+        self._thoughts = ThoughtReader(isinstance(request, ChatRequest) and request.separate_reasoning is not False)
+        if isinstance(request, ChatRequest) and (offered := request.template_tools):
+            most = 1 if request.parallel_tool_calls is False else sys.maxsize
+            self._tools = ToolReader(format_of(tokenizer), schemas_of(offered), most)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the prompt, before anything of the answer."""
-        if self._thoughts is not None:
-            self._thoughts.begin(prompt, self._tokenizer)
+        self._thoughts.begin(prompt, self._tokenizer)
 
     def push(self, text: str, passed: int = 0) -> list[Part]:
         """Return the parts of a piece; passed: characters of the answer in which no stop string counts."""
-        return self._read(self._stop.push(text, passed))
+        return self._read(self._thoughts.push(self._stop.push(text, passed)))
 
     def end(self) -> list[Part]:
         """Return what was held back."""
-        parts = self._read(self._stop.end())
-        for part in self._thoughts.end() if self._thoughts is not None else ():
-            parts += [part] if isinstance(part, Thought) or self._tools is None else self._tools.push(part)
-        return parts + (self._tools.end() if self._tools is not None else [])
+        return self._read(self._thoughts.push(self._stop.end()) + self._thoughts.end()) + self._tools.end()
 
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""
@@ -64,12 +58,12 @@ class Parts:
     @property
     def calls(self) -> int:
         """Return how many calls of tools there were."""
-        return 0 if self._tools is None else self._tools.found
+        return self._tools.found
 
-    def _read(self, text: str) -> list[Part]:
+    def _read(self, texts: Sequence[str | Thought]) -> list[Part]:
         parts: list[Part] = []
-        for part in [text] * bool(text) if self._thoughts is None else self._thoughts.push(text):
-            parts += [part] if isinstance(part, Thought) or self._tools is None else self._tools.push(part)
+        for text in texts:
+            parts += [text] if isinstance(text, Thought) else self._tools.push(text)
         return parts
 
 

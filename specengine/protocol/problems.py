@@ -95,6 +95,11 @@ def anthropic_error(problem: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
 
+def refused(place: str, message: str) -> RequestError:
+    """Return the error for the value at a place of the request."""
+    return RequestError(400, f"{place}: {message}", place)
+
+
 def unavailable(state: str) -> RequestError:
     """Return the error for a worker in this state, in which it begins no answers."""
     return RequestError(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})

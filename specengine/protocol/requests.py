@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -23,10 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from specengine.protocol.messages import Message, require_text_parts, text_of
+from specengine.protocol.messages import Body, Content, Message, text_of
 from specengine.request.declared import declarations
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 MAX_STOPS, MAX_STOP_LETTERS = 16, 1000
 MAX_LOGPROBS = 20
 MAX_TOKENS = (1 << 63) - 1
@@ -43,20 +41,18 @@ NOT_OF_A_TEMPLATE = {
 }  # fmt: skip
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """`continuous_usage_stats`, vLLM's: usage in every chunk. `include_obfuscation` has no effect."""
 
-    model_config = _STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Body, extra="allow"):
     """`parameters` is a JSON schema of an object, which the arguments of a call meet if the tool is strict; none, or
     {}, is a function without parameters. Fields beyond these go to the chat template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     name: str = Field(pattern=r"\S")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -71,39 +67,34 @@ class FunctionTool(BaseModel):
         return schema
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class Tool(Body, extra="allow"):
     type: Literal["function"]
     function: FunctionTool
 
 
-class FunctionNamed(BaseModel):
-    model_config = _STRICT
+class FunctionNamed(Body):
     name: str
 
 
-class NamedChoice(BaseModel):
+class NamedChoice(Body):
     """The one tool that the answer is a call of."""
 
-    model_config = _STRICT
     type: Literal["function"]
     function: FunctionNamed
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Body):
     """`strict` has no effect: the answer always meets the schema. `description` is not shown to the model."""
 
-    model_config = _STRICT
     name: str
     description: str | None = None
     given: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """`schema` beside the type, as llama.cpp's server and others have it, is that of the answer too."""
 
-    model_config = _STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     given: dict[str, Any] | None = Field(None, alias="schema")
@@ -127,10 +118,9 @@ class ResponseFormat(BaseModel):
         return {"json_object": True} if self.type == "json_object" else {}
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Body):
     """vLLM's: one of these constrains the answer."""
 
-    model_config = _STRICT
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=1024)
@@ -167,23 +157,15 @@ def _escaped(found: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
 
 
-class Prediction(BaseModel):
+class Prediction(Body):
     """OpenAI's Predicted Outputs: text that much of the answer is expected to be."""
 
-    model_config = _STRICT
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: Content
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else text_of(self.content)
-
-    @field_validator("content")
-    @classmethod
-    def _is_text(cls, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if isinstance(content, list):
-            require_text_parts(content)
-        return content
+        return text_of(self.content)
 
 
 def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
@@ -192,7 +174,7 @@ def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
     It is for fields that nothing here reads: what gives one its place is its type, by which values are refused.
     """
     defined = {field: (kind | None, Field(None, description=about)) for field, (kind, about) in fields.items()}
-    return create_model(name, __config__=_STRICT, **defined)  # type: ignore[call-overload]
+    return create_model(name, __base__=Body, **defined)  # type: ignore[call-overload]
 
 
 # Fields that say something to whoever runs a server, and change no token of an answer.
@@ -292,7 +274,7 @@ def _if_any(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
 
-Declared: Any = create_model("Declared", __config__=_STRICT, **_declared_fields())
+Declared: Any = create_model("Declared", __base__=Body, **_declared_fields())
 
 
 def declared_values(body: Any) -> dict[str, Any]:
@@ -303,7 +285,6 @@ def declared_values(body: Any) -> dict[str, Any]:
 class Sampling(Declared, Hints, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
-    model_config = _STRICT
     model: str | None = None
     max_tokens: int | None = Field(
         None, ge=-1, le=MAX_TOKENS, description="1 or more; -1 is the same as leaving it out"
@@ -550,5 +531,5 @@ class CompletionRequest(Sampling):
     @property
     def single(self) -> str | list[int]:
         """Return the prompt, out of a list of one."""
-        first: Any = self.prompt[0] if isinstance(self.prompt, list) and self.prompt else None
-        return first if isinstance(first, str | list) else self.prompt  # type: ignore[return-value]
+        prompt: str | list[int] = self._prompts[0]
+        return prompt

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
-from specengine.protocol.messages import text_of
+from specengine.protocol.messages import TEXT_PARTS, Body, text_at
 from specengine.protocol.parts import Part, Parts
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import RequestError, refused
 from specengine.protocol.replies import Reply, sse
 from specengine.protocol.requests import (
     MAX_LOGPROBS,
@@ -30,7 +30,6 @@ from specengine.protocol.requests import (
 from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _THOUGHTS = ("reasoning_content",)
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -39,18 +38,16 @@ class FunctionOffered(FunctionTool):
     type: Literal["function"]
 
 
-class ToolNamed(BaseModel):
+class ToolNamed(Body):
     """`allowed_tools`: those of `tools`, as `mode` says."""
 
-    model_config = _STRICT
     type: Literal["function", "allowed_tools"]
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class TextFormat(Body, extra="ignore"):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     given: dict[str, Any] | None = Field(None, alias="schema")
@@ -58,8 +55,7 @@ class TextFormat(BaseModel):
     description: str | None = None
 
 
-class TextConfig(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class TextConfig(Body, extra="ignore"):
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -67,7 +63,6 @@ class TextConfig(BaseModel):
 class ResponsesRequest(WithTools, Declared, Hints):
     """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
 
-    model_config = _STRICT
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
@@ -173,7 +168,8 @@ class _Conversation:
         self._open: dict[str, Any] | None = None  # the assistant's message that further items belong to
 
     def add_all(self, items: Sequence[dict[str, Any]]) -> None:
-        for place, item in enumerate(items):
+        for at, item in enumerate(items):
+            place = f"input[{at}]"
             kind = item.get("type", "message")
             reads = {
                 "message": self._message,
@@ -184,14 +180,14 @@ class _Conversation:
             if reads is None:
                 kept = "; this server keeps no items" if kind == "item_reference" else ""
                 message = f"got {kind!r:.60}, accepted message, function_call, function_call_output, reasoning{kept}"
-                raise _refused(place, "type", message)
+                raise refused(f"{place}.type", message)
             reads(place, item)
 
-    def _message(self, place: int, item: dict[str, Any]) -> None:
+    def _message(self, place: str, item: dict[str, Any]) -> None:
         role, content = item.get("role"), item.get("content")
         if role not in ("system", "developer", "user", "assistant"):
-            raise _refused(place, "role", f"got {role!r:.60}, accepted system, developer, user, assistant")
-        text = _text(place, "content", content)
+            raise refused(f"{place}.role", f"got {role!r:.60}, accepted system, developer, user, assistant")
+        text = text_at(f"{place}.content", content, TEXT_PARTS, "parts of text")
         if (
             role == "assistant"
             and self._open is not None
@@ -203,19 +199,22 @@ class _Conversation:
         self._messages.append({"role": role, "content": text})
         self._open = self._messages[-1] if role == "assistant" else None
 
-    def _call(self, place: int, item: dict[str, Any]) -> None:
+    def _call(self, place: str, item: dict[str, Any]) -> None:
         name, arguments = item.get("name"), item.get("arguments", "")
         if not isinstance(name, str) or not isinstance(arguments, str | dict):
-            raise _refused(place, "name", "accepted a name, and the text of a JSON object as arguments")
+            raise refused(f"{place}.name", "accepted a name, and the text of a JSON object as arguments")
         call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
         self._own().setdefault("tool_calls", []).append(call)
 
-    def _result(self, place: int, item: dict[str, Any]) -> None:
+    def _result(self, place: str, item: dict[str, Any]) -> None:
         self._open = None
-        result = {"role": "tool", "content": _text(place, "output", item.get("output"))}
+        result = {
+            "role": "tool",
+            "content": text_at(f"{place}.output", item.get("output"), TEXT_PARTS, "parts of text"),
+        }
         self._messages.append(result | {"tool_call_id": item.get("call_id")})
 
-    def _reasoning(self, place: int, item: dict[str, Any]) -> None:
+    def _reasoning(self, place: str, item: dict[str, Any]) -> None:
         parts = item.get("content") or ()
         text = "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
         if text:
@@ -227,24 +226,6 @@ class _Conversation:
             self._open = {"role": "assistant", "content": ""}
             self._messages.append(self._open)
         return self._open
-
-
-def _text(place: int, field: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _refused(place, field, "accepted a string or a list of parts")
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
-            raise _refused(place, f"{field}[{at}].type", f"got {kind!r:.60}, accepted parts of text")
-    return text_of(content)
-
-
-def _refused(place: int, field: str, message: str) -> RequestError:
-    where = f"input[{place}].{field}"
-    return RequestError(400, f"{where}: {message}", where)
 
 
 # ---- answers

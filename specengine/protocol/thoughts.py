@@ -22,17 +22,19 @@ class Thought:
 class ThoughtReader:
     """Split a growing answer into thoughts, which stand before everything else, and text.
 
-    Blanks at both ends of the thoughts, and those before the text behind them, are left out.
+    Blanks at both ends of the thoughts, and those before the text after them, are left out.
+
+    separates: whether there may be thoughts; else everything is text
     """
 
-    def __init__(self) -> None:
+    def __init__(self, separates: bool = True) -> None:
         self._rest = ""
-        self._state = "before"
+        self._state = "before" if separates else "text"
         self._thought = False  # whether there was any text in the thoughts
 
     def begin(self, prompt: Sequence[int], tokenizer: Any) -> None:
         """Take the prompt, which may open the thoughts of the answer."""
-        if tokenizer is not None and prompt_thinks(prompt, tokenizer):
+        if self._state == "before" and tokenizer is not None and prompt_thinks(prompt, tokenizer):
             self._state = "inside"
 
     def push(self, text: str) -> list[str | Thought]:

@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 class Format:
-    """One way of writing calls.
+    """One way of writing calls; this one has none, so that everything is text.
 
     title     for people
     openings  where a call may begin; what they stand in but is none is text
@@ -60,7 +60,7 @@ class Format:
     """
 
     title: str
-    openings: tuple[str, ...]
+    openings: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     bare = False
 

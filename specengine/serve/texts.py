@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 import specengine
 from specengine.engine import Engine
 from specengine.errors import InputError, SpecEngineError, require
 from specengine.protocol import anthropic, ollama
-from specengine.protocol.dialects import counting
+from specengine.protocol.dialects import COUNTING
 from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
 from specengine.protocol.logprobs import TokenTexts
+from specengine.protocol.messages import Body
 from specengine.protocol.preparing import CheckedRequest, ModelLimits
 from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.requests import ChatRequest
@@ -120,7 +120,7 @@ def _tokens(app: FastAPI, texts: TextReader) -> None:
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
-        counted = counting(body)
+        counted = COUNTING.translated(body)
         asked = await read_beside(counted, lambda: CheckedRequest(counted, texts.settings, renamed=anthropic.NAMES))
         return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
 
@@ -177,8 +177,7 @@ def template_of(tokenizer: Any) -> str:
     return template if isinstance(template, str) else ""
 
 
-class ModelNamed(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class ModelNamed(Body, extra="ignore"):
     model: str | None = None
     name: str | None = None
     verbose: bool | None = None
