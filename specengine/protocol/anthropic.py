@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specengine.protocol.completion import Completion, Piece
+from specengine.protocol.completion import Completion
 from specengine.protocol.messages import Body, text_at, text_of_part
-from specengine.protocol.parts import Part, Parts
-from specengine.protocol.problems import RequestError, refused
-from specengine.protocol.replies import Reply, sse
-from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
+from specengine.protocol.parts import Part
+from specengine.protocol.problems import refused
+from specengine.protocol.replies import OneReply, sse
+from specengine.protocol.requests import MAX_TOKENS, ChatRequest, WithTools, base_of
 from specengine.protocol.thoughts import Thought
 from specengine.protocol.tool_formats import ToolCall
 
@@ -198,43 +198,37 @@ def _thinking(body: _Asked) -> dict[str, Any]:
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesReply(Reply):
+class MessagesReply(OneReply):
     """One message, whose blocks are thoughts, text and calls of tools."""
 
     ping = sse({"type": "ping"}, "ping")
+    path = "/v1/messages"
 
-    def __init__(self, body: MessagesRequest, asked: Sampling, model: str, tokenizer: Any) -> None:
-        self._model, self._id = model, f"msg_{uuid.uuid4().hex}"
-        self._noted = {"notes": body.notes} if body.notes else {}
-        self._parts = Parts(asked, tokenizer)
+    def __init__(self, body: MessagesRequest, request: Sampling, model: str, tokenizer: Any) -> None:
+        super().__init__(body, request, model, tokenizer)
+        self._id = f"msg_{uuid.uuid4().hex}"
         self._open: type | None = None  # kind of the block that grows
         self._count = 0  # of blocks
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
-        blocks = [_block(part) for part in self._parts.of(answer)]
+        blocks = [_block(part) for part in self.parts.of(answer)]
         figures = {"timings": answer.timings, "metrics": answer.metrics}
         return self._message(blocks) | self._ended(answer) | {"usage": _usage(answer)} | figures
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
-        self._parts.begin(answer.prompt_ids)
+        yield from super().begin(place, answer)
         usage = _usage(answer) | {"output_tokens": 0}
         nothing = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=self._message([]) | nothing)
 
-    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._told(self._parts.push(piece.text, piece.answer.passed))
-
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield from self._told(self._parts.end())
+        yield from super().end(place, answer)
         yield from self._close()
         yield _event("message_delta", delta=self._ended(answer), usage=_usage(answer))
         yield _event("message_stop")
 
-    def failed(self, problem: RequestError) -> bytes:
-        return sse(problem.body_for("/v1/messages"), "error")
-
-    def _told(self, parts: Sequence[Part]) -> Iterator[bytes]:
+    def told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
         for part in parts:
             if self._open is not type(part) or isinstance(part, ToolCall):
                 yield from self._close()
@@ -253,11 +247,11 @@ class MessagesReply(Reply):
             self._open, self._count = None, self._count + 1
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        kept = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**kept, "content": blocks, **self._noted}
+        kept = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
+        return {**kept, "content": blocks, **self.notes}
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
-        stopped, reason = self._parts.stopped, _REASONS[self._parts.reason(answer)]
+        stopped, reason = self.parts.stopped, _REASONS[self.parts.reason(answer)]
         if stopped is not None and reason == "end_turn":
             reason = "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stopped if reason == "stop_sequence" else None}

@@ -9,10 +9,9 @@ from pydantic import Field
 
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.messages import Body
-from specengine.protocol.parts import Parts, text_of_parts
-from specengine.protocol.problems import RequestError
-from specengine.protocol.replies import Reply, sse
-from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, Sampling, base_of, declared_values
+from specengine.protocol.parts import text_of_parts
+from specengine.protocol.replies import OneReply, sse
+from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, base_of, declared_values
 
 
 class TokenizeBody(Body):
@@ -86,39 +85,32 @@ def completion_of(body: InfillBody) -> CompletionRequest:
     return made.within(Infill(prefix, body.input_suffix, others))
 
 
-class InfillReply(Reply):
+class InfillReply(OneReply):
     """llama.cpp's answer: `content`, and `stop` with the last of it."""
 
-    def __init__(self, body: InfillBody, asked: Sampling, model: str, tokenizer: Any) -> None:
-        self._wanted, self._model = body.response_fields, model
-        self._parts = Parts(asked, tokenizer)
+    path = "/infill"
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        said = self._said(text_of_parts(self._parts.of(answers[0])), answers[0])
-        return said if not self._wanted else {name: said[name] for name in self._wanted if name in said}
-
-    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield from ()
+        said = self._said(text_of_parts(self.parts.of(answers[0])), answers[0])
+        wanted = self.body.response_fields
+        return said if not wanted else {name: said[name] for name in wanted if name in said}
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        text = text_of_parts(self._parts.push(piece.text, piece.answer.passed))
+        text = text_of_parts(self.parts.push(piece.text, piece.answer.passed))
         if text:
             yield sse({"index": 0, "content": text, "tokens": piece.tokens, "stop": False})
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield sse(self._said(text_of_parts(self._parts.end()), answer))
-
-    def failed(self, problem: RequestError) -> bytes:
-        return sse(problem.body_for("/infill"))
+        yield sse(self._said(text_of_parts(self.parts.end()), answer))
 
     def _said(self, text: str, answer: Completion) -> dict[str, Any]:
-        usage, stopped = answer.usage, self._parts.stopped
+        usage, stopped = answer.usage, self.parts.stopped
         return {
             "index": 0,
             "content": text,
             "tokens": answer.token_ids,
             "stop": True,
-            "model": self._model,
+            "model": self.model,
             "stop_type": "limit" if answer.reason == "length" else "eos" if stopped is None else "word",
             "stopping_word": stopped or "",
             "tokens_cached": answer.cached_tokens,

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specengine.protocol.completion import Completion, Piece
-from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
+from specengine.protocol.completion import Completion
 from specengine.protocol.messages import Body
-from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
+from specengine.protocol.parts import Part, calls_of, text_of_parts, thoughts_of
 from specengine.protocol.problems import RequestError
-from specengine.protocol.replies import Reply
+from specengine.protocol.replies import LINES, OneReply, line
 from specengine.protocol.requests import (
     MAX_LOGPROBS,
     ChatRequest,
@@ -25,10 +24,8 @@ from specengine.protocol.requests import (
     base_of,
 )
 from specengine.protocol.tool_formats import ToolCall
-from specengine.records import TokenLogprob
 
 VERSION = "0.12.6"  # of Ollama, whose requests these are; clients ask for a least one
-LINES = "application/x-ndjson"
 
 
 # Options of how a model is run, which have no effect, and of samplers that are accepted where they are off.
@@ -209,54 +206,35 @@ def _chat_fields(body: _Asked) -> dict[str, Any]:
 # ---- answers
 
 
-class OllamaReply(Reply):
+class OllamaReply(OneReply):
     """Answers of both endpoints: `message` of a chat, `response` else."""
 
     media_type = LINES
     ping = b""  # clients read every line as JSON
-
-    def __init__(self, body: _Asked, asked: Sampling, model: str, tokenizer: Any) -> None:
-        self._model, self._chats = model, isinstance(body, ChatBody)
-        self._parts = Parts(asked, tokenizer)
-        self._noted = {"notes": body.notes} if isinstance(body, ChatBody) and body.notes else {}
-        self._logprobs = None if asked.wanted_logprobs is None else ChatLogprobs(TokenTexts(tokenizer))
+    path = "/api/"
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
-        return self._said(self._parts.of(answer)) | self._rated(answer.logprobs) | self._ended(answer)
-
-    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
-        self._parts.begin(answer.prompt_ids)
-        yield from ()
-
-    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        parts, rated = self._parts.push(piece.text, piece.answer.passed), self._rated(piece.logprobs or [])
-        yield from self._told(parts or [""] * bool(rated), rated)
+        return self._said(self.parts.of(answer), self.rated(answer.logprobs)) | self._ended(answer)
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield from self._told(self._parts.end())
-        yield _line(self._said([]) | self._ended(answer))
+        yield from super().end(place, answer)
+        yield line(self._said([], []) | self._ended(answer))
 
-    def failed(self, problem: RequestError) -> bytes:
-        return _line(problem.body_for("/api/"))
+    def told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
+        for part in parts or [""] * bool(rated):
+            yield line(self._said([part], rated) | {"done": False})
+            rated = []
 
-    def _told(self, parts: Sequence[Part], rated: dict[str, Any] | None = None) -> Iterator[bytes]:
-        for part in parts:
-            yield _line(self._said([part]) | (rated or {}) | {"done": False})
-            rated = None
-
-    def _rated(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {} if self._logprobs is None else {"logprobs": self._logprobs.of(logprobs)["content"]}
-
-    def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def _said(self, parts: Sequence[Part], rated: list[Any]) -> dict[str, Any]:
         text, thoughts, calls = text_of_parts(parts), thoughts_of(parts), calls_of(parts)
         extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if calls:
             extra["tool_calls"] = [_call(call) for call in calls]
         said: Mapping[str, Any] = {"response": text, **extra}
-        if self._chats:
+        if isinstance(self.body, ChatBody):
             said = {"message": {"role": "assistant", "content": text, **extra}}
-        return {"model": self._model, "created_at": now(), **said}
+        return {"model": self.model, "created_at": now(), **said} | ({"logprobs": rated} if rated else {})
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         timings, usage = answer.timings, answer.usage
@@ -270,16 +248,12 @@ class OllamaReply(Reply):
             "prompt_eval_duration": read,
             "eval_count": usage["completion_tokens"],
             "eval_duration": wrote,
-            **self._noted,
+            **self.notes,
         }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-
-
-def _line(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 
 def now() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import specengine
@@ -16,17 +16,22 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
-from specengine.protocol.tools import StopText
 from specengine.records import TokenLogprob
 from specengine.request.text import decoder
 
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 
 
 def sse(body: dict[str, Any], event: str = "") -> bytes:
     """Return one server-sent event."""
     name = f"event: {event}\n".encode() if event else b""
-    return name + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return name + b"data: " + line(body) + b"\n"
+
+
+def line(body: Mapping[str, Any]) -> bytes:
+    """Return one line of JSON."""
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 
 class Reply:
@@ -37,6 +42,13 @@ class Reply:
 
     media_type = EVENTS
     ping = b": ping\n\n"
+
+    def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
+        self.body = body
+        self.request = request
+        self.model = model
+        self.tokenizer = tokenizer
+        self.notes = {"notes": body.notes} if getattr(body, "notes", None) else {}
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         raise NotImplementedError
@@ -53,7 +65,7 @@ class Reply:
         raise NotImplementedError
 
     def finish(self, answers: Sequence[Completion]) -> Iterator[bytes]:
-        """Yield what comes behind all answers."""
+        """Yield what comes after all answers."""
         yield from ()
 
     def failed(self, problem: RequestError) -> bytes:
@@ -61,99 +73,111 @@ class Reply:
         return sse(problem.body)
 
 
+class OneReply(Reply):
+    """The one answer to a request, told part by part. A subclass shapes the parts, and what stands around them."""
+
+    path = ""  # of the protocol, whose errors are told
+
+    def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
+        super().__init__(body, request, model, tokenizer)
+        self.parts = Parts(request, tokenizer)
+        self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
+
+    def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
+        self.parts.begin(answer.prompt_ids)
+        yield from ()
+
+    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
+        yield from self.told(self.parts.push(piece.text, piece.answer.passed), self.rated(piece.logprobs or ()))
+
+    def end(self, place: int, answer: Completion) -> Iterator[bytes]:
+        yield from self.told(self.parts.end(), [])
+
+    def told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
+        """Yield these parts; rated: the tokens of theirs, with log-probabilities."""
+        raise NotImplementedError
+
+    def rated(self, logprobs: Sequence[TokenLogprob]) -> list[Any]:
+        """Return tokens with their log-probabilities, if the request asks for them."""
+        return [] if self.request.wanted_logprobs is None else list(self._logprobs.of(logprobs)["content"])
+
+    def failed(self, problem: RequestError) -> bytes:
+        return last_words(problem, self.media_type, self.path)
+
+
+def last_words(problem: RequestError, media_type: str, path: str) -> bytes:
+    """Return the end of a stream that goes no further, in the protocol that has this path."""
+    body = problem.body_for(path)
+    if media_type == LINES:
+        return line(body)
+    return sse(body, "error" if body.get("type") == "error" else "")
+
+
 Choice = dict[str, Any]
 
 
-class ChoiceReply:
-    """One of `choices`, which a subclass shapes. Pieces go through `deltas` in the order of their coming."""
+class ChatChoice:
+    """One of `choices`: a message of the assistant, in which thoughts and calls of tools are told from text."""
 
     def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
-        self.index, self.request, self.tokenizer = index, request, tokenizer
-
-    def begin(self, answer: Completion) -> list[Choice]:
-        """Return the choices before the first piece."""
-        raise NotImplementedError
-
-    def deltas(self, piece: Piece) -> Iterator[Choice]:
-        raise NotImplementedError
-
-    def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        """Yield the text that was held back, then the choice that says why the answer ended."""
-        raise NotImplementedError
-
-    def message(self, answer: Completion) -> Choice:
-        """Return the choice of a whole answer."""
-        raise NotImplementedError
-
-    def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
-        """Return the fields of a choice that describe its tokens, if the request asks for them."""
-        ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
-        return ids | ({} if self.request.wanted_logprobs is None else {"logprobs": self._rated(logprobs or [])})
-
-    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class ChatChoice(ChoiceReply):
-    """One message of the assistant, in which thoughts and calls of tools are told from text."""
-
-    def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
-        super().__init__(index, request, tokenizer)
-        self._parts = Parts(request, tokenizer)
-        self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        self.parts = Parts(request, tokenizer)
+        self._logprobs = self._rating(TokenTexts(tokenizer))
         self._calls = 0
 
     def begin(self, answer: Completion) -> list[Choice]:
-        self._parts.begin(answer.prompt_ids)
+        """Return the choices before the first piece."""
+        self.parts.begin(answer.prompt_ids)
         return [self._choice({"role": "assistant", "content": ""})]
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
-        yield from self._deltas(
-            self._parts.push(piece.text, piece.answer.passed), self._of_tokens(piece.tokens, piece.logprobs)
-        )
+        """Yield a choice per part of a piece; the first of them describes the tokens."""
+        told = self._of_tokens(piece.tokens, piece.logprobs)
+        for part in self.parts.push(piece.text, piece.answer.passed) or [""] * bool(told):
+            yield self._choice(self._delta(part)) | told
+            told = {}
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        yield from self._deltas(self._parts.end(), {})
-        yield self._choice({}) | {"finish_reason": self._parts.reason(answer)}
+        """Yield the text that was held back, then the choice that says why the answer ended."""
+        for part in self.parts.end():
+            yield self._choice(self._delta(part))
+        yield self._choice({}, self.parts.reason(answer))
 
     def message(self, answer: Completion) -> Choice:
-        parts = self._parts.of(answer)
+        """Return the choice of a whole answer."""
+        parts = self.parts.of(answer)
         calls, text, thoughts = calls_of(parts), text_of_parts(parts), thoughts_of(parts)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text.strip() else text}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [call.to_dict() for call in calls]
-        ended = {"finish_reason": self._parts.reason(answer), "logprobs": None}
+        ended = {"finish_reason": self.parts.reason(answer), "logprobs": None}
         return {"index": self.index, "message": message, **ended} | self._of_tokens(answer.token_ids, answer.logprobs)
 
-    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return self._logprobs.of(logprobs)
+    def _rating(self, texts: TokenTexts) -> Any:
+        return ChatLogprobs(texts)
 
-    def _deltas(self, parts: list[Part], told: Choice) -> Iterator[Choice]:
-        """Yield a choice per part; told: fields about the tokens, which the first choice carries."""
-        if not parts and told:
-            parts = [""]
-        for part in parts:
-            if isinstance(part, ToolCall):
-                delta: dict[str, Any] = {"tool_calls": [{"index": self._calls} | part.to_dict()]}
-                self._calls += 1
-            else:
-                delta = {"reasoning_content": part.text} if isinstance(part, Thought) else {"content": part}
-            yield self._choice(delta) | told
-            told = {}
+    def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
+        """Return the fields of a choice that describe its tokens, if the request asks for them."""
+        ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
+        rated = {} if self.request.wanted_logprobs is None else {"logprobs": self._logprobs.of(logprobs or [])}
+        return ids | rated
 
-    def _choice(self, delta: dict[str, Any]) -> Choice:
-        return {"index": self.index, "delta": delta, "finish_reason": None, "logprobs": None}
+    def _delta(self, part: Part) -> Any:
+        if not isinstance(part, ToolCall):
+            return {"reasoning_content": part.text} if isinstance(part, Thought) else {"content": part}
+        self._calls += 1
+        return {"tool_calls": [{"index": self._calls - 1} | part.to_dict()]}
+
+    def _choice(self, delta: Any, reason: str | None = None) -> Choice:
+        return {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": None}
 
 
-class TextChoice(ChoiceReply):
-    """A text that goes on from the prompt."""
-
-    def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
-        super().__init__(index, request, tokenizer)
-        self._stop = StopText(request.stops)
-        self._logprobs = TextLogprobs(TokenTexts(tokenizer))
+class TextChoice(ChatChoice):
+    """One of `choices`: a text that goes on from the prompt."""
 
     def begin(self, answer: Completion) -> list[Choice]:
         told: Choice = {}
@@ -162,22 +186,15 @@ class TextChoice(ChoiceReply):
             told = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
         return [self._choice(prompt) | told] if prompt or told else []
 
-    def deltas(self, piece: Piece) -> Iterator[Choice]:
-        text = self._stop.push(piece.text, piece.answer.passed)
-        told = self._of_tokens(piece.tokens, piece.logprobs)
-        if text or told:
-            yield self._choice(text) | told
-
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        yield self._choice(self._stop.end(), answer.reason)
+        yield self._choice(text_of_parts(self.parts.end()), answer.reason)
 
     def message(self, answer: Completion) -> Choice:
         opening = next(iter(self.begin(answer)), self._choice(""))
-        text = self._echo(answer) + self._stop.push(answer.text, answer.passed) + self._stop.end()
         told = self._of_tokens(answer.token_ids, answer.logprobs)
         if opening["logprobs"] is not None:
             told["logprobs"] = {name: opening["logprobs"][name] + rated for name, rated in told["logprobs"].items()}
-        return self._choice(text, answer.reason) | told
+        return self._choice(opening["text"] + text_of_parts(self.parts.of(answer)), answer.reason) | told
 
     def _echo(self, answer: Completion) -> str:
         if not self.request.echoes:
@@ -186,11 +203,14 @@ class TextChoice(ChoiceReply):
         prompt = self.request.single
         return prompt if isinstance(prompt, str) else decoder(self.tokenizer)(answer.prompt_ids)
 
-    def _rated(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return self._logprobs.of(logprobs)
+    def _rating(self, texts: TokenTexts) -> Any:
+        return TextLogprobs(texts)
 
-    def _choice(self, text: str, reason: str | None = None) -> Choice:
-        return {"index": self.index, "text": text, "finish_reason": reason, "logprobs": None}
+    def _delta(self, part: Part) -> Any:
+        return part
+
+    def _choice(self, delta: Any, reason: str | None = None) -> Choice:
+        return {"index": self.index, "text": delta, "finish_reason": reason, "logprobs": None}
 
 
 class OpenAIReply(Reply):
@@ -198,35 +218,27 @@ class OpenAIReply(Reply):
     one.
     """
 
-    def __init__(self, request: Sampling, model: str, tokenizer: Any = None) -> None:
+    def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
+        super().__init__(body, request, model, tokenizer)
         chat = isinstance(request, ChatRequest)
-        self.request, self.model, self.created = request, model, int(time.time())
-        self.kind, self._chunk_kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
-        self.prefix = "chatcmpl" if chat else "cmpl"
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._tokenizer = tokenizer
-        notes = getattr(request, "notes", [])
-        self._noted = {"notes": notes} if notes else {}
-        made = ChatChoice if chat else TextChoice
-        self._choices: list[ChoiceReply] = [made(place, each, tokenizer) for place, each in enumerate(request.each())]
+        self._created = int(time.time())
+        self._kind = "chat.completion" if chat else "text_completion"
+        self._chunk_kind = "chat.completion.chunk" if chat else "text_completion"
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        shaper = ChatChoice if chat else TextChoice
+        self._choices = [shaper(place, each, tokenizer) for place, each in enumerate(request.each())]
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for shaper, answer in zip(self._choices, answers, strict=True):
-            choice = shaper.message(answer)
-            if self.request.return_token_ids and len(answers) > 1:
-                choice["prompt_token_ids"] = answer.prompt_ids
-            choices.append(choice)
-        body = self._envelope(self.kind) | self._noted | {"choices": choices, "usage": self._usage(answers)}
-        if len(answers) > 1:
-            return body
+        choices = [choice.message(answer) for choice, answer in zip(self._choices, answers, strict=True)]
+        body = self._envelope(self._kind) | self.notes | {"choices": choices, "usage": self._usage(answers)}
         if self.request.return_token_ids:
-            body["prompt_token_ids"] = answers[0].prompt_ids
-        return body | {"timings": answers[0].timings, "metrics": answers[0].metrics}
+            for place, answer in zip([body] if len(answers) == 1 else choices, answers, strict=True):
+                place["prompt_token_ids"] = answer.prompt_ids
+        return body | self._figures(answers)
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
         for choice in self._choices[place].begin(answer):
-            chunk = self._chunk([choice], answer) | self._noted
+            chunk = self._chunk([choice], answer) | self.notes
             if self.request.return_token_ids:
                 (choice if len(self._choices) > 1 else chunk)["prompt_token_ids"] = answer.prompt_ids
             yield sse(chunk)
@@ -249,10 +261,7 @@ class OpenAIReply(Reply):
     def finish(self, answers: Sequence[Completion]) -> Iterator[bytes]:
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            figures: dict[str, Any] = {"usage": self._usage(answers)}
-            if len(answers) == 1:
-                figures |= {"timings": answers[0].timings, "metrics": answers[0].metrics}
-            yield sse(self._chunk([]) | figures)
+            yield sse(self._chunk([]) | {"usage": self._usage(answers)} | self._figures(answers))
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, choices: list[Choice], answer: Completion | None = None) -> dict[str, Any]:
@@ -264,13 +273,16 @@ class OpenAIReply(Reply):
         return body
 
     def _usage(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        return usage_of(answers, self.request, self._tokenizer)
+        return usage_of(answers, self.request, self.tokenizer)
+
+    def _figures(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        return {"timings": answers[0].timings, "metrics": answers[0].metrics} if len(answers) == 1 else {}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.id,
+            "id": self._id,
             "object": kind,
-            "created": self.created,
+            "created": self._created,
             "model": self.model,
             "system_fingerprint": f"specengine-{specengine.__version__}",
         }

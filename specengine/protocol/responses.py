@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from specengine.protocol.completion import Completion, Piece
-from specengine.protocol.logprobs import ChatLogprobs, TokenTexts
+from specengine.protocol.completion import Completion
 from specengine.protocol.messages import TEXT_PARTS, Body, text_at
-from specengine.protocol.parts import Part, Parts
+from specengine.protocol.parts import Part
 from specengine.protocol.problems import RequestError, refused
-from specengine.protocol.replies import Reply, sse
+from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import (
     MAX_LOGPROBS,
     MAX_TOKENS,
@@ -231,38 +230,33 @@ class _Conversation:
 # ---- answers
 
 
-class ResponsesReply(Reply):
+class ResponsesReply(OneReply):
     """One response, whose items are thoughts, a message, and calls of functions."""
 
-    def __init__(self, body: ResponsesRequest, asked: Sampling, model: str, tokenizer: Any) -> None:
-        self._body, self._asked, self._model, self._tokenizer = body, asked, model, tokenizer
-        self._parts = Parts(asked, tokenizer)
-        self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
-        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+    def __init__(self, body: ResponsesRequest, request: Sampling, model: str, tokenizer: Any) -> None:
+        super().__init__(body, request, model, tokenizer)
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
         self._items: list[_Item] = []
         self._count = 0
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
-        for part in self._parts.of(answer) or [""]:
+        for part in self.parts.of(answer) or [""]:
             self._item_for(part)[0].add(part)
-        rated = self._rated(answer.logprobs)
         for item in self._items:
-            item.rated = rated if item.kind == "message" else []
+            item.rated = self.rated(answer.logprobs) if item.kind == "message" else []
         self._items[-1].status = self._status(answer)
         return self._response(self._status(answer), answer)
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
-        self._parts.begin(answer.prompt_ids)
+        yield from super().begin(place, answer)
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", None))
 
-    def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self._told(self._parts.push(piece.text, piece.answer.passed), self._rated(piece.logprobs or []))
-
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        parts = self._parts.end()
-        yield from self._told(parts if parts or self._items else [""], [])
+        parts = self.parts.end()
+        yield from self.told(parts if parts or self._items else [""], [])
         status = self._status(answer)
         if self._items:
             self._items[-1].status = status
@@ -276,7 +270,7 @@ class ResponsesReply(Reply):
         response["error"] = {"code": code, "message": str(problem)}
         return self._event("response.failed", response=response)
 
-    def _told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
+    def told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
         for part in parts:
             item, new = self._item_for(part)
             if new:
@@ -311,9 +305,6 @@ class ResponsesReply(Reply):
         self._items.append(_Item(len(self._items), kind, part if isinstance(part, ToolCall) else None))
         return self._items[-1], True
 
-    def _rated(self, logprobs: Sequence[Any]) -> list[Any]:
-        return [] if self._asked.wanted_logprobs is None else list(self._logprobs.of(logprobs)["content"])
-
     def _status(self, answer: Completion) -> str:
         return "incomplete" if answer.reason == "length" else "completed"
 
@@ -323,21 +314,20 @@ class ResponsesReply(Reply):
         return sse(body, kind)
 
     def _response(self, status: str, answer: Completion | None) -> dict[str, Any]:
-        body, usage = self._body, None
+        body, usage = self.body, None
         if answer is not None:
             read, written = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
             usage = {
                 "input_tokens": read,
                 "input_tokens_details": {"cached_tokens": answer.cached_tokens},
                 "output_tokens": written,
-                "output_tokens_details": {"reasoning_tokens": thought_tokens(answer.token_ids, self._tokenizer)},
+                "output_tokens_details": {"reasoning_tokens": thought_tokens(answer.token_ids, self.tokenizer)},
                 "total_tokens": read + written,
             }
         ended = {} if answer is None else {"timings": answer.timings, "metrics": answer.metrics}
         text = body.text or TextConfig()
-        noted = {"notes": body.notes} if body.notes else {}
         return {
-            **noted,
+            **self.notes,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -347,7 +337,7 @@ class ResponsesReply(Reply):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self.model,
             "output": [item.done for item in self._items] if answer is not None else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
