@@ -48,15 +48,11 @@ class Dialect(Generic[Given]):
             raise problem from error
 
 
-def _itself(request: Sampling) -> Sampling:
-    return request
-
-
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
 DIALECTS: dict[str, Dialect[Any]] = {
-    CHAT: Dialect(ChatRequest, _itself, OpenAIReply, about="Answer a conversation"),
-    TEXT: Dialect(CompletionRequest, _itself, OpenAIReply, about="Go on with a text"),
+    CHAT: Dialect(ChatRequest, lambda body: body, OpenAIReply, about="Answer a conversation"),
+    TEXT: Dialect(CompletionRequest, lambda body: body, OpenAIReply, about="Go on with a text"),
     RESPONSES: Dialect(
         responses.ResponsesRequest,
         responses.chat_of,

@@ -56,11 +56,8 @@ class InfillBody(Declared, Hints, Unread):
     input_suffix: str
     input_extra: list[OtherFile] | None = Field(None, max_length=256)
     prompt: str | None = Field(None, description="goes on with input_prefix")
-    model: str | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
     repeat_penalty: float | None = None
     response_fields: list[str] | None = None
 

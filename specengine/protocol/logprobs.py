@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,15 +24,10 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._decoded = Decoder(tokenizer, special=True, clean_up_tokenization_spaces=False)
-        self._known: dict[int, bytes] = {}
-
-    def written(self, token: int) -> bytes:
-        """Return a token's text; it is empty where the tokenizer has none."""
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
+        self.written = functools.cache(self._read)
 
     def _read(self, token: int) -> bytes:
+        """Return a token's text; it is empty where the tokenizer has none."""
         once, twice = self._decoded([token]), self._decoded([token, token])
         text = twice[len(once) :] if twice.startswith(once) else once  # a first token may lose its blank
         if REPLACEMENT not in text:

@@ -56,19 +56,24 @@ Unread: Any = base_of(
 )
 
 
-class Options(Unread):
+_SAMPLED = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "typical_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+}
+Sampled: Any = base_of("Sampled", {name: (kind, None) for name, kind in _SAMPLED.items()})
+
+
+class Options(Unread, Sampled):
     """Ollama's options of sampling; those of how a model is run (`num_ctx`, `num_gpu` and others) have no effect."""
 
     num_predict: int | None = Field(None, description="-1 and -2: no limit but the server's")
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
     repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
 
 
@@ -122,7 +127,7 @@ NAMES = {
     "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
     "json_schema": "format",
-    **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop")},
+    **{name: f"options.{name}" for name in (*_SAMPLED, "stop")},
 }
 
 
@@ -175,10 +180,7 @@ def _id(given: Any) -> dict[str, str]:
 def _fields(body: _Asked) -> dict[str, Any]:
     options = body.options or Options.model_validate({})
     most = options.num_predict
-    fields: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
-    }
+    fields: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLED}
     schema = body.format if isinstance(body.format, dict) else None
     if body.format and schema is None and body.format != "json":
         raise RequestError(400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format")
@@ -190,7 +192,6 @@ def _fields(body: _Asked) -> dict[str, Any]:
         "model": body.model,
         "max_tokens": None if most is None or most < 0 else most,
         "repetition_penalty": options.repeat_penalty,
-        "seed": options.seed,
         "stop": options.stop,
         "stream": body.stream is not False,
     }

@@ -49,16 +49,11 @@ class Parts:
 
     def reason(self, answer: Completion) -> str:
         """Return stop, length or tool_calls."""
-        return "tool_calls" if self.calls and answer.reason == "stop" else str(answer.reason)
+        return "tool_calls" if self._tools.found and answer.reason == "stop" else str(answer.reason)
 
     @property
     def stopped(self) -> str | None:
         return self._stop.found
-
-    @property
-    def calls(self) -> int:
-        """Return how many calls of tools there were."""
-        return self._tools.found
 
     def _read(self, texts: Sequence[str | Thought]) -> list[Part]:
         parts: list[Part] = []

@@ -17,9 +17,9 @@ from specengine.protocol.messages import is_empty
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedChoice, Sampling, Tool
 from specengine.protocol.settings import Settings
-from specengine.protocol.thoughts import thought_marks
+from specengine.protocol.thoughts import THOUGHT_MARKS
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
-from specengine.protocol.tools import OneCall, ToolReader, format_of, marks, schemas_of, tools_for
+from specengine.protocol.tools import OneCall, ToolReader, format_of, schemas_of, special_tokens, tools_for
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
@@ -100,9 +100,8 @@ class CheckedRequest:
         request = self.request
         if isinstance(request, ChatRequest):
             return [message.for_template() for message in request.messages]
-        if isinstance(request, CompletionRequest):
-            return request.single
-        raise RequestError(400, "neither a chat nor a completion")
+        assert isinstance(request, CompletionRequest)
+        return request.single
 
     @cached_property
     def letters(self) -> int:
@@ -129,10 +128,6 @@ class CheckedRequest:
         return None if asked is None else asked.text or None
 
     @property
-    def echoes(self) -> bool:
-        return self.request.echoes
-
-    @property
     def answers(self) -> bool:
         """Return whether the request asks for tokens beyond the prompt."""
         return self.request.wanted_tokens != 0
@@ -140,7 +135,7 @@ class CheckedRequest:
     def score(self, engine: Engine, prompt: list[int]) -> Generator[TokenLogprob, None, None]:
         """Yield the log-probabilities of a prompt's tokens, if the request asks for them."""
         top = self.request.wanted_logprobs
-        if self.echoes and top is not None:
+        if self.request.echoes and top is not None:
             yield from engine.score(prompt, top)
 
     def require_possible(self, limits: ModelLimits) -> None:
@@ -176,15 +171,15 @@ class CheckedRequest:
         maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
         if self.request.wanted_tokens or "max_new_tokens" not in options:
             options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
-        if self.echoes and options["max_new_tokens"] == 1:
+        if self.request.echoes and options["max_new_tokens"] == 1:
             options["policy"] = "plain"  # the draft would read the prompt for one token
         if self.prediction is not None:
             with limits.lock:
                 self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
                 options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
         known = format_of(tokenizer) if self._functions else None
-        shown = marks(known, tokenizer) if known is not None else []
-        shown += thought_marks(tokenizer) if isinstance(self.request, ChatRequest) else []
+        shown = special_tokens(tokenizer, known.marks) if known is not None else []
+        shown += special_tokens(tokenizer, THOUGHT_MARKS) if isinstance(self.request, ChatRequest) else []
         if known is not None and isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
             schemas = schemas_of(self._functions or [])
             options["stopping_criteria"] = [OneCall(ToolReader(known, schemas), decoder(engine.tokenizer, shown))]

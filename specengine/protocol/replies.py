@@ -106,11 +106,11 @@ class OneReply(Reply):
 
 
 def last_words(problem: RequestError, media_type: str, path: str) -> bytes:
-    """Return the end of a stream that goes no further, in the protocol that has this path."""
+    """Return the end of a stream that goes no further, in the protocol that has this path; of no stream nothing."""
     body = problem.body_for(path)
     if media_type == LINES:
         return line(body)
-    return sse(body, "error" if body.get("type") == "error" else "")
+    return sse(body, "error" if body.get("type") == "error" else "") if media_type == EVENTS else b""
 
 
 Choice = dict[str, Any]

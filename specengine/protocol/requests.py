@@ -200,8 +200,11 @@ Unread: Any = base_of(
 
 
 class Hints(Unread):
-    """Fields that change no token of an answer, and one for the chat template. Responses repeat the first two."""
+    """Fields of all requests but Anthropic's and Ollama's. Responses repeat `user` and `metadata`."""
 
+    model: str | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="for the chat template; none: without thoughts, if it can")
@@ -285,15 +288,12 @@ def declared_values(body: Any) -> dict[str, Any]:
 class Sampling(Declared, Hints, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
-    model: str | None = None
     max_tokens: int | None = Field(
         None, ge=-1, le=MAX_TOKENS, description="1 or more; -1 is the same as leaving it out"
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    stop: str | list[str] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="answers to each prompt")
     response_format: ResponseFormat | None = None
@@ -332,10 +332,9 @@ class Sampling(Declared, Hints, Neutral):
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampling:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream")
-        if self.return_cycles and not self.stream:
-            raise ValueError("return_cycles: only with stream")
+        for name in ("stream_options", "return_cycles"):
+            if getattr(self, name) and not self.stream:
+                raise ValueError(f"{name}: only with stream")
         return self
 
     @property

@@ -29,7 +29,6 @@ from specengine.protocol.requests import (
 from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
 
-_THOUGHTS = ("reasoning_content",)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -63,7 +62,6 @@ class ResponsesRequest(WithTools, Declared, Hints):
     """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     tools: list[FunctionOffered] | None = Field(None, max_length=128, fail_fast=True)
@@ -73,10 +71,8 @@ class ResponsesRequest(WithTools, Declared, Hints):
     reasoning: dict[str, Any] | None = Field(
         None, description="`effort` none switches thinking off, in models that can"
     )
-    stop: str | list[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     policy: Literal["plain"] | None = None
@@ -218,7 +214,7 @@ class _Conversation:
         text = "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
         if text:
             self._open = None
-            self._own()[_THOUGHTS[0]] = text
+            self._own()["reasoning_content"] = text
 
     def _own(self) -> dict[str, Any]:
         if self._open is None:
@@ -276,7 +272,7 @@ class ResponsesReply(OneReply):
             if new:
                 if len(self._items) > 1:
                     yield from self._close(self._items[-2])
-                yield self._event("response.output_item.added", output_index=item.place, item=item.begun)
+                yield self._event("response.output_item.added", output_index=item.place, item=item.shape("in_progress"))
                 if item.part is not None:
                     yield self._event("response.content_part.added", **item.where, part=item.part(""))
             delta = item.add(part)
@@ -284,13 +280,12 @@ class ResponsesReply(OneReply):
             if item.kind == "message":
                 logprobs = {"logprobs": rated}
                 item.rated, rated = item.rated + rated, []
-            where = item.where if item.part is not None else item.named
-            yield self._event(f"response.{item.told}.delta", **where, delta=delta, **logprobs)
+            yield self._event(f"response.{item.told}.delta", **item.where, delta=delta, **logprobs)
 
     def _close(self, item: _Item) -> Iterator[bytes]:
         if item.part is None:
             arguments = {"name": item.done["name"], "arguments": item.text}
-            yield self._event(f"response.{item.told}.done", **item.named, **arguments)
+            yield self._event(f"response.{item.told}.done", **item.where, **arguments)
         else:
             logprobs = {"logprobs": item.rated} if item.kind == "message" else {}
             yield self._event(f"response.{item.told}.done", **item.where, text=item.text, **logprobs)
@@ -385,26 +380,18 @@ class _Item:
         return delta
 
     @property
-    def named(self) -> dict[str, Any]:
-        return {"item_id": self.id, "output_index": self.place}
-
-    @property
     def where(self) -> dict[str, Any]:
-        return self.named | {"content_index": 0}
-
-    @property
-    def begun(self) -> dict[str, Any]:
-        """Return the item without its text."""
-        return self._shape("in_progress", None)
+        index = {} if self.part is None else {"content_index": 0}
+        return {"item_id": self.id, "output_index": self.place} | index
 
     @property
     def done(self) -> dict[str, Any]:
-        return self._shape(self.status, self.text)
+        return self.shape(self.status, self.text)
 
     def _text_part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.rated if text else []}
 
-    def _shape(self, status: str, text: str | None) -> dict[str, Any]:
+    def shape(self, status: str, text: str | None = None) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             call = self.call

@@ -8,7 +8,7 @@ from typing import Any
 
 from specengine.protocol.tools import held_back
 
-OPENING, CLOSING = "<think>", "</think>"
+THOUGHT_MARKS = OPENING, CLOSING = "<think>", "</think>"
 _LAST = 8  # tokens of a prompt that are looked at
 
 
@@ -54,9 +54,8 @@ class ThoughtReader:
                 self._state, self._rest = "behind", behind
             else:
                 keep = held_back(thought, [CLOSING])
-                thought, self._rest = thought[: len(thought) - keep], thought[len(thought) - keep :]
-                blanks = len(thought) - len(thought.rstrip())
-                thought, self._rest = thought[: len(thought) - blanks], thought[len(thought) - blanks :] + self._rest
+                thought = thought[: len(thought) - keep].rstrip()
+                self._rest = self._rest[len(thought) :]
             self._think(parts, thought.rstrip())
         if self._state == "behind":
             self._rest = self._rest.lstrip()
@@ -91,12 +90,6 @@ def prompt_thinks(prompt: Sequence[int], tokenizer: Any) -> bool:
     except Exception:  # somebody else's tokenizer
         return False
     return isinstance(end, str) and end.rstrip().endswith(OPENING)
-
-
-def thought_marks(tokenizer: Any) -> list[int]:
-    """Return the marks of thoughts that are special tokens, so that an answer must show their text."""
-    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
-    return [token for token, name in special if str(name) in (OPENING, CLOSING)]
 
 
 def thought_tokens(tokens: Sequence[int], tokenizer: Any) -> int:

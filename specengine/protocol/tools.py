@@ -19,11 +19,8 @@ from specengine.request.text import TextStream
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may be the beginning of one of `marks`."""
     longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
-    return next((count for count in range(longest, 0, -1) if _begins(text[-count:], marks)), 0)
-
-
-def _begins(end: str, marks: Sequence[str]) -> bool:
-    return any(mark.startswith(end) for mark in marks)
+    ends = (count for count in range(longest, 0, -1) if any(mark.startswith(text[-count:]) for mark in marks))
+    return next(ends, 0)
 
 
 class StopText:
@@ -109,8 +106,7 @@ def _reads(known: Format, text: str, template: str) -> bool:
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the parameters of the offered tools, by name."""
-    functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") for function in functions}
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
 
 def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> Any:
@@ -145,10 +141,10 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
     raise RequestError(400, f"{place}: this model's chat template does not write {kind} of tools", place)
 
 
-def marks(known: Format, tokenizer: Any) -> list[int]:
-    """Return the special tokens that mark calls, so that an answer must show their text."""
-    special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    return [token for token, name in special if str(name) in known.marks]
+def special_tokens(tokenizer: Any, marks: Sequence[str]) -> list[int]:
+    """Return the marks that are special tokens, so that an answer must show their text."""
+    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
+    return [token for token, name in special if str(name) in marks]
 
 
 class ToolReader:
@@ -209,9 +205,7 @@ class ToolReader:
     def _text(self, parts: list[str | ToolCall], length: int) -> None:
         text, self._rest = self._rest[:length], self._rest[length:]
         self._spoke = self._spoke or bool(text.strip())
-        if self.found:
-            text = text if text.strip() else ""  # line breaks between calls
-        if text:
+        if text.strip() or (text and not self.found):  # without line breaks between calls
             parts.append(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -77,20 +77,16 @@ async def read_beside(asked: Sampling, read: Callable[[], T]) -> T:
 async def _answered(
     worker: Worker, asked: list[CheckedRequest], reply: Reply, request: Request, streams: bool
 ) -> Response:
-    coming = events(worker, asked, request)
-    try:
-        if streams:
-            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
-            first = await anext(coming)
-            if isinstance(first, Coming) and isinstance(first.event, Failed):
-                raise of_error(first.event.error, asked[0].names)
-            return StreamingResponse(_stream(worker, asked, reply, first, coming), media_type=reply.media_type)
-        answers = await _whole(asked, coming)
-        await coming.aclose()  # type: ignore[attr-defined]
-        return json_response(reply.whole(answers))
-    except BaseException:
-        await coming.aclose()  # type: ignore[attr-defined]
-        raise
+    async with contextlib.AsyncExitStack() as stack:
+        coming = await stack.enter_async_context(contextlib.aclosing(events(worker, asked, request)))
+        if not streams:
+            return json_response(reply.whole(await _whole(asked, coming)))
+        # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
+        first = await anext(coming)
+        if isinstance(first, Coming) and isinstance(first.event, Failed):
+            raise of_error(first.event.error, asked[0].names)
+        stack.pop_all()  # the stream closes it
+        return StreamingResponse(_stream(worker, asked, reply, first, coming), media_type=reply.media_type)
 
 
 async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]) -> list[Completion]:
@@ -112,7 +108,7 @@ async def _stream(
     asked: Sequence[CheckedRequest],
     reply: Reply,
     come: Coming | Waiting | None,
-    coming: AsyncIterator[Coming | Waiting | None],
+    coming: AsyncGenerator[Coming | Waiting | None, None],
 ) -> AsyncIterator[bytes]:
     telling = _Telling(reply, len(asked))
     try:
@@ -136,7 +132,7 @@ async def _stream(
     except ClientGoneError:
         return
     finally:
-        await coming.aclose()  # type: ignore[attr-defined]
+        await coming.aclose()
 
 
 class _Telling:
@@ -187,7 +183,7 @@ class _PlaceInQueue:
 
 async def events(
     worker: Worker, asked: Sequence[CheckedRequest], request: Request
-) -> AsyncIterator[Coming | Waiting | None]:
+) -> AsyncGenerator[Coming | Waiting | None, None]:
     """Yield the events of all answers, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
 
     A request that asks for cycles is told its place in the queue as long as it waits, then None.

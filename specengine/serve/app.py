@@ -82,8 +82,9 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
         return problem.response(request.url.path)
 
     @app.exception_handler(RequestError)
-    async def _problem(request: Request, error: RequestError) -> Response:
-        return told(error, request)
+    @app.exception_handler(Exception)
+    async def _problem(request: Request, error: Exception) -> Response:
+        return told(of_error(error), request)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -101,10 +102,6 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             routes = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
-
-    @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> Response:
-        return told(of_error(error), request)
 
 
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
@@ -143,13 +140,12 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
 def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
     for path, dialect in DIALECTS.items():
-        streamed = ollama.LINES if path.startswith("/api/") else "text/event-stream"
         app.add_api_route(
             path,
             _endpoint(worker, settings, dialect),
             methods=["POST"],
             summary=dialect.about,
-            responses={200: {"content": {streamed: {"schema": {}}}}},
+            responses={200: {"content": {dialect.reply.media_type: {"schema": {}}}}},
         )
 
 

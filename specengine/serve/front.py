@@ -20,6 +20,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
@@ -28,9 +29,8 @@ from starlette.types import Receive, Scope, Send
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
 from specengine.protocol.dialects import CHAT, TEXT
-from specengine.protocol.ollama import LINES
-from specengine.protocol.problems import RequestError, json_response, of_error
-from specengine.protocol.replies import EVENTS, sse
+from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
+from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.answering import PLACE_SECONDS
@@ -133,8 +133,7 @@ class Front:
 
     async def _require_ready(self) -> None:
         if self.state != "ready":
-            message = "the model is being loaded" if self.state == "loading" else "the model could not be loaded"
-            raise RequestError(503, message, code=self.state, headers={"Retry-After": "5"})
+            raise unavailable(self.state)
 
     async def _told(self, request: Request, error: Any) -> Response:
         problem = error if isinstance(error, RequestError) else _problem(error)
@@ -208,13 +207,13 @@ async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> N
     A status is sent with what comes behind it: a replica that ends between the two has not answered.
     """
     start: Message | None = None
-    media = b""
+    media = ""
     begun = False
     try:
         async for message in coming:
             if message["type"] == "http.response.start":
                 start = message
-                media = next((value for name, value in message["headers"] if name == b"content-type"), b"")
+                media = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
                 continue
             if start is not None:
                 begun = True
@@ -229,16 +228,8 @@ async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> N
         problem = _problem(error)
         if not begun:
             raise problem from error
-        last = _last_words(problem, media, path)
+        last = last_words(problem, media, path)
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _last_words(problem: RequestError, media: bytes, path: str) -> bytes:
-    """Return the end of a stream that goes no further, in its protocol."""
-    body = problem.body_for(path)
-    if media.startswith(LINES.encode()):
-        return json.dumps(body).encode() + b"\n"
-    return sse(body, "error" if body.get("type") == "error" else "") if media.startswith(EVENTS.encode()) else b""
 
 
 async def _gone(receive: Receive) -> None:

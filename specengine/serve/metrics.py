@@ -19,6 +19,22 @@ USAGE = f"specengine:kv_cache_usage{SHARE}"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+_COUNTERS = {
+    "spec_decode_num_drafts": "Trees verified",
+    "spec_decode_num_draft_tokens": "Draft tokens verified",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted",
+    "prompt_tokens": "Tokens of prompts",
+    "prefix_cache_queries": "Tokens of prompts that were looked for in the caches",
+    "prefix_cache_hits": "Tokens of prompts that the caches held",
+    "generation_tokens": "Tokens generated",
+}
+_TIMES = {
+    "time_to_first_token": "From the engine's start to the first token",
+    "request_queue_time": "Spent waiting for the engine",
+    "e2e_request_latency": "From the request to its last token",
+}
+
+
 class Metrics:
     """Metrics of one server; two servers in a process share none."""
 
@@ -28,26 +44,18 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"specengine:{name}", text, labels, registry=registry)
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"specengine:{name}_seconds", text, buckets=_SECONDS, registry=registry)
-
         self.running = Gauge("specengine:num_requests_running", "Requests being answered", registry=registry)
         self.waiting = Gauge("specengine:num_requests_waiting", "Requests in the queue", registry=registry)
-        self.drafts = counter("spec_decode_num_drafts", "Trees verified")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens verified")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted")
+        self.counters = {name: counter(name, text) for name, text in _COUNTERS.items()}
+        self.times = {
+            name: Histogram(f"specengine:{name}_seconds", text, buckets=_SECONDS, registry=registry)
+            for name, text in _TIMES.items()
+        }
         self.by_position = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, 0 the first", ("position",)
         )
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.asked_tokens = counter("prefix_cache_queries", "Tokens of prompts that were looked for in the caches")
-        self.cached_tokens = counter("prefix_cache_hits", "Tokens of prompts that the caches held")
-        self.generated = counter("generation_tokens", "Tokens generated")
         self.finished = counter("request_success", "Requests answered, by how they ended", ("finished_reason",))
         self.failed = counter("request_failure", "Requests refused or failed, by HTTP status", ("status",))
-        self.first_token = seconds("time_to_first_token", "From the engine's start to the first token")
-        self.queued = seconds("request_queue_time", "Spent waiting for the engine")
-        self.whole = seconds("e2e_request_latency", "From the request to its last token")
 
     def watch(self, answering: Pool | Engine) -> None:
         """Report the use of caches too, and of a pool the rows of forward passes."""
@@ -55,33 +63,34 @@ class Metrics:
             self.registry.register(_AtOnce(answering))
             return
         used = Gauge(USAGE, "Part of the context that the prompt and answer under way fill", registry=self.registry)
-        used.set_function(lambda: _share_of_context(answering))
+        target = answering.target
+        used.set_function(lambda: len(target.tokens) / target.max_context if answering.is_busy else 0.0)
 
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
         """Count one generation; ended: stop, length or abort; waited, whole: seconds since the request came."""
         stats = answer.stats
-        self.drafts.inc(stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0)
-        self.drafted.inc(stats.num_draft_tokens)
-        self.accepted.inc(stats.num_accepted_draft_tokens)
+        counts = {
+            "spec_decode_num_drafts": stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0,
+            "spec_decode_num_draft_tokens": stats.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": stats.num_accepted_draft_tokens,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "prefix_cache_queries": stats.num_prompt_tokens,
+            "prefix_cache_hits": answer.cached_tokens,
+            "generation_tokens": stats.num_generated_tokens,
+        }
+        for name, count in counts.items():
+            self.counters[name].inc(count)
         for position in range(len(stats.acceptance_histogram) - 1):
             self.by_position.labels(position).inc(sum(stats.acceptance_histogram[position + 1 :]))
-        self.prompt_tokens.inc(stats.num_prompt_tokens)
-        self.asked_tokens.inc(stats.num_prompt_tokens)
-        self.cached_tokens.inc(answer.cached_tokens)
-        self.generated.inc(stats.num_generated_tokens)
         self.finished.labels(ended).inc()
         if stats.ttft_s:
-            self.first_token.observe(stats.ttft_s)
-        self.queued.observe(waited)
-        self.whole.observe(whole)
+            self.times["time_to_first_token"].observe(stats.ttft_s)
+        self.times["request_queue_time"].observe(waited)
+        self.times["e2e_request_latency"].observe(whole)
 
     def text(self) -> bytes:
         """Return Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
-
-
-def _share_of_context(engine: Engine) -> float:
-    return len(engine.target.tokens) / engine.target.max_context if engine.is_busy else 0.0
 
 
 class _AtOnce(Collector):

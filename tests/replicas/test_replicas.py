@@ -24,6 +24,7 @@ from specengine.batch.files import beside
 from specengine.cli.given import Recipe
 from specengine.errors import InputError
 from specengine.protocol.problems import RequestError
+from specengine.protocol.replies import last_words
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve import front, replica
@@ -257,18 +258,18 @@ def test_an_answer_that_breaks_off_is_refused_before_its_first_piece_and_ends_be
 def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
     first, second = Metrics(), Metrics()
     added = Added()
-    first.generated.inc(3)
-    second.generated.inc(4)
+    first.counters["generation_tokens"].inc(3)
+    second.counters["generation_tokens"].inc(4)
     first.running.set(1)
     second.running.set(1)
-    first.first_token.observe(0.02)
-    second.first_token.observe(20)
+    first.times["time_to_first_token"].observe(0.02)
+    second.times["time_to_first_token"].observe(20)
     added.take([("a", first.text().decode()), ("b", second.text().decode())])
     assert _value(added, "generation_tokens_total") == 7
     assert _value(added, "num_requests_running") == 2
     assert _value(added, 'time_to_first_token_seconds_bucket{le="0.025"}') == 1
     assert _value(added, 'time_to_first_token_seconds_bucket{le="+Inf"}') == 2
-    second.generated.inc(1)
+    second.counters["generation_tokens"].inc(1)
     added.take([("b", second.text().decode())])
     assert _value(added, "generation_tokens_total") == 8
     assert _value(added, "num_requests_running") == 1
@@ -311,14 +312,14 @@ def test_a_conversation_is_known_by_its_beginning() -> None:
 @pytest.mark.parametrize(
     ("path", "media", "last"),
     [
-        ("/v1/chat/completions", b"text/event-stream", b'data: {"error":{"message":"lost",'),
-        ("/v1/messages", b"text/event-stream", b'event: error\ndata: {"type":"error",'),
-        ("/api/chat", b"application/x-ndjson", b'{"error": "lost"}\n'),
-        ("/api/chat", b"application/json", b""),
+        ("/v1/chat/completions", "text/event-stream", b'data: {"error":{"message":"lost",'),
+        ("/v1/messages", "text/event-stream", b'event: error\ndata: {"type":"error",'),
+        ("/api/chat", "application/x-ndjson", b'{"error":"lost"}\n'),
+        ("/api/chat", "application/json", b""),
     ],
 )
-def test_a_stream_that_is_lost_ends_in_its_protocol(path: str, media: bytes, last: bytes) -> None:
-    said = front._last_words(RequestError(503, "lost"), media, path)
+def test_a_stream_that_is_lost_ends_in_its_protocol(path: str, media: str, last: bytes) -> None:
+    said = last_words(RequestError(503, "lost"), media, path)
     assert said.startswith(last)
     assert bool(said) == bool(last)
 

@@ -16,7 +16,7 @@ from specengine.protocol.parts import Parts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
-from specengine.protocol.tools import ToolReader, format_of, marks
+from specengine.protocol.tools import ToolReader, format_of, special_tokens
 from specengine.records import Stats
 from tests import toy
 from tests.engine.engines import forced
@@ -291,8 +291,11 @@ def test_templates_of_other_ways_refuse_tools(template: str | None) -> None:
 
 def test_marks_that_are_special_tokens_are_shown() -> None:
     tokenizer = byte_tokenizer(TEMPLATES[Mistral], extra=["[TOOL_CALLS]", "[ARGS]"])
-    assert [tokenizer.decode([token]) for token in marks(Mistral(), tokenizer)] == ["[TOOL_CALLS]", "[ARGS]"]
-    assert marks(Hermes(), tokenizer) == []
+    assert [tokenizer.decode([token]) for token in special_tokens(tokenizer, Mistral().marks)] == [
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    ]
+    assert special_tokens(tokenizer, Hermes().marks) == []
 
 
 @pytest.mark.sliced(2)
