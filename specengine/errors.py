@@ -1,14 +1,23 @@
-"""The errors that specengine raises. Each message says what to do next."""
+"""The errors that specengine raises, and the checks of values and options that raise them.
+
+Each message says what to do next.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+MAX_NUMBER = 1e30  # of any number: transformers would carry on with an infinite one
+KEY = "declaration"  # of a field's metadata
 
 
 class SpecEngineError(Exception):
@@ -238,3 +247,144 @@ def kind_of(value: Any) -> str:
     if hasattr(value, "untyped_storage"):  # a tensor, without importing torch
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+# ---- readers: each refuses a value with InputError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Check one value. `check` raises InputError, which names the option. None is accepted but for a truth value.
+
+    kind     the type of a value on the command line and in a request
+    limits   of a request's number: the keywords ge, gt, le and lt, as pydantic has them
+    """
+
+    check: Callable[[str, Any], None]
+    kind: type | None = None
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def reader(accepted: str, holds: Callable[[Any], bool], kind: type | None = None, **more: Any) -> Reader:
+    """Return a reader of the values for which `holds` is true. accepted: these values, in words."""
+    return Reader(lambda name, value: require_value(name, value, accepted, holds(value)), kind, **more)
+
+
+def number(low: float, high: float, accepted: str, *, open_low: bool = False, open_high: bool = False) -> Reader:
+    """Return a reader of finite numbers from `low` to `high`, which an open end does not include."""
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+            return False
+        return (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+
+    limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}
+    return reader(accepted, holds, float, limits=_finite(limits))
+
+
+def whole(low: int, high: float = math.inf, accepted: str = "") -> Reader:
+    """Return a reader of whole numbers from `low` to `high`. accepted: these, in other words."""
+    accepted = accepted or "a whole number, " + (f"{low} or more" if high == math.inf else f"{low} to {high}")
+    return reader(
+        accepted,
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+        int,
+        limits=_finite({"ge": low, "le": high}),
+    )
+
+
+def _finite(limits: dict[str, float]) -> dict[str, float]:
+    return {name: bound for name, bound in limits.items() if math.isfinite(bound)}
+
+
+def at_least(low: float) -> Reader:
+    """Return a reader of numbers from `low` on."""
+    return number(low, math.inf, f"{low} or more")
+
+
+def one_of(choices: tuple[str, ...], more: str = "") -> Reader:
+    """Return a reader of these names. more: what a message says of other values that are accepted."""
+    return reader(", ".join(choices) + more, lambda value: value in choices, str)
+
+
+TRUTH = reader("True or False", lambda value: isinstance(value, bool), bool)
+MAYBE = reader("True, None or False", lambda value: isinstance(value, bool), bool)
+NAMES = reader(
+    "a dict of options by name",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+)
+ABOVE_0 = number(0, math.inf, "above 0", open_low=True)
+
+
+# ---- options: fields of dataclasses that say how a value is checked, its flag and its help
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One option: how its value is checked, and where it can be given besides in Python.
+
+    neutral   of an option that shapes draws: the values that leave them as they are, the plainest first
+    help      the text of its flag in `--help`; None: it has no flag. The flag of a truth value has a `--no-` form
+    flag      the flag's name without the dashes; by default the option's
+    choices   the values that the flag takes, where they are few
+    one_way   whether the flag of a truth value has no `--no-` form
+    repeats   whether the flag may be given several times, so that its values make a list
+    field     its field in a request to the server
+    line      whether a line of `specengine batch` may have it in its "options"
+    as_is     whether arrays in its value stay what they are
+    """
+
+    reader: Reader | None = None
+    default: Any = None
+    neutral: tuple[float, ...] = ()
+    help: str | None = None
+    flag: str = ""
+    metavar: str | None = None
+    repeats: bool = False
+    choices: tuple[str, ...] = ()
+    one_way: bool = False
+    field: Any = None
+    line: bool = True
+    as_is: bool = False
+    name: str = ""
+
+    @property
+    def kind(self) -> Any:
+        """Return the type of its value on the command line."""
+        return (self.reader and self.reader.kind) or str
+
+    @property
+    def dest(self) -> str:
+        """Return the name of its value among parsed arguments."""
+        return self.flag.replace("-", "_") or self.name
+
+    @property
+    def field_name(self) -> str:
+        """Return its name in the body of a request."""
+        return (self.field and self.field.name) or self.name
+
+
+def option(reader: Reader | None = None, **declared: Any) -> Any:
+    """Return the dataclass field of one option; the arguments are those of Declaration."""
+    declaration = Declaration(reader, **declared)
+    if declaration.default is dict:
+        return dataclasses.field(default_factory=dict, metadata={KEY: declaration})
+    return dataclasses.field(default=declaration.default, metadata={KEY: declaration})
+
+
+def declared_in(options: Any) -> dict[str, Declaration]:
+    """Return the declarations of a dataclass by name, in the order of its fields."""
+    return {item.name: dataclasses.replace(item.metadata[KEY], name=item.name) for item in dataclasses.fields(options)}
+
+
+class Checked:
+    """Base of dataclasses whose fields are options. Raise InputError for a value that its reader refuses.
+
+    None is for options whose default it is.
+    """
+
+    def __post_init__(self) -> None:
+        for name, declared in declared_in(self).items():
+            value = getattr(self, name)
+            if declared.reader is not None and (value is not None or declared.default is not None):
+                declared.reader.check(name, value)

@@ -1,32 +1,56 @@
-"""Options of loading models, and their checks."""
+"""Options of loading models, each declared once where its field is: how it is checked, its flag and its help.
+
+Imports neither torch nor transformers, because the command line's help reads it.
+"""
+
+# ruff: noqa: RUF009 (option returns dataclasses.field)
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from specengine.errors import InputError, did_you_mean, require_value, shown
+from specengine.errors import (
+    MAYBE,
+    NAMES,
+    TRUTH,
+    Checked,
+    InputError,
+    did_you_mean,
+    one_of,
+    option,
+    reader,
+    shown,
+    whole,
+)
 from specengine.registry import is_array, plain
 
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
-DEVICES = ("cpu", "cuda", "mps", "xpu")
 QUANTIZATIONS = ("int8",)  # of a native model's weights
 NUMERICS = ("auto", "bfloat16", "float32", "integer")  # of a native model's products
-_DTYPES = {
-    "auto": "auto",
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def _is_dtype(value: Any) -> bool:
+    import torch
+
+    return value is None or value in DTYPES or isinstance(value, torch.dtype)
+
+
+def _is_folder(value: Any) -> bool:
+    return isinstance(value, os.PathLike | str)
 
 
 @dataclass
-class LoadOptions:
+class LoadOptions(Checked):
     """Options of loading models.
 
     dtype              auto (as stored), bfloat16, float16, float32 or a torch.dtype
@@ -62,24 +86,75 @@ class LoadOptions:
     progress           called with lines about what takes long; by default they go to stderr
     """
 
-    dtype: Any = "auto"
-    device: Any = None
-    tokenizer: Any = None
-    draft_options: dict[str, Any] = field(default_factory=dict)
-    policy_options: dict[str, Any] = field(default_factory=dict)
-    offline: bool = False
-    trust_remote_code: bool = False
-    lookup: bool | None = None
-    backend: str | None = None
-    quantize: str | None = None
-    numerics: str = "auto"
-    pack: bool | None = None
-    graphs: bool | None = None
-    tp_plan: str | None = None
-    strict: bool = False
-    context: int | None = None
-    learn: Any = None
-    progress: Callable[[str], None] | None = None
+    dtype: Any = option(
+        reader(f"{', '.join(DTYPES)} or a torch.dtype", _is_dtype),
+        choices=DTYPES,
+        default="auto",
+        help="data type of the weights (default: auto, as stored)",
+    )
+    device: Any = option(help="cpu, cuda, cuda:N, mps or xpu (default: cuda where there is one)")
+    tokenizer: Any = option(
+        reader(
+            "a tokenizer of transformers, or a path or Hub id of one",
+            lambda value: _is_folder(value) or (callable(value) and hasattr(value, "decode")),
+        )
+    )
+    draft_options: dict[str, Any] = option(NAMES, default=dict)
+    policy_options: dict[str, Any] = option(NAMES, default=dict)
+    offline: bool = option(TRUTH, default=False, one_way=True, help="never use a network")
+    trust_remote_code: bool = option(TRUTH, default=False, one_way=True, help="run code from the model's repository")
+    lookup: bool | None = option(
+        MAYBE,
+        help="add tokens to the draft that followed the same words in prompt and answer before (default: on a CPU)",
+    )
+    backend: str | None = option(
+        one_of(BACKENDS, more=" or none"),
+        choices=BACKENDS,
+        help="native: the C++ forward, on a CPU; huggingface: its own modules (default: native where it can)",
+    )
+    quantize: str | None = option(
+        one_of(QUANTIZATIONS, more=" or none"),
+        choices=QUANTIZATIONS,
+        help="keep a native model's weights as int8, half the memory of bfloat16",
+    )
+    numerics: str = option(
+        one_of(NUMERICS),
+        choices=NUMERICS,
+        default="auto",
+        help="of a native model's products; integer: int8 weights and packed blocks by int8 activations "
+        "(default: auto, integer for such weights on a CPU without AMX)",
+    )
+    pack: bool | None = option(
+        MAYBE,
+        help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
+    )
+    graphs: bool | None = option(
+        MAYBE,
+        help="run target and draft as CUDA graphs, captured once (default: on a CUDA device, where "
+        "model and draft can)",
+    )
+    tp_plan: str | None = option(
+        one_of(("auto",), more=" or none"),
+        choices=("auto",),
+        help="split the model over the processes that torchrun started, by its own plan (default: under torchrun)",
+    )
+    strict: bool = option(
+        TRUTH,
+        default=False,
+        help="compute the same bits in every tree as in plain decoding, also in bfloat16; costs more per node",
+    )
+    context: int | None = option(
+        whole(2, accepted="a whole number of tokens, 2 or more, or none"),
+        help="tokens of prompt and answer that a text may have (default: as the model's config says)",
+        metavar="N",
+    )
+    learn: Any = option(
+        reader("a folder or none", _is_folder, Path),
+        help="keep prompts and answers in this folder as token ids, and let the draft's head learn from them while "
+        "nothing is asked; answers stay the same (default: nothing is kept)",
+        metavar="DIR",
+    )
+    progress: Callable[[str], None] | None = option()
 
     @classmethod
     def names(cls) -> list[str]:
@@ -87,57 +162,31 @@ class LoadOptions:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> LoadOptions:
+        import torch
+
         for name in options:
             if name not in cls.names():
                 listed = ", ".join(cls.names())
                 raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}")
         self = cls(**{name: plain(value) if is_array(value) else value for name, value in options.items()})
-        self._check_kinds()
-        if not isinstance(self.dtype, torch.dtype):
-            if self.dtype is not None and (not isinstance(self.dtype, str) or self.dtype not in _DTYPES):
-                raise InputError(f"dtype: got {shown(self.dtype)}, accepted {', '.join(_DTYPES)} or a torch.dtype")
-            self.dtype = _DTYPES[self.dtype or "auto"]
-        for name, accepted in (("backend", BACKENDS), ("quantize", QUANTIZATIONS)):
-            value = getattr(self, name)
-            require_value(name, value, f"{', '.join(accepted)} or none", value in (None, *accepted))
-        require_value("numerics", self.numerics, ", ".join(NUMERICS), self.numerics in NUMERICS)
+        if self.dtype not in (None, "auto") and not isinstance(self.dtype, torch.dtype):
+            self.dtype = getattr(torch, self.dtype)
+        self.dtype = self.dtype or "auto"
         if self.tp_plan is not None:
             self._check_splitting()
-        self._check_tokenizer()
         self.device = _device(self.device) if self.device is not None else None
         return self
 
-    def _check_tokenizer(self) -> None:
-        fits = self.learn is None or isinstance(self.learn, os.PathLike | str)
-        require_value("learn", self.learn, "a folder or none", fits)
-        tokenizer = self.tokenizer
-        named = tokenizer is None or isinstance(tokenizer, os.PathLike | str)
-        fits = named or (callable(tokenizer) and hasattr(tokenizer, "decode"))
-        require_value("tokenizer", tokenizer, "a tokenizer of transformers, or a path or Hub id of one", fits)
-
     def _check_splitting(self) -> None:
-        require_value("tp_plan", self.tp_plan, "auto or none", self.tp_plan == "auto")
         given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
         given |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
         if alone := [name for name, value in given.items() if value]:
             raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
 
-    def _check_kinds(self) -> None:
-        for name in ("draft_options", "policy_options"):
-            value = getattr(self, name)
-            by_name = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-            require_value(name, value, "a dict of options by name", by_name)
-        fits = self.context is None or (type(self.context) is int and self.context >= 2)
-        require_value("context", self.context, "a whole number of tokens, 2 or more, or none", fits)
-        for name in ("offline", "trust_remote_code", "strict"):
-            value = getattr(self, name)
-            require_value(name, value, "True or False", isinstance(value, bool))
-        for name in ("lookup", "pack", "graphs"):
-            value = getattr(self, name)
-            require_value(name, value, "True, None or False", isinstance(value, bool | None))
-
 
 def _device(device: Any) -> torch.device:
+    import torch
+
     wanted = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
     try:
         chosen = torch.device(device)

@@ -1,5 +1,7 @@
 """Options of training Learning to Draft's networks, and recipes."""
 
+# ruff: noqa: RUF009 (option returns dataclasses.field)
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from specengine.errors import require, require_known, require_minimum
+from specengine.errors import option, require, require_known, require_minimum
 
 if TYPE_CHECKING:
     from specengine.policies._ltd import Shape
@@ -19,79 +21,141 @@ Stage = Literal["size", "depth"]
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Options of training a pair of networks.
+    """Options of training a pair of networks."""
 
-    width           children per node of the beam, 1 or more
-    expansions      levels grown below the first, at most, 1 or more
-    sizes           numbers of candidates that the size network chooses from, ascending, above 0, without the root
-    least           expansions before the first decision of the depth network, 0 or more
-    check_every     expansions between its decisions, 1 or more
-    pad             what stands in an observation for candidates that there are not, 0 or less; log-probabilities below
-                    a negative one count as that
-    reward          table or wallclock: throughput, under a cost table or as it is measured; accept, time: the
-                    ablations
-    fixed_depth     expansions that stand for the depth network where size is validated alone, 0 to expansions
-    fixed_size      candidates that stand for the size network where depth is trained and validated alone, 1 or more
-    size_steps      training decisions of the size network, 0 or more
-    depth_steps     training decisions of the depth network, 0 or more
-    again           size, depth: networks to train again, in turn, each with the current other network
-    again_share     share of the steps in each of these, above 0
-    rollout         decisions between updates, 2 or more; a multiple of environments
-    minibatch       decisions per optimiser step, 2 or more; a divisor of rollout
-    epochs          passes over a rollout, 1 or more
-    learning_rate   peak learning rate, above 0; falls to 0 linearly
-    warmup          share of the steps in which the learning rate rises, 0 to 1
-    entropy         weight of the policy's entropy in the loss, 0 to 1
-    target_kl       divergence that ends an update early where a network is trained again, 0 to 1; 0: none does
-    clip            limit of the probability ratio in PPO, above 0
-    size_gamma      discount of the size network's rewards, 0 to 1
-    depth_gamma     discount of the depth network's rewards, 0 to 1
-    hidden_size     units of the size network's hidden layers, 1 or more each
-    hidden_depth    units of the depth network's hidden layers, 1 or more each
-    hidden_critic   units of the critics' hidden layers, 1 or more each
-    activation      relu or tanh
-    prompts         maximum number of questions from a text, evenly spaced, 0 or more; 0: all
-    held_back       share of the answers that nothing is learnt from, 0 to 1; the checkpoint that is fastest on them is
-                    kept
-    validate_every  rollouts between validations, 1 or more
-    environments    number of parallel environments on logged trees, 1 or more
-    length          tokens per answer if the engine runs, 4 or more
-    seed            random seed, 0 or more
-    """
-
-    width: int = 10
-    expansions: int = 12
-    sizes: tuple[int, ...] = tuple(range(20, 241, 20))
-    least: int = 1
-    check_every: int = 1
-    pad: float = -20.0
-    reward: RewardName = "table"
-    fixed_depth: int = 8
-    fixed_size: int = 60
-    size_steps: int = 100_000
-    depth_steps: int = 1_000_000
-    again: tuple[str, ...] = ("size", "depth", "size")
-    again_share: float = 1.0
-    rollout: int = 2048
-    minibatch: int = 256
-    epochs: int = 20
-    learning_rate: float = 1e-3
-    warmup: float = 0.01
-    entropy: float = 0.01
-    target_kl: float = 0.02
-    clip: float = 0.2
-    size_gamma: float = 0.9
-    depth_gamma: float = 0.999
-    hidden_size: tuple[int, ...] = (1024, 256)
-    hidden_depth: tuple[int, ...] = (1024,)
-    hidden_critic: tuple[int, ...] = (1024, 256)
-    activation: Activation = "relu"
-    prompts: int = 0
-    held_back: float = 0.2
-    validate_every: int = 5
-    environments: int = 64
-    length: int = 96
-    seed: int = 0
+    width: int = option(
+        default=10,
+        help="children per node of the beam, 1 or more",
+    )
+    expansions: int = option(
+        default=12,
+        help="levels grown below the first, at most, 1 or more",
+    )
+    sizes: tuple[int, ...] = option(
+        default=tuple(range(20, 241, 20)),
+        help="numbers of candidates that the size network chooses from, ascending, above 0, without the root",
+    )
+    least: int = option(
+        default=1,
+        help="expansions before the first decision of the depth network, 0 or more",
+    )
+    check_every: int = option(
+        default=1,
+        help="expansions between its decisions, 1 or more",
+    )
+    pad: float = option(
+        default=-20.0,
+        help="what stands in an observation for candidates that there are not, 0 or less; log-probabilities below "
+        "a negative one count as that",
+    )
+    reward: RewardName = option(
+        default="table",
+        help="table or wallclock: throughput, under a cost table or as it is measured; accept, time: the ablations",
+    )
+    fixed_depth: int = option(
+        default=8,
+        help="expansions that stand for the depth network where size is validated alone, 0 to expansions",
+    )
+    fixed_size: int = option(
+        default=60,
+        help="candidates that stand for the size network where depth is trained and validated alone, 1 or more",
+    )
+    size_steps: int = option(
+        default=100_000,
+        help="training decisions of the size network, 0 or more",
+    )
+    depth_steps: int = option(
+        default=1_000_000,
+        help="training decisions of the depth network, 0 or more",
+    )
+    again: tuple[str, ...] = option(
+        default=("size", "depth", "size"),
+        help="size, depth: networks to train again, in turn, each with the current other network",
+    )
+    again_share: float = option(
+        default=1.0,
+        help="share of the steps in each of these, above 0",
+    )
+    rollout: int = option(
+        default=2048,
+        help="decisions between updates, 2 or more; a multiple of environments",
+    )
+    minibatch: int = option(
+        default=256,
+        help="decisions per optimiser step, 2 or more; a divisor of rollout",
+    )
+    epochs: int = option(
+        default=20,
+        help="passes over a rollout, 1 or more",
+    )
+    learning_rate: float = option(
+        default=1e-3,
+        help="peak learning rate, above 0; falls to 0 linearly",
+    )
+    warmup: float = option(
+        default=0.01,
+        help="share of the steps in which the learning rate rises, 0 to 1",
+    )
+    entropy: float = option(
+        default=0.01,
+        help="weight of the policy's entropy in the loss, 0 to 1",
+    )
+    target_kl: float = option(
+        default=0.02,
+        help="divergence that ends an update early where a network is trained again, 0 to 1; 0: none does",
+    )
+    clip: float = option(
+        default=0.2,
+        help="limit of the probability ratio in PPO, above 0",
+    )
+    size_gamma: float = option(
+        default=0.9,
+        help="discount of the size network's rewards, 0 to 1",
+    )
+    depth_gamma: float = option(
+        default=0.999,
+        help="discount of the depth network's rewards, 0 to 1",
+    )
+    hidden_size: tuple[int, ...] = option(
+        default=(1024, 256),
+        help="units of the size network's hidden layers, 1 or more each",
+    )
+    hidden_depth: tuple[int, ...] = option(
+        default=(1024,),
+        help="units of the depth network's hidden layers, 1 or more each",
+    )
+    hidden_critic: tuple[int, ...] = option(
+        default=(1024, 256),
+        help="units of the critics' hidden layers, 1 or more each",
+    )
+    activation: Activation = option(
+        default="relu",
+        help="relu or tanh",
+    )
+    prompts: int = option(
+        default=0,
+        help="maximum number of questions from a text, evenly spaced, 0 or more; 0: all",
+    )
+    held_back: float = option(
+        default=0.2,
+        help="share of the answers that nothing is learnt from, 0 to 1; the checkpoint that is fastest on them is kept",
+    )
+    validate_every: int = option(
+        default=5,
+        help="rollouts between validations, 1 or more",
+    )
+    environments: int = option(
+        default=64,
+        help="number of parallel environments on logged trees, 1 or more",
+    )
+    length: int = option(
+        default=96,
+        help="tokens per answer if the engine runs, 4 or more",
+    )
+    seed: int = option(
+        default=0,
+        help="random seed, 0 or more",
+    )
 
     def __post_init__(self) -> None:
         require_minimum(self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1)

@@ -60,7 +60,7 @@ def answer(engine: Engine, item: Item, ticket: Ticket | None = None) -> Answered
         raise
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))
-    turns = [_said(result) for result in results]
+    turns = [{"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in results]
     said = {"turns": turns} if item.later else turns[0]
     return Answered(item.place, {"id": item.id, **said}, [result.stats.to_dict() for result in results])
 
@@ -108,10 +108,6 @@ def _turns(engine: Engine, item: Item, ticket: Ticket) -> list[GenerationResult]
         messages = [*messages, {"role": "assistant", "content": results[-1].text}, {"role": "user", "content": text}]
         results.append(result(messages))
     return results
-
-
-def _said(result: GenerationResult) -> dict[str, Any]:
-    return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
 
 
 def answered(

@@ -62,7 +62,9 @@ class Spread:
         while missing:
             first = min(missing)
             while self._free and waiting and waiting[0].place < first + AHEAD * self.scale.replicas:
-                self._give(self._free.pop(), waiting.popleft())
+                replica = self._free.pop()
+                line = waiting.popleft()
+                self._under_way[replica.answer.remote(line)] = (replica, line)
             item, got = self._result()
             if item is None:
                 if got is not None:
@@ -98,9 +100,6 @@ class Spread:
         made: Any = ray.remote(LineReplica)
         replica = made.options(max_restarts=0, **needs(self.scale)).remote(self.load)
         self._under_way[replica.load.remote()] = (replica, None)
-
-    def _give(self, replica: Any, item: Item) -> None:
-        self._under_way[replica.answer.remote(item)] = (replica, item)
 
     def _lost(self, item: Item | None) -> Answered | None:
         """Return the failure of a process's work after it has ended, or None to try the work again."""

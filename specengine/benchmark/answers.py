@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specengine.models import common_prefix
-from specengine.records import Cycle
+from specengine.records import Cycle, Seconds
 
 COUNTS = ("cycles", "emitted", "passes", "verified", "drafted")
 PARTS = ("draft", "policy", "verify", "walk", "commit", "total")
@@ -27,26 +27,17 @@ class Answer(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Figures of a cycle: seconds in total, and of its parts if they were measured."""
+    """Counts of a cycle, and its seconds."""
 
     emitted: int
     passes: int
     verified: int
     drafted: int
-    draft: float
-    policy: float
-    verify: float
-    walk: float
-    commit: float
-    total: float
-    split: bool
+    seconds: Seconds
 
     @classmethod
     def of(cls, cycle: Cycle) -> Figures:
-        seconds, tree = cycle.seconds, cycle.tree
-        sizes = len(cycle.tokens), int(tree.passes), len(tree), cycle.drafted
-        parts = seconds.draft, seconds.policy, seconds.verify, seconds.walk, seconds.commit, seconds.total
-        return cls(*sizes, *parts, seconds.split)
+        return cls(len(cycle.tokens), int(cycle.tree.passes), len(cycle.tree), cycle.drafted, cycle.seconds)
 
 
 def counted(cycles: Sequence[Figures]) -> dict[str, Any]:
@@ -55,17 +46,17 @@ def counted(cycles: Sequence[Figures]) -> dict[str, Any]:
     emitted: tokens; passes: of the draft; verified: nodes, with the root; drafted: nodes, without it. Where some cycles
     stayed on a device, whose parts are not known, `total` stands alone.
     """
-    split = all(cycle.split for cycle in cycles)
+    split = all(cycle.seconds.split for cycle in cycles)
     medians = {
-        part: round(1e3 * statistics.median(getattr(cycle, part) for cycle in cycles), 4)
+        part: round(1e3 * statistics.median(getattr(cycle.seconds, part) for cycle in cycles), 4)
         for part in (PARTS if split else ("total",))
     }
     return {
         "cycles": len(cycles),
         **{name: sum(getattr(cycle, name) for cycle in cycles) for name in COUNTS[1:]},
         "median_ms": medians,
-        **({"policy_s": round(sum(cycle.policy for cycle in cycles), 6)} if split else {}),
-        "total_s": round(sum(cycle.total for cycle in cycles), 6),
+        **({"policy_s": round(sum(cycle.seconds.policy for cycle in cycles), 6)} if split else {}),
+        "total_s": round(sum(cycle.seconds.total for cycle in cycles), 6),
     }
 
 

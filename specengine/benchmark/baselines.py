@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -51,47 +52,38 @@ class Generate:
         """Do nothing: the cache grows as needed."""
 
 
-def generate_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
-    return Way(GENERATE, lambda: Generate(huggingface_model(plain.target), options, ends), ours=False)
-
-
-def compiled_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
-    """Return `generate` with a static cache and a compiled forward, which transformers does on a GPU by itself."""
-
-    def start() -> Generate:
-        config = CompileConfig()
-        config._compile_all_devices = True  # noqa: SLF001  on a CPU as well, for which there is no public field
-        model = huggingface_model(plain.target)
-        return Generate(model, options, ends, cache_implementation="static", compile_config=config)
-
-    return Way(COMPILED, start, ours=False)
-
-
-def lookup_way(plain: Engine, options: dict[str, Any], ends: list[int]) -> Way:
-    def start() -> Generate:
-        return Generate(huggingface_model(plain.target), options, ends, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-
-    return Way(LOOKUP, start, ours=False)
-
-
-def assisted_way(
-    plain: Engine, options: dict[str, Any], ends: list[int], assistant: str, load_options: LoadOptions
+def way(
+    name: str, plain: Engine, options: dict[str, Any], ends: list[int], assistant: str, load_options: LoadOptions
 ) -> Way:
-    """Return transformers' assisted decoding; assistant: the id or path of a smaller model with the same tokenizer."""
-    loaded: list[Any] = []
+    """Return a baseline on the target of `plain`; assistant: a smaller model with the same tokenizer, by id or path."""
 
-    def start() -> Generate:
-        if not loaded:
-            wanted = dataclasses.replace(
-                load_options, device=plain.target.device, backend="huggingface", quantize=None, numerics="auto"
-            )
-            model, tokenizer, *_ = load_model(assistant, wanted)
-            if tokenizer is not None and plain.tokenizer is not None:
-                check_tokenizers(tokenizer, plain.tokenizer)
-            loaded.append(model)
-        return Generate(huggingface_model(plain.target), options, ends, assistant_model=loaded[0])
+    @functools.cache
+    def more() -> dict[str, Any]:
+        if name == COMPILED:  # which transformers does on a GPU by itself
+            config = CompileConfig()
+            config._compile_all_devices = True  # noqa: SLF001  on a CPU as well, for which there is no public field
+            return {"cache_implementation": "static", "compile_config": config}
+        if name == LOOKUP:
+            return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        return {"assistant_model": _assistant(assistant, plain, load_options)} if name == ASSISTED else {}
 
-    return Way(ASSISTED, start, ours=False, facts={"draft": Path(assistant).name})
+    facts = {"draft": Path(assistant).name} if name == ASSISTED else {}
+    return Way(
+        name, lambda: Generate(huggingface_model(plain.target), options, ends, **more()), ours=False, facts=facts
+    )
+
+
+def _assistant(assistant: str, plain: Engine, load_options: LoadOptions) -> Any:
+    as_target: dict[str, Any] = {
+        "device": plain.target.device,
+        "backend": "huggingface",
+        "quantize": None,
+        "numerics": "auto",
+    }
+    model, tokenizer, *_ = load_model(assistant, dataclasses.replace(load_options, **as_target))
+    if tokenizer is not None and plain.tokenizer is not None:
+        check_tokenizers(tokenizer, plain.tokenizer)
+    return model
 
 
 def refuse_assistant(assistant: str | None, wanted: bool) -> None:

@@ -92,14 +92,8 @@ class Choice:
         def made(name: str) -> Way:
             if name in self.specs:
                 return engines.way(self.specs[name], self.options)
-            if name == baselines.GENERATE:
-                return baselines.generate_way(plain, self.options, ends)
-            if name == baselines.COMPILED:
-                return baselines.compiled_way(plain, self.options, ends)
-            if name == baselines.LOOKUP:
-                return baselines.lookup_way(plain, self.options, ends)
-            if name == baselines.ASSISTED:
-                return baselines.assisted_way(plain, self.options, ends, str(self.assistant), self._load)
+            if name in BASELINES:
+                return baselines.way(name, plain, self.options, ends, str(self.assistant), self._load)
             if self.samples:
                 raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
             return peers.way(name, self.peers, self._files(), ends, longest(plain, items, length, turns))

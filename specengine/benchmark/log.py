@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from specengine.benchmark.tables import Record
 from specengine.errors import InputError
 from specengine.files import atomic, require_same, writing
 
-Record = dict[str, Any]
 SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
 
 
@@ -24,15 +23,14 @@ class Log:
     def __init__(self, file: Path | None, provenance: Record, settings: Record) -> None:
         self._file = file
         self.records: list[Record] = json.loads(json.dumps([provenance, settings]))  # as they come back from a file
-        if file is None:
-            return
-        if _is_empty(file):
+        if file is None or _is_empty(file):
             return
         provenance, settings = self.records
         self.records = read(file)
         require_same("provenance", file, self.records[0], provenance, SAME)
         require_same("settings", file, self.records[1], settings, tuple(self.records[1] | settings))
-        _cut(file)
+        with writing(file), file.open("r+b") as log:  # without the text after the last whole record
+            log.truncate(log.read().rfind(b"\n") + 1)
 
     @property
     def resumed(self) -> bool:
@@ -71,9 +69,3 @@ def read(file: Path) -> list[Record]:
     if kinds[:2] != ["provenance", "settings"] or None in kinds:
         raise InputError(f"file: {file} was not written by `specengine bench --out`")
     return records
-
-
-def _cut(file: Path) -> None:
-    """Cut off the text after the last whole record."""
-    with writing(file), file.open("r+b") as log:
-        log.truncate(log.read().rfind(b"\n") + 1)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from specengine.benchmark.answers import Answer, first_difference, row
+from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.checking import Judged, judge
@@ -24,7 +25,6 @@ from specengine.request.text import decoder
 WARM_UP = "Count: one, two, three, one, two, three, one, two,"
 WARM_UP_TOKENS = 16
 
-Record = dict[str, Any]
 T = TypeVar("T")
 Answers = dict[str, dict[int, Answer]]  # by way and round
 

@@ -67,15 +67,6 @@ def gguf_file(model: str | None, given: Path | None) -> Path | None:
     return named
 
 
-def _refuse_missing(name: str, folder: Path) -> None:
-    needed = {f"environment {engine_of(name)}": python_of(name, folder), SCRIPT: folder / SCRIPT}
-    if missing := [what for what, file in needed.items() if not file.is_file()]:
-        raise BackendError(
-            f"way {name}: {folder} has no {missing[0]}; make it in a checkout with `make peers`, or name a folder "
-            "with --peers"
-        )
-
-
 def engine_of(name: str) -> str:
     return name.removeprefix(PREFIX).partition("/")[0]
 
@@ -92,7 +83,12 @@ def way(name: str, folder: Path, model: Model, ends: list[int], context: int) ->
 
     def start() -> Peer:
         if not made:
-            _refuse_missing(name, folder)
+            needed = {f"environment {engine_of(name)}": python_of(name, folder), SCRIPT: folder / SCRIPT}
+            if missing := [what for what, file in needed.items() if not file.is_file()]:
+                raise BackendError(
+                    f"way {name}: {folder} has no {missing[0]}; make it in a checkout with `make peers`, or name a "
+                    "folder with --peers"
+                )
             made.append(Peer(name, _command(name, folder, model, context), ends))
         return made[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -53,17 +54,13 @@ def _git(*arguments: str) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if _has(name)]
+    name = platform.processor() or platform.machine()
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        words = text.split()
+        name = next(
+            (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), name
+        )
+    features = [feature for feature in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if feature in words]
     return f"{name} ({', '.join(features[:2])})"
-
-
-def _has(feature: str) -> bool:
-    try:
-        return feature in Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -20,7 +19,6 @@ from specengine.batch.files import Files, Stream, opened
 from specengine.batch.lines import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
-from specengine.cli.parser import names_of
 from specengine.cli.terminal import redraws, say
 from specengine.errors import require
 from specengine.replicas import Scale
@@ -37,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = options.pop("seed", 0)
     found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
     settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
-    _say_other_models(found.items, os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/")))
+    _say_other_models(found.items, given.model_name(arguments))
     origin = provenance("specengine", sys.argv[1:])
     with opened(arguments.out, found.items, origin, settings, [arguments.prompts]) as files:
         if not isinstance(files, Files):

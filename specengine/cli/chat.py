@@ -17,10 +17,10 @@ from specengine.cli.markdown import Markdown
 from specengine.cli.terminal import say, write
 from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, Session
-from specengine.errors import InputError, SpecEngineError, did_you_mean
+from specengine.errors import Declaration, InputError, SpecEngineError, did_you_mean
 from specengine.files import MARK, atomic, read_object, writing
 from specengine.records import Stats
-from specengine.request.declared import Declaration, declarations
+from specengine.request.declared import flags
 from specengine.trace import TraceWriter
 
 TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
@@ -98,7 +98,7 @@ class Chat:
 
     def _set(self, rest: str) -> None:
         """List the options; set one; or, without a value, leave it to its default."""
-        known = {each.dest: each for each in declarations().values() if each.help is not None}
+        known = {each.dest: each for each in flags().values()}
         if not rest:
             for dest, declared in known.items():
                 value = getattr(self.arguments, dest)
@@ -174,7 +174,7 @@ class Chat:
 
 def _value(declared: Declaration, text: str, before: Any) -> Any:
     """Return the value that a text stands for; repeatable ones are added to those before. The default without one."""
-    kind: Any = declared.reader.kind if declared.reader is not None else str
+    kind = declared.kind
     if not text:
         return declared.default if kind is bool else None
     if kind is bool:

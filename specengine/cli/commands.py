@@ -1,6 +1,7 @@
 """The commands and their arguments: parsers alone, so that help and mistakes need neither torch nor transformers.
 
-`add_NAME(parser)` adds the arguments of a command, and says in `run` which function runs it, as `module:function`.
+`add_NAME(parser)` adds the arguments of a command. `run` names the function that runs it, as `module:function`:
+by default `run` in the command's module.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import specengine
 from specengine.cli.parser import (
+    OF_ACCESS,
     PROMPT_FORMATS,
     Parser,
-    add_access,
     add_draft,
     add_draft_and_policy,
     add_draft_option,
     add_generation,
+    add_loading,
     add_model,
     add_trace_file,
     names_of,
@@ -27,7 +29,7 @@ from specengine.cli.train_arguments import add_train
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.generate:run", parser=parser)
+    parser.set_defaults(parser=parser)
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input, without its last line break"
     )
@@ -64,7 +66,6 @@ CHAT_COMMANDS = (
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.chat:run")
     parser.epilog = f"{CHAT_COMMANDS}. If standard input is not a terminal, each line is a turn."
     parser.add_argument(
         "--markdown",
@@ -75,12 +76,11 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_file(parser)
     add_model(parser)
-    add_learning(add_draft_and_policy(parser))
+    add_loading(add_draft_and_policy(parser), ["learn"])
     add_generation(parser)
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.check:run")
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=PROMPT_FORMATS)
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
@@ -117,7 +117,7 @@ LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: fl
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser, positional=True)
-    parser.set_defaults(run="specengine.cli.serve:run", loads=lambda _: None)  # said where the address is
+    parser.set_defaults(loads=lambda _: None)  # said where the address is
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
@@ -171,21 +171,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     replicas.add_argument(
         "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
     )
-    add_learning(add_draft_and_policy(parser))
-
-
-def add_learning(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--learn",
-        type=Path,
-        metavar="DIR",
-        help="keep prompts and answers in this folder as token ids, and let the draft's head learn from them while "
-        "nothing is asked; answers stay the same (default: nothing is kept)",
-    )
+    add_loading(add_draft_and_policy(parser), ["learn"])
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.learn:run", policy=None, policy_option=[])
+    parser.set_defaults(policy=None, policy_option=[])
     parser.add_argument("learn", type=Path, metavar="DIR", help="a folder that chat or serve filled with --learn DIR")
     parser.add_argument(
         "--minutes", type=float, default=10.0, metavar="N", help="to learn for; fewer once nothing helps (default 10)"
@@ -195,9 +185,7 @@ def add_learn(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(
-        run="specengine.cli.batch:run", goes_on="out", loads=lambda _: None
-    )  # mistakes are reported before loading
+    parser.set_defaults(goes_on="out", loads=lambda _: None)  # mistakes are reported before loading
     parser.add_argument(
         "prompts",
         type=Path,
@@ -244,7 +232,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
     add_model(parser)
     add_draft_and_policy(parser)
-    parser.set_defaults(run="specengine.cli.demo:run", strict=None)  # where it can
+    parser.set_defaults(strict=None)  # where it can
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -266,14 +254,12 @@ def _loads(arguments: argparse.Namespace) -> str | None:
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.calibrate:run")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.doctor:run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
@@ -343,9 +329,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
-    parser.set_defaults(
-        run="specengine.cli.bench:run", goes_on="out", loads=lambda _: None
-    )  # mistakes are reported before loading
+    parser.set_defaults(goes_on="out", loads=lambda _: None)  # mistakes are reported before loading
 
 
 # Layout of the files by the name of the format or of the engine that reads it.
@@ -377,12 +361,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "(default: 3)",
     )
     add_draft_option(parser)
-    add_access(parser)
-    parser.set_defaults(run="specengine.cli.export:run")
+    add_loading(parser, OF_ACCESS)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.trace:run")
     parser.add_argument(
         "file", nargs="+", type=Path, metavar="FILE", help="traces; queries are numbered across all files"
     )
@@ -466,5 +448,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"specengine {specengine.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (add, text) in COMMANDS.items():
-        add(commands.add_parser(name, help=text, description=text))
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=f"specengine.cli.{name}:run")
+        add(command)
     return parser

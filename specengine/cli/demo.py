@@ -13,7 +13,7 @@ import torch
 
 from specengine.checking import Flip, flips, huggingface_tokens, near_tie_logits
 from specengine.cli import given
-from specengine.cli.generate import DraftColours, PlainText
+from specengine.cli.generate import DraftColours, Paint, plain_text
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
 from specengine.cli.verdict import SAME, Seen, known_costs, verdict
@@ -98,14 +98,14 @@ def _load(arguments: argparse.Namespace) -> Engine:
 
 def _stream_answer(engine: Engine, arguments: argparse.Namespace) -> TracedCycle | None:
     """Print the answer as it comes. The cycle worth drawing, if any: the one that accepted most."""
-    view: PlainText | DraftColours = PlainText()
+    paint: Paint = plain_text
     if why_no_colours() is None:
         say(DraftColours.LEGEND)
-        view = DraftColours(engine)
+        paint = DraftColours(engine).paint
     best: TracedCycle | None = None
     decode = Decoder(engine.tokenizer, special=True)
     for piece in engine.stream(arguments.prompt, **_greedy(arguments.max_new_tokens)):
-        write(view.paint(piece))
+        write(paint(piece))
         cycle = traced(piece.cycle, piece.text, lambda token: decode([token]))
         if 1 < len(cycle.kept) <= MOST_NODES and (best is None or _worth(cycle) > _worth(best)):
             best = cycle

@@ -83,10 +83,6 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _share(load: float | None) -> str:
-    return "not known" if load is None else f"{load:.0%} of the processors meanwhile"
-
-
 # ---- memory
 
 
@@ -197,7 +193,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                 yield from entry_lines(name, value)
     yield "speed"
     yield from entry_lines("threads", found["threads"])
-    yield from entry_lines("other programs", _share(found["load"]))
+    share = "not known" if found["load"] is None else f"{found['load']:.0%} of the processors meanwhile"
+    yield from entry_lines("other programs", share)
     for name, value in found["memory"].items():
         yield from entry_lines(name, f"{100 * value:.0f} %" if name.startswith("share") else value)
     yield "rows of a forward"

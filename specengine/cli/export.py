@@ -5,30 +5,26 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from specengine import checkpoints as models
-from specengine import registry
 from specengine.checkpoints.checks import config_of, why_absent
-from specengine.checkpoints.eagle import Checkpoint, HeadOptions, Verifier, head_folder, load_head, save_head, writer
+from specengine.checkpoints.eagle import Verifier, head_folder, save_head, writer
+from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 from specengine.models.eagle import EagleConfig, require_shape
 
 
-class _Source(NamedTuple):
-    folder: Path
-    target: str | None  # the model it ships for
-
-
 def run(arguments: argparse.Namespace) -> int:
     layout = writer(arguments.format)
-    _require_new(arguments.folder)
+    folder: Path = arguments.folder
+    empty = folder.is_dir() and not any(folder.iterdir())
+    require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
     if arguments.tokens is not None and not layout.names_target:
         raise InputError("tokens: the eagle format has no field for it; set it when you start the engine")
-    source = _source(arguments)
-    head = _read(source.folder, arguments)
-    target = arguments.target or (source.target if layout.names_target else None)
+    source, shipped_for = _source(arguments)
+    head = given.load_head(source, arguments)
+    target = arguments.target or (shipped_for if layout.names_target else None)
     verifier = Verifier()
     if target is not None:
         config, verifier = _fitted(head.config, target, arguments)
@@ -44,27 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_new(folder: Path) -> None:
-    empty = folder.is_dir() and not any(folder.iterdir())
-    require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
-
-
-def _source(arguments: argparse.Namespace) -> _Source:
+def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
+    """Return the folder of the head, and the model that it ships for."""
     names = (models.embedded.HEAD, models.embedded.NAME)  # of which only the first is a draft's name, too
     shipped = models.embedded.draft_head(models.embedded.NAME) if arguments.head in names else None
     if shipped is not None and not Path(arguments.head).is_dir():
-        return _Source(shipped, models.embedded.NAME)
+        return shipped, models.embedded.NAME
     found = head_folder(arguments.head, offline=arguments.offline)
     if found is None and arguments.head in names:
         raise InputError(f"head: {models.embedded.missing_head(models.embedded.NAME)}")
     if found is None:
         raise InputError(f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}")
-    return _Source(found, None)
-
-
-def _read(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
-    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
-    return load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
+    return found, None
 
 
 def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:

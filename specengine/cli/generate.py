@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from specengine.cli import given
@@ -63,31 +63,31 @@ def _read(field: str, file: Path | None) -> str | None:
         raise InputError(f"{field}: {file} cannot be read ({error})") from error
 
 
-def _view(arguments: argparse.Namespace, engine: Engine) -> PlainText | DraftColours:
+def _view(arguments: argparse.Namespace, engine: Engine) -> Paint:
     if not arguments.show_draft:
-        return PlainText()
+        return plain_text
     reason = why_no_colours()
     if reason:
         say(f"specengine: note: --show-draft prints without colours, because {reason}")
-        return PlainText()
+        return plain_text
     say(DraftColours.LEGEND)
-    return DraftColours(engine)
+    return DraftColours(engine).paint
 
 
-def _print_answer(pieces: Iterable[StreamPiece], view: PlainText | DraftColours, *, stream: bool) -> None:
+def _print_answer(pieces: Iterable[StreamPiece], paint: Paint, *, stream: bool) -> None:
     texts = []
     for piece in pieces:
-        texts.append(view.paint(piece))
+        texts.append(paint(piece))
         if stream:
             write(texts.pop())
     write("".join(texts) + "\n")
 
 
-class PlainText:
-    """Shows pieces as they are."""
+Paint = Callable[[StreamPiece], str]
 
-    def paint(self, piece: StreamPiece) -> str:
-        return piece.text
+
+def plain_text(piece: StreamPiece) -> str:
+    return piece.text
 
 
 class DraftColours:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ from typing import Any
 
 import torch
 
+from specengine import registry
 from specengine.benchmark.workloads import entry_of
-from specengine.cli.parser import flag
+from specengine.checkpoints import eagle
+from specengine.checkpoints.eagle import Checkpoint, HeadOptions
+from specengine.cli.parser import flag, names_of
 from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
@@ -21,7 +25,7 @@ from specengine.errors import InputError, UnsupportedModelError, require
 from specengine.files import MARK, cache_problem, lines_of
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
-from specengine.request.declared import declarations
+from specengine.request.declared import flags
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
 from specengine.trace import TraceWriter
@@ -101,6 +105,17 @@ def recipe(
     return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
 
 
+def load_head(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
+    """Return an EAGLE head, read by the draft's options of the command line."""
+    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
+    return eagle.load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    """Return the last part of the model's path or id, without a draft."""
+    return os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/"))
+
+
 def wants_gpu(arguments: argparse.Namespace) -> bool:
     """Return whether each replica takes a GPU of its own."""
     return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
@@ -108,9 +123,8 @@ def wants_gpu(arguments: argparse.Namespace) -> bool:
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
-    declared = [each for each in declarations().values() if each.help is not None]
-    values = {each.name: getattr(arguments, each.dest) for each in declared}
-    defaults = {each.name: each.default for each in declared if isinstance(each.default, bool)}
+    values = {each.name: getattr(arguments, each.dest) for each in flags().values()}
+    defaults = {each.name: each.default for each in flags().values() if isinstance(each.default, bool)}
     given = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
     if getattr(arguments, "raw", False):
         given["raw"] = True
@@ -120,8 +134,9 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration) -> None:
     """Say which of the options given change nothing because the answer is greedy."""
-    declared = [each for each in declarations().values() if each.help is not None]
-    sampling = [each for each in declared if (each.neutral and each.name != "temperature") or each.name == "seed"]
+    sampling = [
+        each for each in flags().values() if (each.neutral and each.name != "temperature") or each.name == "seed"
+    ]
     idle = [flag(each.name) for each in sampling if getattr(arguments, each.dest) is not None]
     if idle and not generation.options.samples:
         verb = "change" if len(idle) > 1 else "changes"

@@ -18,7 +18,7 @@ import specengine
 from specengine import checkpoints as models
 from specengine import drafters, ops, policies, registry
 from specengine.checkpoints.agreement import Convention, one_step_agreement
-from specengine.checkpoints.eagle import HeadOptions, head_folder, listed, load_head
+from specengine.checkpoints.eagle import head_folder, listed
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say
 from specengine.cli.train_arguments import as_typed
@@ -47,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     found: dict[str, Any] = {
         "versions": versions(),
         "devices": there,
-        "backends": {kind: _backends(kind) for kind in dict.fromkeys(name.partition(":")[0] for name in there)},
+        "backends": {
+            kind: {op: dataclasses.asdict(backend) for op, backend in ops.backends(kind).items()}
+            for kind in dict.fromkeys(name.partition(":")[0] for name in there)
+        },
         "cache": cache_state(),
         "policies": _variants(policies, TreePolicy, "policy"),
         "drafters": _variants(drafters, Drafter, "draft"),
@@ -84,10 +87,6 @@ def devices() -> dict[str, str]:
         capability = f"compute capability {properties.major}.{properties.minor}"
         found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
     return found
-
-
-def _backends(kind: str) -> dict[str, dict[str, Any]]:
-    return {op: dataclasses.asdict(backend) for op, backend in ops.backends(kind).items()}
 
 
 def cache_state() -> dict[str, str]:
@@ -154,8 +153,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     folder = head_folder(arguments.draft, offline=arguments.offline)
     if folder is None:
         raise InputError(f"draft: got {arguments.draft}, accepted a folder or Hub id of an EAGLE head")
-    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
-    config, state, dialect = load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
+    config, state, dialect = given.load_head(folder, arguments)
     described = {
         "name": arguments.draft,
         "dialect": str(dialect),

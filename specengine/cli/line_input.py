@@ -29,7 +29,7 @@ def history_file(name: str = "") -> Path:
 
 def typed(stopped: Callable[[], None]) -> Iterator[str]:
     """Yield messages until Ctrl-D. Ctrl-C drops the one that is being typed, and calls `stopped`."""
-    with _reader() as read:
+    with _by_toolkit() if _has_toolkit() else _by_readline() as read:
         while True:
             try:
                 yield _message(read)
@@ -53,13 +53,6 @@ def _message(read: Callable[[str], str]) -> str:
 
 def _has_toolkit() -> bool:
     return importlib.util.find_spec("prompt_toolkit") is not None
-
-
-@contextlib.contextmanager
-def _reader() -> Iterator[Callable[[str], str]]:
-    """Yield a function that asks for a line."""
-    with _by_toolkit() if _has_toolkit() else _by_readline() as read:
-        yield read
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specengine import registry
-from specengine.errors import did_you_mean
-from specengine.request.declared import Declaration, declarations
+from specengine.errors import Declaration, declared_in, did_you_mean
+from specengine.options import LoadOptions
+from specengine.request.declared import flags
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
-        self.set_defaults(loads=_nothing)
+        self.set_defaults(loads=lambda arguments: None)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, left = super().parse_known_args(args, namespace)
@@ -50,10 +51,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"specengine: error: {' '.join(message.split())} ({self.prog} --help shows what is accepted)\n")
-
-
-def _nothing(arguments: argparse.Namespace) -> None:
-    return None
 
 
 def named(text: str) -> Path:
@@ -116,13 +113,15 @@ def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
     )
 
 
-# As options and policies have them, which import torch; a test compares them.
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-BACKENDS = ("native", "huggingface")
-QUANTIZATIONS = ("int8",)
-NUMERICS = ("auto", "bfloat16", "float32", "integer")
 DRAFTS = tuple(name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
 POLICIES = (*registry.names("specengine.policies"), "plain")
+LOADING = declared_in(LoadOptions)
+OF_ACCESS = ("offline", "trust_remote_code")
+OF_TARGETS = ("dtype", "device", "offline", "trust_remote_code")
+OF_MODELS = (
+    "dtype", "device", "backend", "quantize", "numerics", "pack", "graphs", "strict", "context", "tp_plan", "offline",
+    "trust_remote_code",
+)  # fmt: skip
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
 
 PROMPT_FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
@@ -135,54 +134,8 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
     named: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {}
     accepted = "a Hugging Face id, a local folder or a GGUF file (default: the embedded model)"
     group.add_argument("model" if positional else "--model", help=accepted, **named)
-    add_weights(group)
-    group.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="native: the C++ forward, on a CPU; huggingface: its own modules (default: native where it can)",
-    )
-    group.add_argument(
-        "--quantize", choices=QUANTIZATIONS, help="keep a native model's weights as int8, half the memory of bfloat16"
-    )
-    group.add_argument(
-        "--numerics",
-        choices=NUMERICS,
-        default="auto",
-        help="of a native model's products; integer: int8 weights and packed blocks by int8 activations "
-        "(default: auto, integer for such weights on a CPU without AMX)",
-    )
-    group.add_argument(
-        "--pack",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="on a CPU, keep a second copy of bfloat16 weights that is faster (default: where it helps and fits)",
-    )
-    group.add_argument(
-        "--graphs",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="run target and draft as CUDA graphs, captured once (default: on a CUDA device, where "
-        "model and draft can)",
-    )
-    group.add_argument(
-        "--strict",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compute the same bits in every tree as in plain decoding, also in bfloat16; costs more per node",
-    )
-    group.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help="tokens of prompt and answer that a text may have (default: as the model's config says)",
-    )
-    group.add_argument(
-        "--tp-plan",
-        choices=("auto",),
-        default="auto" if RANKS > 1 else None,
-        help="split the model over the processes that torchrun started, by its own plan (default: under torchrun)",
-    )
-    add_access(group)
+    add_loading(group, OF_MODELS)
+    parser.set_defaults(tp_plan="auto" if RANKS > 1 else None)
 
 
 def names_of(arguments: argparse.Namespace) -> str:
@@ -202,20 +155,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the model to train for, and how it is loaded."""
     parser.set_defaults(loads=names_of)
     parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
-    add_weights(parser)
-    add_access(parser)
+    add_loading(parser, OF_TARGETS)
 
 
-def add_weights(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: auto, as stored)"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:N, mps or xpu (default: cuda where there is one)")
-
-
-def add_access(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--offline", action="store_true", help="never use a network")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+def add_loading(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
+    """Add the flags of these options of loading models."""
+    for name in names:
+        _add_flag(parser, LOADING[name], default=LOADING[name].default)
 
 
 def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> argparse._ArgumentGroup:
@@ -248,12 +194,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
         "head that ships for the model, for what it is a fine-tune of, or is stored with it, else recycling)",
     )
     add_draft_option(parser)
-    parser.add_argument(
-        "--lookup",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="add tokens to the draft that followed the same words in prompt and answer before (default: on a CPU)",
-    )
+    add_loading(parser, ["lookup"])
 
 
 def add_draft_option(parser: argparse._ActionsContainer) -> None:
@@ -269,20 +210,21 @@ def add_draft_option(parser: argparse._ActionsContainer) -> None:
 
 def add_generation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("generation")
-    for declared in declarations().values():
-        if declared.help is not None:
-            _add_flag(group, declared)
+    for declared in flags().values():
+        _add_flag(group, declared)
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
 
 
-def _add_flag(group: argparse._ArgumentGroup, declared: Declaration) -> None:
-    kind = declared.reader.kind if declared.reader is not None else str
-    options: dict[str, Any] = {"type": kind, "metavar": declared.metavar}
-    if kind is bool:
-        options = {"action": argparse.BooleanOptionalAction, "default": declared.default}
-    elif declared.repeats:
+def _add_flag(parser: argparse._ActionsContainer, declared: Declaration, default: Any = None) -> None:
+    options: dict[str, Any] = {"type": declared.kind, "metavar": declared.metavar, "default": default}
+    if declared.choices:
+        options["choices"] = declared.choices
+    if declared.repeats:
         options["action"] = "append"
-    group.add_argument(flag(declared.dest), help=declared.help, **options)
+    if declared.kind is bool:
+        action = "store_true" if declared.one_way else argparse.BooleanOptionalAction
+        options = {"action": action, "default": declared.default}
+    parser.add_argument(flag(declared.dest), help=declared.help, **options)
 
 
 def add_trace_file(parser: argparse._ActionsContainer) -> None:

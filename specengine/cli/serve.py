@@ -15,7 +15,6 @@ import torch
 
 from specengine.checkpoints import embedded
 from specengine.cli import given, learn
-from specengine.cli.parser import names_of
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, missing_extra
@@ -119,10 +118,5 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     chosen = {name: getattr(arguments, name) for name in same}
     chosen["allowed_hosts"] = tuple(arguments.allowed_host)
     keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
-    name = arguments.served_model_name or os.path.basename(_target(arguments).rstrip("/"))
+    name = arguments.served_model_name or given.model_name(arguments)
     return Settings(name=name, api_keys=tuple(keys), origins=tuple(arguments.cors), **chosen)
-
-
-def _target(arguments: argparse.Namespace) -> str:
-    """Return the model's path or id, without a draft."""
-    return names_of(argparse.Namespace(model=arguments.model))

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import require, require_suffix
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tree:
         from specengine.trace.tree_picture import draw_tree
 
-        draw_tree(_cycle(traces, arguments).cycle, arguments.tree, pruned=arguments.pruned)
+        draw_tree(_cycle(traces, arguments)[0], arguments.tree, pruned=arguments.pruned)
         print(arguments.tree)
     asked = (arguments.query is not None or arguments.cycle is not None) and not arguments.tree
     if asked or not (arguments.html or arguments.pictures or arguments.tree):
@@ -56,28 +55,20 @@ def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summar
     queries = [query for trace in traces for query in trace.queries]
     if with_summary and not (queries and queries[0].cycles):
         return
-    shown = _cycle(traces, arguments)
-    print_line(f"\nquery {shown.query} of {len(queries)}, cycle {shown.position} of {shown.cycles}")
-    print_tree(shown.cycle, pruned=arguments.pruned)
+    cycle, place = _cycle(traces, arguments)
+    print_line(f"\n{place}")
+    print_tree(cycle, pruned=arguments.pruned)
 
 
-class _Shown(NamedTuple):
-    """The cycle that was asked for, and where it stands, from 1."""
-
-    cycle: TracedCycle
-    query: int
-    position: int
-    cycles: int
-
-
-def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> _Shown:
+def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> tuple[TracedCycle, str]:
+    """Return the cycle that was asked for, and where it stands."""
     queries = [query for trace in traces for query in trace.queries]
     number, position = arguments.query or 1, arguments.cycle or 1
     require("query", arguments.query, _range(len(queries)), arguments.query != 0 and 1 <= number <= len(queries))
     cycles = queries[number - 1].cycles
     accepted = f"{_range(len(cycles))} in query {number}"
     require("cycle", arguments.cycle, accepted, arguments.cycle != 0 and 1 <= position <= len(cycles))
-    return _Shown(cycles[position - 1], number, position, len(cycles))
+    return cycles[position - 1], f"query {number} of {len(queries)}, cycle {position} of {len(cycles)}"
 
 
 def _range(count: int) -> str:

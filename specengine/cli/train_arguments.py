@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target, part
+from specengine.errors import declared_in
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.draft.options import LOSSES, RECIPES, Loss, TrainOptions
 from specengine.train.text.options import SynthesisOptions
 
 COLUMN, WIDTH = 26, 112
-_ENTRY = re.compile(r"(\w+)  +(\S.*)")
-
-
-def documented(of: type) -> dict[str, str]:
-    """Return each field's text in the dataclass's docstring: lines `name  text` and the indented lines after."""
-    found: dict[str, str] = {}
-    name = None
-    for line in (inspect.getdoc(of) or "").splitlines():
-        if entry := _ENTRY.fullmatch(line):
-            name = entry[1]
-            found[name] = entry[2]
-        elif name is not None and line.startswith("  "):
-            found[name] += " " + line.strip()
-        else:
-            name = None
-    return found
 
 
 def listing(title: str, of: type, values: Mapping[str, Any] | None = None, *, without: str = "") -> str:
@@ -41,21 +24,17 @@ def listing(title: str, of: type, values: Mapping[str, Any] | None = None, *, wi
 
 
 def _lines(of: type, values: Mapping[str, Any], without: str) -> Iterator[str]:
-    meanings = documented(of)
-    for field in fields(of):
-        if field.name != without:
-            value = values.get(field.name, field.default)
-            assert value is not MISSING, f"{field.name} has no default"
-            key = f"  {field.name}={as_typed(value)}"
+    for name, declared in declared_in(of).items():
+        if name != without:
+            key = f"  {name}={as_typed(values.get(name, declared.default))}"
             first = f"{key:<{COLUMN}}" if len(key) < COLUMN - 1 else f"{key}  "
-            text = textwrap.wrap(
-                meanings[field.name],
+            yield from textwrap.wrap(
+                declared.help or "",
                 WIDTH,
                 initial_indent=first,
                 subsequent_indent=" " * COLUMN,
                 break_long_words=False,
             )
-            yield from text
 
 
 def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:

@@ -92,7 +92,8 @@ def _verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:
                 "what it costs was not measured (specengine calibrate)."
             )
         gain = seen.tokens / needed
-    return f"{_judged(gain, kind)}: {_why(costs, needed, seen)}{_advice(gain)}."
+    advice = "; for such texts decode with policy 'plain'" if gain < 1 - SAME else ""
+    return f"{_judged(gain, kind)}: {_why(costs, needed, seen)}{advice}."
 
 
 def _judged(gain: float, kind: str) -> str:
@@ -115,7 +116,3 @@ def _why(costs: PassCosts | None, needed: float | None, seen: Seen) -> str:
         f"a pass over {seen.nodes:.1f} tokens with {seen.passes:.1f} draft passes takes {needed:.2f} times as long as "
         f"one of plain decoding, and it {brought}"
     )
-
-
-def _advice(gain: float) -> str:
-    return "; for such texts decode with policy 'plain'" if gain < 1 - SAME else ""

@@ -7,101 +7,58 @@ Imports neither torch nor transformers, because the command line's help reads it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specengine.errors import InputError, require, require_value
+from specengine.errors import (
+    MAX_NUMBER,
+    NAMES,
+    TRUTH,
+    Declaration,
+    InputError,
+    Reader,
+    declared_in,
+    number,
+    option,
+    reader,
+    require,
+    require_value,
+    whole,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 DEFAULT_MAX_NEW_TOKENS = 256
-MAX_NUMBER = 1e30  # of any number: transformers would carry on with an infinite one
 MIN_PENALTY = 1 / MAX_NUMBER  # logits divided by it stay finite
 
-_KEY = "declaration"
 
-
-# ---- readers: each refuses a value with InputError
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Check one value. `check` raises InputError, which names the option. None is accepted but for a truth value.
-
-    kind     the type of a value on the command line and in a request
-    limits   of a request's number: the keywords ge, gt, le and lt, as pydantic has them
-    """
-
-    check: Callable[[str, Any], None]
-    kind: type | None = None
-    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-def number(low: float, high: float, accepted: str, *, open_low: bool = False) -> Reader:
-    """Return a reader of finite numbers from `low` (not accepted itself with `open_low`) to `high`."""
-
-    def check(name: str, value: Any) -> None:
-        real = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-        fits = real and math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
-        require_value(name, value, accepted, fits)
-
-    return Reader(check, float, _limits(low, high, "gt" if open_low else "ge"))
-
-
-def whole(low: int, high: float = math.inf) -> Reader:
-    """Return a reader of whole numbers from `low` to `high`."""
-    return Reader(functools.partial(require_whole, low=low, high=high), int, _limits(low, high, "ge"))
-
-
-def _limits(low: float, high: float, lowest: str) -> dict[str, float]:
-    return {name: bound for name, bound in ((lowest, low), ("le", high)) if math.isfinite(bound)}
-
-
-def require_whole(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Raise InputError unless `value` is a whole number from `low` to `high`."""
-    bound = f"{low} or more" if high == math.inf else f"{low} to {high}"
-    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    require_value(name, value, f"a whole number, {bound}", fits)
-
-
-def _refuses(kinds: Any, accepted: str) -> Callable[[str, Any], None]:
-    """Return a check of a value's type."""
-
-    def check(name: str, value: Any) -> None:
-        require_value(name, value, accepted, isinstance(value, kinds))
-
-    return check
-
-
-TRUTH = Reader(_refuses(bool, "True or False"), bool)
+# ---- readers of lists and objects
 
 
 def _check_ends(name: str, value: Any) -> None:
-    _refuses((int, list, tuple), "a token id or a list of them")(name, value)
+    require_value(name, value, "a token id or a list of them", isinstance(value, int | list | tuple))
     for token in [value] if isinstance(value, int) else value:
-        require_whole(name, token, 0)
+        whole(0).check(name, token)
 
 
 def _check_stops(name: str, value: Any) -> None:
-    _refuses((str, list, tuple), "a string or a list of strings")(name, value)
+    require_value(name, value, "a string or a list of strings", isinstance(value, str | list | tuple))
     for text in [value] if isinstance(value, str) else value:
         require_value(name, text, "non-empty strings", isinstance(text, str) and bool(text))
 
 
 def _check_callables(name: str, value: Any) -> None:
-    _refuses(Iterable, "a list of callables as in transformers")(name, value)
+    require_value(name, value, "a list of callables as in transformers", isinstance(value, Iterable))
     for item in value:
         require_value(name, item, "callables as in transformers", callable(item))
 
 
-def _check_streamer(name: str, value: Any) -> None:
-    streams = all(callable(getattr(value, method, None)) for method in ("put", "end"))
-    require_value(name, value, "one of transformers' streamers", streams)
+def _streams(value: Any) -> bool:
+    return all(callable(getattr(value, method, None)) for method in ("put", "end"))
 
 
 def _check_config(name: str, value: Any) -> None:
@@ -109,11 +66,6 @@ def _check_config(name: str, value: Any) -> None:
 
     accepted = "a transformers.GenerationConfig"
     require(name, type(value).__name__, accepted, isinstance(value, GenerationConfig))
-
-
-def _check_names(name: str, value: Any) -> None:
-    by_name = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    require_value(name, value, "a dict of options by name", by_name)
 
 
 # ---- declarations
@@ -137,55 +89,15 @@ class RequestField:
     written: bool = False
 
 
-@dataclass(frozen=True)
-class Declaration:
-    """One option: how its value is checked, and where it can be given besides in Python.
-
-    neutral   of an option that shapes draws: the values that leave them as they are, the plainest first
-    help      the text of its flag in `--help`; None: it has no flag. The flag of a truth value has a `--no-` form
-    flag      the flag's name without the dashes; by default the option's
-    repeats   whether the flag may be given several times, so that its values make a list
-    field     its field in a request to the server
-    line      whether a line of `specengine batch` may have it in its "options"
-    as_is     whether arrays in its value stay what they are
-    """
-
-    reader: Reader | None = None
-    default: Any = None
-    neutral: tuple[float, ...] = ()
-    help: str | None = None
-    flag: str = ""
-    metavar: str | None = None
-    repeats: bool = False
-    field: RequestField | None = None
-    line: bool = True
-    as_is: bool = False
-    name: str = ""
-
-    @property
-    def dest(self) -> str:
-        """Return the name of its value among parsed arguments."""
-        return self.flag.replace("-", "_") or self.name
-
-    @property
-    def field_name(self) -> str:
-        """Return its name in the body of a request."""
-        return (self.field and self.field.name) or self.name
-
-
-def option(reader: Reader | None = None, **declared: Any) -> Any:
-    """Return the dataclass field of one option; the arguments are those of Declaration."""
-    declaration = Declaration(reader, **declared)
-    return dataclasses.field(default=declaration.default, metadata={_KEY: declaration})
-
-
 @functools.cache
 def declarations() -> dict[str, Declaration]:
     """Return all declarations by name, in their order."""
-    return {
-        item.name: dataclasses.replace(item.metadata[_KEY], name=item.name)
-        for item in dataclasses.fields(DeclaredOptions)
-    }
+    return declared_in(DeclaredOptions)
+
+
+def flags() -> dict[str, Declaration]:
+    """Return the declarations of the options that have a flag."""
+    return {name: each for name, each in declarations().items() if each.help is not None}
 
 
 def check(options: DeclaredOptions) -> None:
@@ -324,7 +236,7 @@ class DeclaredOptions:
     """as in transformers"""
     stopping_criteria: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
     """as in transformers"""
-    streamer: Any = option(Reader(_check_streamer), line=False, as_is=True)
+    streamer: Any = option(reader("one of transformers' streamers", _streams), line=False, as_is=True)
     """as in transformers"""
     generation_config: GenerationConfig | None = option(Reader(_check_config), line=False, as_is=True)
     """as in transformers"""
@@ -358,5 +270,5 @@ class DeclaredOptions:
     policy: Any = option(field=RequestField(written=True), line=False, as_is=True)
     """for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; by default the engine's own. `plain` decodes
     without the draft. A named policy keeps its state for later calls"""
-    policy_options: Mapping[str, Any] | None = option(Reader(_check_names), line=False)
+    policy_options: Mapping[str, Any] | None = option(NAMES, line=False)
     """options of a policy given by name"""

@@ -20,18 +20,16 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import InputError, did_you_mean, require, shown
+from specengine.errors import MAX_NUMBER, InputError, did_you_mean, require, shown, whole
 from specengine.registry import plain
 from specengine.request import configs
 from specengine.request.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
 from specengine.request.declared import (
     CONSTRAINTS,
     DEFAULT_MAX_NEW_TOKENS,
-    MAX_NUMBER,
     DeclaredOptions,
     check,
     declarations,
-    require_whole,
 )
 from specengine.request.grammars import Constraint, ConstraintProcessor, compiled
 from specengine.request.prompts import CONTEXT_SOURCES
@@ -219,7 +217,7 @@ class GenerationOptions(DeclaredOptions):
         """Return how many tokens a config's max_length, which counts the prompt, leaves for the answer."""
         if max_length is None:
             return DEFAULT_MAX_NEW_TOKENS
-        require_whole("generation_config.max_length", max_length, prompt_length + 1)
+        whole(prompt_length + 1).check("generation_config.max_length", max_length)
         return max_length - prompt_length
 
     def _check_processors(self, prompt_length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from specengine.benchmark.measuring import Run, rotated
 from specengine.benchmark.ways import Way
 from specengine.benchmark.workloads import Workload
 from specengine.engine import Engine
+from specengine.records import Seconds
 from tests.engine.engines import engine_of
 from tests.toy import byte_tokenizer
 
@@ -62,8 +64,8 @@ def test_a_way_is_not_charged_what_the_one_before_left_under_way(
 
 
 def test_parts_of_cycles_on_a_device_are_not_told() -> None:
-    split = Figures(2, 1, 3, 2, 0.1, 0.1, 0.2, 0.0, 0.0, 0.5, True)
-    whole = split._replace(split=False)
+    split = Figures(2, 1, 3, 2, Seconds(0.1, 0.1, 0.2, 0.0, 0.0, 0.5))
+    whole = split._replace(seconds=replace(split.seconds, split=False))
     assert counted([split, whole])["median_ms"] == {"total": 500.0}
     answers = [Answer([1], 1, 0.5, counted([split, each])) for each in (split, whole)]
     assert row(answers)["median_ms"] == {"total": 500.0}

@@ -18,8 +18,8 @@ from specengine import drafters, policies, registry
 from specengine.cli import main
 from specengine.cli import parser as shared
 from specengine.cli.commands import COMMANDS, make_parser
-from specengine.cli.train_arguments import as_typed, documented
-from specengine.options import _DTYPES, BACKENDS, NUMERICS, QUANTIZATIONS
+from specengine.cli.train_arguments import as_typed
+from specengine.errors import declared_in
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss, TrainOptions
 from specengine.train.text.options import SynthesisOptions
@@ -111,10 +111,6 @@ def test_an_empty_path_is_refused(words: str, capsys: Any) -> None:
 
 
 def test_choices_are_those_of_the_engine() -> None:
-    assert set(shared.DTYPES) == set(_DTYPES)
-    assert shared.BACKENDS == BACKENDS
-    assert tuple(QUANTIZATIONS) == shared.QUANTIZATIONS
-    assert shared.NUMERICS == NUMERICS
     assert list(shared.POLICIES) == policies.names()
     assert registry.names("specengine.drafters") == drafters.names()
 
@@ -125,8 +121,8 @@ def test_choices_are_those_of_the_engine() -> None:
 @pytest.mark.parametrize("of", OPTIONS)
 def test_every_option_says_what_it_means(of: Any) -> None:
     assert is_dataclass(of)
-    meanings = documented(of)
-    assert list(meanings) == [field.name for field in fields(of)]
+    meanings = {name: declared.help or "" for name, declared in declared_in(of).items()}
+    assert all(meanings.values())
     for field in fields(of):
         if field.type in ("int", "float", "tuple[int, ...]", "float | None"):
             rule = r"\d or more|above 0|\d to (below )?\d|\d to batch_tokens|0 to expansions|0 or less"

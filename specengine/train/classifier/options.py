@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specengine.errors import require, require_minimum
+from specengine.errors import ABOVE_0, Checked, at_least, number, one_of, option
 
 if TYPE_CHECKING:
     from specengine.policies import TreePolicy
 
+SHARE = number(0, 1, "above 0, below 1", open_low=True, open_high=True)
+
 
 @dataclass(frozen=True)
-class CollectOptions:
-    """Options of collecting trees.
+class CollectOptions(Checked):
+    """Options of collecting trees."""
 
-    trees       total number of trees, 0 or more; 0: all trees of the prompts' answers
-    length      maximum tokens per answer, 1 or more; an answer has about length / acceptance length trees
-    width       children per node of the beam, 1 or more; all 1 + width + expansions * width**2 candidates are verified
-    expansions  levels of the beam below the first, 0 or more
-    top         number of most likely tokens that entropies are summed over, 1 or more
-    hidden      true: store the draft's hidden states
-    logits      true: store the draft's logits, in their own dtype
-    """
-
-    trees: int = 1000
-    length: int = 48
-    width: int = 10
-    expansions: int = 6
-    top: int = 1000
-    hidden: bool = True
-    logits: bool = False
-
-    def __post_init__(self) -> None:
-        require_minimum(self, trees=0, length=1, width=1, expansions=0, top=1)
+    trees: int = option(
+        at_least(0),
+        default=1000,
+        help="total number of trees, 0 or more; 0: all trees of the prompts' answers",
+    )
+    length: int = option(
+        at_least(1),
+        default=48,
+        help="maximum tokens per answer, 1 or more; an answer has about length / acceptance length trees",
+    )
+    width: int = option(
+        at_least(1),
+        default=10,
+        help="children per node of the beam, 1 or more; all 1 + width + expansions * width**2 candidates are verified",
+    )
+    expansions: int = option(
+        at_least(0),
+        default=6,
+        help="levels of the beam below the first, 0 or more",
+    )
+    top: int = option(
+        at_least(1),
+        default=1000,
+        help="number of most likely tokens that entropies are summed over, 1 or more",
+    )
+    hidden: bool = option(
+        default=True,
+        help="true: store the draft's hidden states",
+    )
+    logits: bool = option(
+        default=False,
+        help="true: store the draft's logits, in their own dtype",
+    )
 
     @property
     def policy(self) -> TreePolicy:
@@ -46,42 +61,64 @@ class CollectOptions:
 
 
 @dataclass(frozen=True)
-class ClassifierOptions:
-    """Options of training a classifier.
+class ClassifierOptions(Checked):
+    """Options of training a classifier."""
 
-    epochs         passes over the trees, 1 or more
-    batch          candidates per optimiser step, 1 or more
-    learning_rate  learning rate, above 0
-    optimizer      adam or adamw
-    negatives      negatives per positive in training, drawn for every epoch, above 0
-    held_back      share of the trees that is not trained on, above 0, below 1; beta and all figures come from it
-    keep_rate      share of a tree's candidates that beta is calibrated to keep, above 0, below 1
-    recall         share of the accepted nodes that beta is calibrated to keep instead, above 0, below 1; or none
-    head_width     units of SpecDec++'s head, 1 or more; no effect for the other kinds
-    blocks         layers of SpecDec++'s head, 1 or more; no effect for the other kinds
-    seed           random seed, 0 or more
-    """
-
-    epochs: int = 10
-    batch: int = 1024
-    learning_rate: float = 1e-3
-    optimizer: Literal["adam", "adamw"] = "adam"
-    negatives: float = 4.0
-    held_back: float = 0.05
-    keep_rate: float = 0.03
-    recall: float | None = None
-    head_width: int = 1024
-    blocks: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_minimum(self, epochs=1, batch=1, head_width=1, blocks=1, seed=0)
-        for name in ("learning_rate", "negatives"):
-            require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
-        require("optimizer", repr(self.optimizer), "adam, adamw", self.optimizer in ("adam", "adamw"))
-        for name in ("held_back", "keep_rate", "recall"):
-            value = getattr(self, name)
-            require(name, value, "above 0, below 1", value is None or 0 < value < 1)
+    epochs: int = option(
+        at_least(1),
+        default=10,
+        help="passes over the trees, 1 or more",
+    )
+    batch: int = option(
+        at_least(1),
+        default=1024,
+        help="candidates per optimiser step, 1 or more",
+    )
+    learning_rate: float = option(
+        ABOVE_0,
+        default=1e-3,
+        help="learning rate, above 0",
+    )
+    optimizer: Literal["adam", "adamw"] = option(
+        one_of(("adam", "adamw")),
+        default="adam",
+        help="adam or adamw",
+    )
+    negatives: float = option(
+        ABOVE_0,
+        default=4.0,
+        help="negatives per positive in training, drawn for every epoch, above 0",
+    )
+    held_back: float = option(
+        SHARE,
+        default=0.05,
+        help="share of the trees that is not trained on, above 0, below 1; beta and all figures come from it",
+    )
+    keep_rate: float = option(
+        SHARE,
+        default=0.03,
+        help="share of a tree's candidates that beta is calibrated to keep, above 0, below 1",
+    )
+    recall: float | None = option(
+        SHARE,
+        default=None,
+        help="share of the accepted nodes that beta is calibrated to keep instead, above 0, below 1; or none",
+    )
+    head_width: int = option(
+        at_least(1),
+        default=1024,
+        help="units of SpecDec++'s head, 1 or more; no effect for the other kinds",
+    )
+    blocks: int = option(
+        at_least(1),
+        default=1,
+        help="layers of SpecDec++'s head, 1 or more; no effect for the other kinds",
+    )
+    seed: int = option(
+        at_least(0),
+        default=0,
+        help="random seed, 0 or more",
+    )
 
 
 # Sources: C2T, appendix C.2; Learning to Draft, A.1 (which leaves the batch open).

@@ -1,52 +1,79 @@
 """Options of training a draft head, its losses by name, and recipes: settings for a kind of machine."""
 
+# ruff: noqa: RUF009 (option returns dataclasses.field)
+
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
-from specengine.errors import require, require_known, require_minimum
+from specengine.errors import ABOVE_0, Checked, at_least, number, one_of, option, require, require_known
 from specengine.train.text.options import SynthesisOptions
 
 LossName = Literal["eagle", "hass", "ttt", "talf"]
+PART = number(0, 1, "0 to below 1", open_high=True)
+SHARE = number(0, 1, "above 0, up to 1", open_low=True)
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A training loss.
+class Loss(Checked):
+    """A training loss."""
 
-    name           the method that the loss comes from
-    steps          consecutive predictions from each position, 1 or more; for `talf`, depths of the tree
-    width          nodes per depth of the target's tree, 0 or more; 0: follow the text instead of a tree
-    anchors        share of the positions from which the steps after the first are unrolled, drawn for each batch,
-                   above 0, up to 1
-    cross_entropy  weight of the cross-entropy with the target's distribution, 0 or more
-    top_k          number of the target's best tokens for `top_weight`, 1 or more
-    top_weight     weight of the cross-entropy over the `top_k` best tokens, 0 or more
-    regression     weight of the smooth L1 distance to the target's hidden state, averaged over its channels, 0 or more
-    decay          step j has weight decay**j, above 0, up to 1
-    detach         true: stop gradients between steps
-    noise          width of the uniform noise on the features for sequences of 512 tokens, 0 or more; narrower for
-                   longer ones
-    """
-
-    name: LossName
-    steps: int
-    width: int = 0
-    anchors: float = 1.0
-    cross_entropy: float = 1.0
-    top_k: int = 10
-    top_weight: float = 0.0
-    regression: float = 0.0
-    decay: float = 1.0
-    detach: bool = False
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_minimum(self, steps=1, width=0, top_k=1, cross_entropy=0, top_weight=0, regression=0, noise=0)
-        for field in ("anchors", "decay"):
-            require(field, value := getattr(self, field), "above 0, up to 1", 0 < value <= 1)
+    name: LossName = option(
+        default=MISSING,
+        help="the method that the loss comes from",
+    )
+    steps: int = option(
+        at_least(1),
+        default=MISSING,
+        help="consecutive predictions from each position, 1 or more; for `talf`, depths of the tree",
+    )
+    width: int = option(
+        at_least(0),
+        default=0,
+        help="nodes per depth of the target's tree, 0 or more; 0: follow the text instead of a tree",
+    )
+    anchors: float = option(
+        SHARE,
+        default=1.0,
+        help="share of the positions from which the steps after the first are unrolled, drawn for each batch, "
+        "above 0, up to 1",
+    )
+    cross_entropy: float = option(
+        at_least(0),
+        default=1.0,
+        help="weight of the cross-entropy with the target's distribution, 0 or more",
+    )
+    top_k: int = option(
+        at_least(1),
+        default=10,
+        help="number of the target's best tokens for `top_weight`, 1 or more",
+    )
+    top_weight: float = option(
+        at_least(0),
+        default=0.0,
+        help="weight of the cross-entropy over the `top_k` best tokens, 0 or more",
+    )
+    regression: float = option(
+        at_least(0),
+        default=0.0,
+        help="weight of the smooth L1 distance to the target's hidden state, averaged over its channels, 0 or more",
+    )
+    decay: float = option(
+        SHARE,
+        default=1.0,
+        help="step j has weight decay**j, above 0, up to 1",
+    )
+    detach: bool = option(
+        default=False,
+        help="true: stop gradients between steps",
+    )
+    noise: float = option(
+        at_least(0),
+        default=0.0,
+        help="width of the uniform noise on the features for sequences of 512 tokens, 0 or more; narrower for "
+        "longer ones",
+    )
 
 
 # EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
@@ -65,70 +92,116 @@ def make_loss(name: str, **changes: Any) -> Loss:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Options of training a draft.
+class TrainOptions(Checked):
+    """Options of training a draft."""
 
-    head               eagle1 or eagle3; auto: the one that the loss is made for
-    steps              optimiser steps, 1 or more
-    batch_tokens       tokens per step, 8 or more; at least one of the longest sequences
-    lengths            lengths of the sequences in tokens, 8 to batch_tokens each, used in turn. A sequence has several
-                       whole texts, so that a draft of short texts sees long contexts too
-    learning_rate      peak learning rate, above 0; falls to 0 on a cosine
-    warmup             share of the steps in which the learning rate rises, 0 to below 1
-    weight_decay       weight decay of AdamW, 0 or more
-    average            decay of the running average of the weights, 0 to below 1; lower in the first steps. The average
-                       is measured and saved; 0: the weights themselves
-    clip               maximum norm of the gradient, above 0
-    draft_vocab_size   size of an EAGLE-3 head's vocabulary, 0 or more: the most frequent tokens of the answers; 0: the
-                       target's whole vocabulary. With `start`, a head with fewer tokens gets the missing ones, unless 0
-    kv_heads           KV heads of the draft's attention, 0 or more; 0: as many as the target has
-    intermediate_size  units of the draft's MLP, 0 or more; 0: as many as the target, or the head in `start`, has. With
-                       `start`, units can be added, or removed: those with the largest weights are kept
-    start              target: start from the target's head, final norm and last layer; random; or the path of a head
-    autocast           true: run in bfloat16 if the weights are float32
-    held_back          share of the texts that is not trained on, 0 to below 1
-    keep_gib           GiB of main memory for the target's hidden states, which later epochs then need not compute
-                       again, 0 or more
-    temperatures       true: at the end, fit a temperature for each depth on held-back text, so that the head's
-                       probabilities are chances of acceptance
-    validate_every     steps between validations, 1 or more
-    save_every         steps between saved states, 1 or more
-    seed               seed of the order of the texts and of new weights, 0 or more
-    """
-
-    head: Literal["auto", "eagle1", "eagle3"] = "auto"
-    steps: int = 2000
-    batch_tokens: int = 2048
-    lengths: tuple[int, ...] = (512, 1024, 512, 2048)
-    learning_rate: float = 1e-3
-    warmup: float = 0.03
-    weight_decay: float = 0.0
-    average: float = 0.0
-    clip: float = 0.5
-    draft_vocab_size: int = 8192
-    kv_heads: int = 0
-    intermediate_size: int = 0
-    start: str = "target"
-    autocast: bool = True
-    held_back: float = 0.02
-    keep_gib: float = 6.0
-    temperatures: bool = True
-    validate_every: int = 200
-    save_every: int = 100
-    seed: int = 0
+    head: Literal["auto", "eagle1", "eagle3"] = option(
+        one_of(("auto", "eagle1", "eagle3")),
+        default="auto",
+        help="eagle1 or eagle3; auto: the one that the loss is made for",
+    )
+    steps: int = option(
+        at_least(1),
+        default=2000,
+        help="optimiser steps, 1 or more",
+    )
+    batch_tokens: int = option(
+        at_least(8),
+        default=2048,
+        help="tokens per step, 8 or more; at least one of the longest sequences",
+    )
+    lengths: tuple[int, ...] = option(
+        default=(512, 1024, 512, 2048),
+        help="lengths of the sequences in tokens, 8 to batch_tokens each, used in turn. A sequence has several "
+        "whole texts, so that a draft of short texts sees long contexts too",
+    )
+    learning_rate: float = option(
+        ABOVE_0,
+        default=1e-3,
+        help="peak learning rate, above 0; falls to 0 on a cosine",
+    )
+    warmup: float = option(
+        PART,
+        default=0.03,
+        help="share of the steps in which the learning rate rises, 0 to below 1",
+    )
+    weight_decay: float = option(
+        at_least(0),
+        default=0.0,
+        help="weight decay of AdamW, 0 or more",
+    )
+    average: float = option(
+        PART,
+        default=0.0,
+        help="decay of the running average of the weights, 0 to below 1; lower in the first steps. The average is "
+        "measured and saved; 0: the weights themselves",
+    )
+    clip: float = option(
+        ABOVE_0,
+        default=0.5,
+        help="maximum norm of the gradient, above 0",
+    )
+    draft_vocab_size: int = option(
+        at_least(0),
+        default=8192,
+        help="size of an EAGLE-3 head's vocabulary, 0 or more: the most frequent tokens of the answers; 0: the "
+        "target's whole vocabulary. With `start`, a head with fewer tokens gets the missing ones, unless 0",
+    )
+    kv_heads: int = option(
+        at_least(0),
+        default=0,
+        help="KV heads of the draft's attention, 0 or more; 0: as many as the target has",
+    )
+    intermediate_size: int = option(
+        at_least(0),
+        default=0,
+        help="units of the draft's MLP, 0 or more; 0: as many as the target, or the head in `start`, has. With "
+        "`start`, units can be added, or removed: those with the largest weights are kept",
+    )
+    start: str = option(
+        default="target",
+        help="target: start from the target's head, final norm and last layer; random; or the path of a head",
+    )
+    autocast: bool = option(
+        default=True,
+        help="true: run in bfloat16 if the weights are float32",
+    )
+    held_back: float = option(
+        PART,
+        default=0.02,
+        help="share of the texts that is not trained on, 0 to below 1",
+    )
+    keep_gib: float = option(
+        at_least(0),
+        default=6.0,
+        help="GiB of main memory for the target's hidden states, which later epochs then need not compute again, 0 "
+        "or more",
+    )
+    temperatures: bool = option(
+        default=True,
+        help="true: at the end, fit a temperature for each depth on held-back text, so that the head's "
+        "probabilities are chances of acceptance",
+    )
+    validate_every: int = option(
+        at_least(1),
+        default=200,
+        help="steps between validations, 1 or more",
+    )
+    save_every: int = option(
+        at_least(1),
+        default=100,
+        help="steps between saved states, 1 or more",
+    )
+    seed: int = option(
+        at_least(0),
+        default=0,
+        help="seed of the order of the texts and of new weights, 0 or more",
+    )
 
     def __post_init__(self) -> None:
-        require_minimum(self, steps=1, batch_tokens=8, draft_vocab_size=0, kv_heads=0, intermediate_size=0)
-        require_minimum(self, validate_every=1, save_every=1, seed=0)
+        super().__post_init__()
         fit = bool(self.lengths) and min(self.lengths) >= 8 and max(self.lengths) <= self.batch_tokens
         require("lengths", self.lengths, f"8 to batch_tokens = {self.batch_tokens} each", fit)
-        require("head", repr(self.head), "auto, eagle1, eagle3", self.head in ("auto", "eagle1", "eagle3"))
-        for name in ("learning_rate", "clip"):
-            require(name, value := getattr(self, name), "above 0", 0 < value < math.inf)
-        for name in ("weight_decay", "keep_gib"):
-            require(name, value := getattr(self, name), "0 or more", 0 <= value < math.inf)
-        for name in ("warmup", "held_back", "average"):
-            require(name, value := getattr(self, name), "0 to below 1", 0 <= value < 1)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from specengine.models.eagle import EagleHead
 from specengine.train.draft.losses import Unrolling
-from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.teacher import Reading, Teacher
 from specengine.train.draft.validation import autocasting
 from specengine.train.text.corpus import Text
 
@@ -32,24 +32,13 @@ def fit_temperatures(
     losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64, device="cpu")
     rows = torch.zeros(depths, dtype=torch.int64, device="cpu")
     for text in texts:
-        places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
+        places = spread(text.answers[2:].nonzero()[:, 0], ANCHORS).to(teacher.device)
         if not len(places):
             continue
-        places = places[
-            torch.linspace(0, len(places) - 1, min(ANCHORS, len(places)), dtype=torch.float32, device="cpu")
-            .long()
-            .unique()
-            .to(places.device)
-        ]
         tokens = text.tokens.long().to(teacher.device)[None]
         reading = teacher.read(tokens)
         with autocasting(teacher.device, enabled=autocast):
-            unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places[None])
-            states = unrolling.first()[0, places]
-            for depth in range(depths):
-                if depth:
-                    following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
-                    states = unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
+            for depth, states in enumerate(along_text(head, teacher, reading, places, depths)):
                 inside = places + 1 + depth < tokens.shape[1]
                 total, count = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
                 losses[depth] += total
@@ -57,6 +46,25 @@ def fit_temperatures(
     if not bool(rows.all()):
         return ()
     return tuple(round(1 / _lowest(of_depth), 3) for of_depth in losses)
+
+
+def spread(places: Tensor, count: int) -> Tensor:
+    """Return up to `count` of these places, evenly spaced."""
+    chosen = torch.linspace(0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu")
+    return places[chosen.long().unique().to(places.device)]
+
+
+def along_text(head: EagleHead, teacher: Teacher, reading: Reading, places: Tensor, depths: int) -> Iterator[Tensor]:
+    """Yield the draft's states [places, hidden size] by depth, where its tokens from each place are those of the text.
+
+    reading: of one text.
+    """
+    tokens = reading.tokens
+    unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places[None])
+    yield unrolling.first()[0, places]
+    for depth in range(1, depths):
+        following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
+        yield unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
 
 
 def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:

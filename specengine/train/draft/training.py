@@ -193,7 +193,7 @@ class _Run:
         return self.head if self.average is None else cast(EagleHead, self.average.module)
 
     def _validate(self) -> Validation:
-        texts = self.epochs.held_back or _as_texts(self.epochs.batches[0])
+        texts = self.epochs.held_back or [Text(*row) for row in zip(*self.epochs.batches[0], strict=True)]
         return validate(self.result, self.teacher, self.target, texts, autocast=self.options.autocast)
 
     # ---- on disk
@@ -274,10 +274,6 @@ def _average(head: EagleHead, decay: float) -> AveragedModel | None:
         return average.lerp(now.to(average.dtype), 1 - min(decay, float((1 + steps) / (10 + steps))))
 
     return AveragedModel(head, avg_fn=moved) if decay else None
-
-
-def _as_texts(batch: Batch) -> list[Text]:
-    return [Text(*row) for row in zip(batch.tokens, batch.answers, strict=True)]
 
 
 def _fingerprint(batches: Sequence[Batch]) -> str:

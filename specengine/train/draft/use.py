@@ -10,7 +10,6 @@ Where none is, the copy is forgotten, and the next round learns half as fast.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +25,12 @@ from specengine.checkpoints.learnt import HELD_BACK, Learnt, UsedText
 from specengine.drafters import innermost
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
-from specengine.errors import InputError, require
+from specengine.errors import ABOVE_0, Checked, InputError, at_least, number, option
 from specengine.models.eagle import EagleHead, embed_for, head_from
-from specengine.train.draft.losses import Unrolling, loss_of
+from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading
-from specengine.train.draft.temperatures import fit_temperatures
+from specengine.train.draft.temperatures import along_text, fit_temperatures, spread
 from specengine.train.draft.validation import autocasting
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
@@ -50,25 +49,29 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class UseOptions:
-    """Options of learning from use.
+class UseOptions(Checked):
+    """Options of learning from use."""
 
-    steps          optimiser steps of a round, 1 or more
-    step_tokens    tokens per step, 1 or more
-    general        share of them that the target wrote by itself, 0 to below 1
-    learning_rate  peak learning rate, above 0; it rises and falls within a round
-    """
-
-    steps: int = 80
-    step_tokens: int = 1024
-    general: float = 0.5
-    learning_rate: float = 4e-4
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "step_tokens"):
-            require(name, value := getattr(self, name), "1 or more", value >= 1)
-        require("general", self.general, "0 to below 1", 0 <= self.general < 1)
-        require("learning_rate", self.learning_rate, "above 0", 0 < self.learning_rate < math.inf)
+    steps: int = option(
+        at_least(1),
+        default=80,
+        help="optimiser steps of a round, 1 or more",
+    )
+    step_tokens: int = option(
+        at_least(1),
+        default=1024,
+        help="tokens per step, 1 or more",
+    )
+    general: float = option(
+        number(0, 1, "0 to below 1", open_high=True),
+        default=0.5,
+        help="share of them that the target wrote by itself, 0 to below 1",
+    )
+    learning_rate: float = option(
+        ABOVE_0,
+        default=4e-4,
+        help="peak learning rate, above 0; it rises and falls within a round",
+    )
 
 
 class ServingTeacher:
@@ -309,19 +312,12 @@ def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
 
     A cycle brings the draft's tokens as long as the text has the same, and one more.
     """
-    places = text.answers[2:].nonzero()[:, 0]
-    spread = torch.linspace(0, len(places) - 1, min(PLACES, len(places)), dtype=torch.float32, device="cpu")
-    places = places[spread.long().unique()]
+    places = spread(text.answers[2:].nonzero()[:, 0], PLACES)
     tokens = text.tokens.long()[None]
     ids = head.target_ids()
-    unrolling = Unrolling(head, teacher, teacher.read(tokens).features.to(head.dtype), tokens, places[None])
-    states = unrolling.first()[0, places]
     right = torch.ones(len(places), dtype=torch.bool, device="cpu")
     total = float(len(places))
-    for depth in range(AHEAD):
-        if depth:
-            following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
-            states = unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
+    for depth, states in enumerate(along_text(head, teacher, teacher.read(tokens), places, AHEAD)):
         best = head.logits(states).argmax(dim=-1)  # type: ignore[union-attr]
         best = best if ids is None else ids[best]
         at = places + 2 + depth

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specengine.errors import require, require_minimum
+from specengine.errors import Checked, at_least, number, option
 
 
 @dataclass(frozen=True)
-class SynthesisOptions:
-    """Options of writing text.
+class SynthesisOptions(Checked):
+    """Options of writing text."""
 
-    tokens        total number of tokens, the users' turns included, 1 or more
-    rows          conversations per shard, written at the same time, 1 or more
-    length        maximum number of tokens of a conversation, 16 or more
-    seed          seed of the sampling, 0 or more; the same seed writes the same text on the same machine
-    prompt_share  share of the conversations that begin with one of the prompts, if there are any, 0 to 1
-    """
-
-    tokens: int = 1_000_000
-    rows: int = 128
-    length: int = 512
-    seed: int = 0
-    prompt_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_minimum(self, tokens=1, rows=1, length=16, seed=0)
-        require("prompt_share", self.prompt_share, "0 to 1", 0 <= self.prompt_share <= 1)
+    tokens: int = option(
+        at_least(1),
+        default=1_000_000,
+        help="total number of tokens, the users' turns included, 1 or more",
+    )
+    rows: int = option(
+        at_least(1),
+        default=128,
+        help="conversations per shard, written at the same time, 1 or more",
+    )
+    length: int = option(
+        at_least(16),
+        default=512,
+        help="maximum number of tokens of a conversation, 16 or more",
+    )
+    seed: int = option(
+        at_least(0),
+        default=0,
+        help="seed of the sampling, 0 or more; the same seed writes the same text on the same machine",
+    )
+    prompt_share: float = option(
+        number(0, 1, "0 to 1"),
+        default=0.5,
+        help="share of the conversations that begin with one of the prompts, if there are any, 0 to 1",
+    )

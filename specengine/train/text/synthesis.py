@@ -59,17 +59,15 @@ def write_corpus(
     if not form.chat and len(form.before) + 1 >= options.length:
         raise InputError(f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens")
     manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids)}
-    if not isinstance(source, PreTrainedModel):
-        manifest |= {"vocab_size": source.target.vocab_size, "writer": "engine"}
+    writer: Writer
+    if isinstance(source, PreTrainedModel):
+        writer = Lockstep(source, form, options, tokenizer)
+        manifest["vocab_size"] = source.get_input_embeddings().weight.shape[0]
     else:
-        manifest |= {"vocab_size": source.get_input_embeddings().weight.shape[0]}
+        writer = Speculative(source, form, options)
+        manifest |= {"vocab_size": source.target.vocab_size, "writer": "engine"}
     settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # a folder may grow
     corpus = Corpus.create(folder, manifest | settings)
-    writer: Writer
-    if not isinstance(source, PreTrainedModel):
-        writer = Speculative(source, form, options)
-    else:
-        writer = Lockstep(source, form, options, tokenizer)
     number, have, began = index, 0, time.perf_counter()
     written = 0
     while have * parts < options.tokens:
