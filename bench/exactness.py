@@ -23,7 +23,7 @@ from bench.arguments import add_arguments
 from bench.short_models import first_layers
 from specengine import Engine, policies
 from specengine import checkpoints as models
-from specengine.benchmark.baselines import generate_way
+from specengine.benchmark import baselines
 from specengine.benchmark.choice import Choice
 from specengine.benchmark.log import Log
 from specengine.benchmark.measuring import Run
@@ -31,6 +31,7 @@ from specengine.benchmark.summaries import VERDICTS
 from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, parse, without_memory
 from specengine.benchmark.workloads import Workload, digest
+from specengine.options import LoadOptions
 
 POLICIES = ("chain,length=3", "eagle,width=3,expansions=2,budget=10", "fixed,branching=3,2")
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -80,7 +81,8 @@ def _records(args: argparse.Namespace, items: list[Workload], done: list[Record]
         ways = [Way(PLAIN, lambda options=options: EngineDecoder(plain, options))]  # type: ignore[misc]
         ways += [_way(engine, f"{name}:{policy}", options) for name, engine in engines.items() for policy in POLICIES]
         if seed is None:
-            ways.append(generate_way(plain, options, plain.stream([0], max_new_tokens=1).options.eos_token_ids))
+            ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
+            ways.append(baselines.way(baselines.GENERATE, plain, options, ends, "", LoadOptions()))
         run = Run(plain, ways, options, length=args.max_new_tokens, say=_say)
         own = [record for record in done if record.get("seed", "") == seed]
         yield from (record | {"seed": seed} for record in run.records(items, own))

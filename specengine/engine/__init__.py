@@ -106,7 +106,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self._busy, self._making = threading.Lock(), threading.Lock()
-        self.vocabularies = Vocabularies(tokenizer, target.vocab_size)
         self._recipe: loading.Recipe | None = None
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
@@ -119,6 +118,11 @@ class Engine:
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
+
+    @functools.cached_property
+    def vocabularies(self) -> Vocabularies:
+        """Return the tokenizer as grammars read it."""
+        return Vocabularies(self.tokenizer, self.target.vocab_size)
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -398,7 +402,7 @@ class Engine:
             self.target, self.drafter, self._models = parts.target, parts.drafter, parts.models
             self.notes = parts.notes
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
-            self.vocabularies = Vocabularies(self.tokenizer, parts.target.vocab_size)
+            vars(self).pop("vocabularies", None)
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -555,13 +555,8 @@ class ExpertReads:
         kinds = [_Count.sum(self._counts[kind::2]).ratio(1.0) for kind in range(2)]
         return [count.ratio(kinds[relation % 2]) for relation, count in enumerate(self._counts)]
 
-    def predict(self, parents: Sequence[int], depths: Sequence[int]) -> list[float]:
-        """Return how many experts each node of a tree adds, the root first."""
-        ratios = self.ratios()
-        return self._added(ratios[relation] for relation in relations(parents, depths))
-
     def least(self, nodes: int) -> list[float]:
-        """Return the same for so many nodes of the relation that adds the fewest."""
+        """Return how many experts each node adds, the root first, if all are of the relation that adds least."""
         return self._added([min(self.ratios())] * (nodes - 1))
 
     def _added(self, ratios: Iterable[float]) -> list[float]:

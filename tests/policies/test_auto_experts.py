@@ -19,6 +19,7 @@ from specengine.policies.auto import Auto, ExpertReads, relations
 from specengine.records import Cycle, Outcome, Seconds
 from tests.ops.test_worth import fresh, throughput_of
 from tests.policies.lawful import Lawful, Rows, World, drafted
+from tests.policies.test_expert_reads import predicted
 from tests.toy import random_tree
 
 ALL, EACH, EXPERT = 64, 8, 0.03
@@ -62,7 +63,7 @@ def worth_of(tree: TokenTree, nodes: Sequence[int], reads: ExpertReads, row: flo
     """Expected tokens of verifying these nodes, less the price of rows and of the experts that they add."""
     place = {node: i for i, node in enumerate(nodes)}
     parents = [0, *(place[int(tree.parents[node])] for node in nodes[1:])]
-    added = reads.predict(parents, [int(tree.depths[node]) for node in nodes])
+    added = predicted(reads, parents, [int(tree.depths[node]) for node in nodes])
     return float(tree.path_log_probs[list(nodes)].exp().sum()) - row * len(nodes) - expert * sum(added)
 
 
@@ -96,7 +97,7 @@ def by_rows(reads: ExpertReads, nodes: int) -> list[float]:
     found = list[list[float]]()
     for seed in range(40):
         tree = random_tree(seed, nodes, 60)
-        found.append(reads.predict(tree.parents.tolist(), tree.depths.tolist()))
+        found.append(predicted(reads, tree.parents.tolist(), tree.depths.tolist()))
     return [statistics.fmean(column) for column in zip(*found, strict=True)]
 
 
