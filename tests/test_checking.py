@@ -43,7 +43,8 @@ def plain(model: PreTrainedModel) -> Engine:
 
 @pytest.fixture(scope="module")
 def speculative(model: PreTrainedModel) -> Engine:
-    return engine_for(model, None)
+    """Return an engine that drafts from the first token on: `auto` may rest, and then a fault shows nothing."""
+    return engine_for(model, "eagle")
 
 
 # ---- verdicts
