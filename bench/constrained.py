@@ -19,10 +19,9 @@ import jsonschema
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import Engine, policies
-from specengine.benchmark.answers import Answer
 from specengine.benchmark.choice import Choice
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.summaries import ALL, summaries
+from specengine.benchmark.summaries import ALL, Answer, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Way
 from specengine.benchmark.workloads import Workload
 from specengine.options import LoadOptions

@@ -25,10 +25,9 @@ from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.benchmark import baselines
 from specengine.benchmark.choice import Choice
-from specengine.benchmark.log import Log
 from specengine.benchmark.measuring import Run
+from specengine.benchmark.records import Log, Record
 from specengine.benchmark.summaries import VERDICTS
-from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, parse, without_memory
 from specengine.benchmark.workloads import Workload, digest
 from specengine.options import LoadOptions

@@ -30,11 +30,10 @@ from bench.arguments import add_arguments
 from bench.report import claim_table
 from specengine import Engine, policies
 from specengine.benchmark.choice import Choice, sampling
-from specengine.benchmark.log import Log
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import Log, Record
 from specengine.benchmark.summaries import ALL, ratio, summaries
-from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import parse
 from specengine.benchmark.workloads import Workload, digest, read
 from specengine.costs import find_costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from specengine.benchmark.tables import NOTHING, Record, Table
+from specengine.benchmark.records import NOTHING, Record, Table
 
 MAX_ROWS, MAX_COLUMNS, MAX_LETTERS = 40, 14, 40  # a way is its row's name, and is never cut
 MAX_ITEMS = 4  # of a list in a cell, as an interval

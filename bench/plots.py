@@ -6,9 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from specengine.benchmark import plots
-from specengine.benchmark.plots import LOOK
-from specengine.benchmark.tables import Record
+from specengine.benchmark.records import Record
+from specengine.benchmark.report import STYLE, draw_speeds
 from specengine.trace.pictures import COLOURS, MARKERS, write_figure
 
 DRAWN_PARENTS = 10  # of the cases of tree construction: EAGLE's width
@@ -21,11 +20,11 @@ def draw(records: list[Record], file: Path) -> None:
     """Write an SVG file. Raise InputError without matplotlib or rows, or if the file cannot be written."""
     rows = _attention(records)
     if rows:
-        write_figure(file, "plot", lambda figure: _curves(figure, rows), LOOK, layout="constrained")
+        write_figure(file, "plot", lambda figure: _curves(figure, rows), STYLE, layout="constrained")
     elif points := construction_points(records):
-        write_figure(file, "plot", lambda figure: construction(figure, points), LOOK, layout="constrained")
+        write_figure(file, "plot", lambda figure: construction(figure, points), STYLE, layout="constrained")
     else:
-        plots.draw(records, file)
+        draw_speeds(records, file)
 
 
 def _attention(records: list[Record]) -> list[Record]:

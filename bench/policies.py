@@ -25,8 +25,8 @@ from bench.arguments import add_arguments
 from specengine import Engine, policies
 from specengine.benchmark.choice import Choice, sampling
 from specengine.benchmark.measuring import Run
+from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import summaries
-from specengine.benchmark.tables import Record
 from specengine.benchmark.ways import PLAIN
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints import embedded

@@ -19,6 +19,7 @@ from bench import plots
 from bench.kernels.tables import LABELS, kernel_tables
 from bench.plain_tables import MAX_ROWS, plain_tables
 from specengine.benchmark import report as of_bench
+from specengine.benchmark.records import NOTHING, Record, Table, number
 from specengine.benchmark.report import (
     Columns,
     about,
@@ -30,7 +31,6 @@ from specengine.benchmark.report import (
     source,
 )
 from specengine.benchmark.summaries import ALL, summaries
-from specengine.benchmark.tables import NOTHING, Record, Table, number
 from specengine.errors import InputError
 
 KINDS = (

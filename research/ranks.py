@@ -12,7 +12,7 @@ from torch import Tensor
 from specengine.models.eagle import EagleConfig, EagleHead
 from specengine.train.draft.losses import Unrolling
 from specengine.train.draft.teacher import Branches, Teacher
-from specengine.train.draft.temperatures import logits_of
+from specengine.train.draft.validation import logits_of
 from specengine.train.text.corpus import Text
 
 RANKS = 5

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from bench.cpu.answers import MEAN_OF_SETS
 from bench.cpu.forwards import ISA_ROWS, ISAS
 from bench.cpu.ways import KINDS
-from specengine.benchmark.tables import NOTHING, Table
+from specengine.benchmark.records import NOTHING, Table
 
 Record = dict[str, Any]
 

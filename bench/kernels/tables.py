@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from specengine.benchmark.tables import NOTHING, Record, Table, number
+from specengine.benchmark.records import NOTHING, Record, Table, number
 
 OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
 LABELS: dict[str, Callable[[Record], str]] = {

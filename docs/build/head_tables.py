@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from docs.build.results import SETS, code, records, summaries, table
+from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.summaries import summaries as summarized
-from specengine.benchmark.tables import NOTHING, Record, number
 
 RANKED = {
     "accuracy": "accuracy",

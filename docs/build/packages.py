@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from specengine.benchmark.tables import Table
+from specengine.benchmark.records import Table
 
 PACKAGE = Path(__file__).parents[2] / "specengine"
 

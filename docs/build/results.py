@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from specengine.benchmark.records import Record, Table
 from specengine.benchmark.summaries import ALL
-from specengine.benchmark.tables import Record, Table
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 SETS = {

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from docs.build.results import SETS, code, means, records, summaries, table
+from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.report import share
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
-from specengine.benchmark.tables import NOTHING, Record, number
 
 WAYS = {  # as bench.cpu calls them
     "generate": "transformers' `generate`",

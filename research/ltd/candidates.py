@@ -21,7 +21,7 @@ from specengine.engine import Engine
 from specengine.errors import InputError, require_minimum
 from specengine.records import Cycle
 from specengine.train.classifier.trees import MIN_PROMPT
-from specengine.train.text.shards import Contents, ShardFolder
+from specengine.train.text.corpus import Contents, ShardFolder
 
 Progress = Callable[[str], None]
 

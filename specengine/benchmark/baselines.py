@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
-from specengine.benchmark.answers import Answer
+from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import Way
 from specengine.checking import huggingface_model
 from specengine.checkpoints.pretrained import load_model

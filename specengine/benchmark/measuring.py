@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from specengine.benchmark.answers import Answer, first_difference, row
-from specengine.benchmark.tables import Record
+from specengine.benchmark.records import Record
+from specengine.benchmark.summaries import Answer, first_difference, row
 from specengine.benchmark.ways import PLAIN, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.checking import Judged, judge

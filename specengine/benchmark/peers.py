@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specengine.benchmark.answers import Answer
+from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import Way
 from specengine.checkpoints import embedded
 from specengine.checkpoints.pretrained import is_gguf

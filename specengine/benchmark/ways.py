@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specengine import loading, policies
-from specengine.benchmark.answers import Answer, Figures, counted
+from specengine.benchmark.summaries import Answer, Figures, counted
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling

@@ -16,16 +16,16 @@ from specengine.errors import require, require_minimum
 
 if TYPE_CHECKING:
     from specengine.benchmark.choice import Choice
-    from specengine.benchmark.tables import Table
+    from specengine.benchmark.records import Table
     from specengine.benchmark.workloads import Workload
     from specengine.engine import Engine
 
 
 def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.choice import Choice, sampling
-    from specengine.benchmark.log import Log
     from specengine.benchmark.measuring import Run
     from specengine.benchmark.provenance import provenance
+    from specengine.benchmark.records import Log
     from specengine.benchmark.report import tables
     from specengine.benchmark.workloads import read
 
@@ -89,9 +89,8 @@ def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine, other
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    from specengine.benchmark.log import read
-    from specengine.benchmark.plots import draw
-    from specengine.benchmark.report import source, tables
+    from specengine.benchmark.records import read
+    from specengine.benchmark.report import draw_speeds, source, tables
     from specengine.benchmark.summaries import ALL
 
     runs = {file: read(file) for file in arguments.file}
@@ -103,7 +102,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         _print(tables(records, arguments.set or ALL))
         if arguments.plot is not None:
             picture = arguments.plot / f"{file.stem}.svg"
-            draw(records, picture)
+            draw_speeds(records, picture)
             say(f"{picture}: drawn")
     return 0
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specengine.cli import given, learn, line_input
+from specengine.cli import given, learn
 from specengine.cli.commands import CHAT_COMMANDS
-from specengine.cli.markdown import Markdown
-from specengine.cli.terminal import say, write
+from specengine.cli.terminal import Markdown, say, typed, write
 from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, Session
 from specengine.errors import Declaration, InputError, SpecEngineError, did_you_mean
@@ -58,7 +57,7 @@ class Chat:
     def run(self) -> None:
         if self.interactive:
             self._help("")
-        for line in line_input.typed(self._stopped) if self.interactive else _piped_lines():
+        for line in typed(self._stopped) if self.interactive else _piped_lines():
             if line == "/quit":
                 break
             try:

@@ -254,13 +254,12 @@ def _loads(arguments: argparse.Namespace) -> str | None:
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
-    add_model(parser)
-    add_draft(parser.add_argument_group("draft"))
+    add_doctor(parser)
+    parser.set_defaults(run="specengine.cli.doctor:run_calibrate")
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, times in seconds")
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
 

@@ -1,14 +1,23 @@
-"""Standard output and standard error, and whether they show colours."""
+"""A terminal: standard output and standard error, colours, lines that are typed, and answers drawn as Markdown.
+
+With prompt_toolkit a pasted text of several lines is one message, and Alt-Enter begins a new line. Without it Python's
+readline edits the line, as far as it is there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from specengine.files import cache_dir
 
 DRAFTED, OWN, FAINT, RESET = "\x1b[32m", "\x1b[35m", "\x1b[2m", "\x1b[0m"  # green, magenta
 
@@ -106,3 +115,160 @@ class Progress:
         finally:
             if shown:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+PROMPT, CONTINUED = "> ", "... "
+FENCE = '"""'  # around a message of several lines
+REMEMBERED = 1000  # lines of readline's history
+
+
+def history_file(name: str = "") -> Path:
+    """Return the file of what was typed before, in the cache folder; name: of the library that writes it."""
+    return cache_dir() / "history" / (name or ("prompt_toolkit" if _has_toolkit() else "readline"))
+
+
+def typed(stopped: Callable[[], None]) -> Iterator[str]:
+    """Yield messages until Ctrl-D. Ctrl-C drops the one that is being typed, and calls `stopped`."""
+    with _by_toolkit() if _has_toolkit() else _by_readline() as read:
+        while True:
+            try:
+                yield _message(read)
+            except EOFError:
+                write("\n")
+                return
+            except KeyboardInterrupt:
+                stopped()
+
+
+def _message(read: Callable[[str], str]) -> str:
+    """Return one message: a line, or the lines up to the one that ends with a fence."""
+    line = read(PROMPT).strip()
+    if not line.startswith(FENCE):
+        return line
+    text = line.removeprefix(FENCE)
+    while not text.rstrip().endswith(FENCE):
+        text += "\n" + read(CONTINUED)
+    return text.rstrip().removesuffix(FENCE).strip()
+
+
+def _has_toolkit() -> bool:
+    return importlib.util.find_spec("prompt_toolkit") is not None
+
+
+@contextlib.contextmanager
+def _by_toolkit() -> Iterator[Callable[[str], str]]:
+    toolkit: Any = importlib.import_module("prompt_toolkit")
+    history: Any = importlib.import_module("prompt_toolkit.history")
+    bindings: Any = importlib.import_module("prompt_toolkit.key_binding").KeyBindings()
+
+    @bindings.add("escape", "enter")  # as terminals send Alt-Enter
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    file = _prepared("prompt_toolkit")
+    kept = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
+    asking = toolkit.PromptSession(history=kept, key_bindings=bindings, prompt_continuation=CONTINUED)
+    yield asking.prompt
+
+
+@contextlib.contextmanager
+def _by_readline() -> Iterator[Callable[[str], str]]:
+    readline: Any = None
+    with contextlib.suppress(ImportError):  # which Windows lacks
+        readline = importlib.import_module("readline")  # and input() edits lines by it
+    file = None if readline is None else _prepared("readline")
+    if file is not None:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(file)
+        readline.set_history_length(REMEMBERED)
+    try:
+        yield input
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                readline.write_history_file(file)
+
+
+def _prepared(name: str) -> Path | None:
+    """Return the file of what was typed, which only this user may read; None where it cannot be written."""
+    try:
+        file = history_file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return None
+    return file
+
+
+FENCES = ("```", "~~~")  # of code, in which an empty line ends no block
+
+
+class Markdown:
+    """Draws the text of one answer after the other."""
+
+    def __init__(self, file: Any = None) -> None:
+        self._console = importlib.import_module("rich.console").Console(file=file, highlight=False)
+        self._drawn = importlib.import_module("rich.markdown").Markdown
+        self._live_of = importlib.import_module("rich.live").Live
+        self._text, self._printed = "", False
+        self._live: Any = None
+
+    @classmethod
+    def where_wanted(cls, asked: bool | None, *, interactive: bool) -> Markdown | None:
+        """Return one where it was asked for, or by default at a terminal with rich. MissingExtraError without rich."""
+        shown = interactive and why_no_colours() is None
+        if asked is False or (asked is None and not (shown and importlib.util.find_spec("rich"))):
+            return None
+        try:
+            return cls()
+        except ImportError as error:
+            from specengine.errors import missing_extra
+
+            raise missing_extra("markdown", "chat", error) from error
+
+    def write(self, text: str) -> None:
+        self._text += text
+        whole, rest = finished(self._text)
+        if whole:
+            self._stop()
+            self._print(whole)
+            self._text = rest
+        if self._text.strip():
+            if self._live is None:
+                self._live = self._live_of(console=self._console, transient=True, refresh_per_second=8)
+                self._live.start()
+            self._live.update(self._drawn(self._text))
+
+    def end(self) -> None:
+        """End an answer, and be ready for the next one."""
+        self._stop()
+        if self._text.strip():
+            self._print(self._text)
+        self._text, self._printed = "", False
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            with contextlib.suppress(Exception):  # a terminal that is gone
+                self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        if self._printed:
+            self._console.print()
+        self._console.print(self._drawn(text.strip("\n")))
+        self._printed = True
+
+
+def finished(text: str) -> tuple[str, str]:
+    """Split a text behind its last block that an empty line has ended; whole code blocks count as one."""
+    end, place, fence = 0, 0, ""
+    for line in text.splitlines(keepends=True):
+        place += len(line)
+        bare = line.strip()
+        if fence:
+            fence = "" if bare.startswith(fence) else fence
+        elif bare.startswith(FENCES):
+            fence = bare[:3]
+        elif not bare and line.endswith("\n"):
+            end = place
+    return text[:end] if text[:end].strip() else "", text[end:]

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         for file in draw(traces, arguments.pictures):
             print(file)
     if arguments.tree:
-        from specengine.trace.tree_picture import draw_tree
+        from specengine.trace.pictures import draw_tree
 
         draw_tree(_cycle(traces, arguments)[0], arguments.tree, pruned=arguments.pruned)
         print(arguments.tree)

@@ -12,11 +12,10 @@ from pydantic import Field
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import Body, text_at, text_of_part
-from specengine.protocol.parts import Part
+from specengine.protocol.parts import Part, Thought
 from specengine.protocol.problems import refused
 from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
-from specengine.protocol.thoughts import Thought
 from specengine.protocol.tool_formats import ToolCall
 
 Blocks = str | list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""From a request to a generation of the engine."""
+"""From a request to a generation of the engine, answers between two texts (fill in the middle) included."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.errors import ContextLengthError, InputError
-from specengine.protocol.infill import fim_ends, fim_prompt
 from specengine.protocol.messages import is_empty
+from specengine.protocol.parts import THOUGHT_MARKS
 from specengine.protocol.problems import RequestError
-from specengine.protocol.requests import ChatRequest, CompletionRequest, NamedChoice, Sampling, Tool
+from specengine.protocol.requests import ChatRequest, CompletionRequest, Infill, NamedChoice, Sampling, Tool
 from specengine.protocol.settings import Settings
-from specengine.protocol.thoughts import THOUGHT_MARKS
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
 from specengine.protocol.tools import OneCall, ToolReader, format_of, schemas_of, special_tokens, tools_for
 from specengine.records import TokenLogprob
@@ -29,6 +28,80 @@ from specengine.request.text import decoder
 
 if TYPE_CHECKING:
     from specengine.engine import Engine
+
+
+class FimTokens(NamedTuple):
+    """Names of the tokens before the prefix, before the suffix, and before the answer.
+
+    suffix_first: the suffix stands before the prefix
+    """
+
+    prefix: str
+    suffix: str
+    middle: str
+    suffix_first: bool = False
+
+
+# Qwen2.5-Coder and CodeGemma; StarCoder, Granite and others; Code Llama; DeepSeek-Coder; Codestral; Seed-Coder
+KNOWN = (
+    FimTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    FimTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    FimTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    FimTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    FimTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    FimTokens("[PREFIX]", "[SUFFIX]", "", suffix_first=True),
+    FimTokens("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+)
+_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "▁<EOT>", "<EOT>")
+_FILES = ("<|file_sep|>", "<file_sep>")
+_SNIPPET = "\n\n--- snippet ---\n\n"
+
+
+def fim_tokens(tokenizer: Any) -> FimTokens:
+    """Return the tokens of a model; RequestError where it has none that are known."""
+    known = _vocabulary(tokenizer)
+    for tokens in KNOWN:
+        if all(name in known for name in tokens[:3] if name):
+            return tokens
+    message = "suffix: this model has no tokens for a text between two others (fill in the middle); leave it out"
+    raise RequestError(400, message, "suffix", "unsupported_field")
+
+
+def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
+    """Return the ids of a prompt, in which special tokens stand only where they belong; RequestError."""
+    tokens, known = fim_tokens(tokenizer), _vocabulary(tokenizer)
+
+    def text(given: str) -> list[int]:
+        ids = tokenizer(given, add_special_tokens=False, split_special_tokens=True)["input_ids"] if given else []
+        return list(ids)
+
+    def mark(name: str) -> list[int]:
+        return [known[name]] if name else []
+
+    separator = next((name for name in _FILES if name in known), None)
+    ids: list[int] = []
+    start = getattr(tokenizer, "bos_token_id", None)
+    if start is not None and getattr(tokenizer, "add_bos_token", False):
+        ids.append(start)
+    for name, content in around.others:
+        ids += text(_SNIPPET + content) if separator is None else [*mark(separator), *text(f"{name}\n{content}")]
+    if around.others and separator is not None:
+        ids += mark(separator)
+    before = [*mark(tokens.prefix), *text(around.prefix)]
+    behind = [*mark(tokens.suffix), *text(around.suffix)]
+    return ids + (behind + before if tokens.suffix_first else before + behind) + mark(tokens.middle)
+
+
+def fim_ends(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer between two texts, besides the model's own."""
+    known = _vocabulary(tokenizer)
+    return [known[name] for name in _ENDS if name in known]
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    found: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return found
+
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
 

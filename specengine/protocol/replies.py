@@ -11,10 +11,9 @@ from typing import Any
 import specengine
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
-from specengine.protocol.parts import Part, Parts, calls_of, text_of_parts, thoughts_of
+from specengine.protocol.parts import Part, Parts, Thought, calls_of, text_of_parts, thought_tokens, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
-from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
 from specengine.records import TokenLogprob
 from specengine.request.text import decoder

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import TEXT_PARTS, Body, text_at
-from specengine.protocol.parts import Part
+from specengine.protocol.parts import Part, Thought, thought_tokens
 from specengine.protocol.problems import RequestError, refused
 from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import (
@@ -26,7 +26,6 @@ from specengine.protocol.requests import (
     WithTools,
     declared_values,
 )
-from specengine.protocol.thoughts import Thought, thought_tokens
 from specengine.protocol.tool_formats import ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"

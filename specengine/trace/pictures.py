@@ -1,10 +1,11 @@
-"""Plots of one trace or of several, after those of the papers."""
+"""Plots of one trace or of several, after those of the papers, and a picture of one cycle's tree, root on the left."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from specengine.errors import InputError, require_suffix
 from specengine.files import atomic, writing
-from specengine.trace.records import ACCEPTED, PRUNED, Query, Trace
+from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, Query, Trace, TracedCycle
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
 MARKERS = "osD^vP"
@@ -212,3 +213,110 @@ def _look(number: int) -> tuple[str, str]:
 def _legend(axes: Any, entries: int) -> None:
     """Draw the legend below the plot, where it hides no point."""
     axes.figure.legend(loc="outside lower center", ncols=min(2, entries), fontsize=10, frameon=False)
+
+
+OWN = "own"  # state of the target's own token, which is not in the tree
+LOOKS: dict[str, dict[str, Any]] = {
+    ROOT: {"facecolor": "#ffffff", "edgecolor": "#333333", "linewidth": 1.6},
+    ACCEPTED: {"facecolor": "#cfeadd", "edgecolor": "#009e73", "linewidth": 2.0},
+    REJECTED: {"facecolor": "#ffffff", "edgecolor": "#d55e00", "linewidth": 1.1},
+    PRUNED: {"facecolor": "#ffffff", "edgecolor": "#999999", "linewidth": 1.0, "linestyle": ":"},
+    OWN: {"facecolor": "#d3e5f3", "edgecolor": "#0072b2", "linewidth": 2.0},
+}
+LABELS = {
+    ROOT: "committed before",
+    ACCEPTED: "proposed and accepted",
+    OWN: "the target's own token",
+    REJECTED: "verified, not accepted",
+    PRUNED: "drafted, not verified",
+}
+MAX_LETTERS = 11
+COLUMN, ROW = 1.45, 0.36  # inches
+MARGIN = 0.5
+MIN_COLUMNS = 6  # width of the legend
+BEND, BOX = 0.55, 0.22  # columns before a node: where its edge bends, and where its box begins
+
+
+def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
+    """Write the tree of `cycle` as an SVG, PNG or PDF file, by suffix. pruned: draw pruned nodes too.
+
+    Raise InputError for another suffix, without matplotlib, or if the file cannot be written.
+    """
+    layout = _Layout.of(cycle, pruned)
+    size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
+    look = {"font.size": 10, "font.family": "monospace"}
+    write_figure(file, "tree", lambda figure: _fill(figure, cycle, layout), look, figsize=size, facecolor="white")
+
+
+@dataclass
+class _Layout:
+    """Places of nodes: column by depth, row by a walk, most likely child first. -1 is the target's own token."""
+
+    cycle: TracedCycle
+    pruned: bool
+    places: dict[int, tuple[int, float]] = field(default_factory=dict)
+    rows: int = 0
+
+    @classmethod
+    def of(cls, cycle: TracedCycle, pruned: bool) -> _Layout:
+        layout = cls(cycle, pruned)
+        order, stack = [], [0]
+        while stack:
+            order.append(stack.pop())
+            stack += reversed(layout.below(order[-1]))
+        for node in order:  # leaves from top to bottom, then each parent in the middle of its children
+            if not layout.below(node):
+                layout.places[node] = (layout.depth(node), float(layout.rows))
+                layout.rows += 1
+        for node in reversed(order):
+            if below := layout.below(node):
+                rows = [layout.places[child][1] for child in below]
+                layout.places[node] = (layout.depth(node), (rows[0] + rows[-1]) / 2)
+        return layout
+
+    @property
+    def columns(self) -> int:
+        return max(MIN_COLUMNS, 1 + max(column for column, _ in self.places.values()))
+
+    def below(self, node: int) -> list[int]:
+        if node < 0:
+            return []
+        own = [-1] if self.cycle.has_own and node == self.cycle.accepted[-1] else []
+        return own + [n for n in self.cycle.children[node] if self.pruned or self.cycle.states[n] != PRUNED]
+
+    def depth(self, node: int) -> int:
+        return len(self.cycle.accepted) if node < 0 else self.cycle.depths[node]
+
+
+def _fill(figure: Any, cycle: TracedCycle, layout: _Layout) -> None:
+    from matplotlib.patches import Patch
+
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    axes.set_xlim(-0.35, layout.columns - 0.35)
+    axes.set_ylim(layout.rows - 1 + MARGIN / ROW + 0.9, -MARGIN / ROW - 0.1)
+    states = {node: OWN if node < 0 else cycle.states[node] for node in layout.places}
+    for node in layout.places:
+        for child in layout.below(node):
+            _edge(axes, layout.places[node], layout.places[child], LOOKS[states[child]])
+    for node, (column, row) in layout.places.items():
+        text = cycle.committed_texts[-1] if node < 0 else cycle.texts[node]
+        box = {"boxstyle": "round,pad=0.3", **LOOKS[states[node]]}
+        axes.text(column - BOX, row, _shown(text), va="center", zorder=4, bbox=box)
+        if node > 0:
+            axes.text(column - BEND + 0.03, row - 0.1, f"{cycle.probabilities[node]:.2f}", fontsize=7, color="#555555")
+    handles = [Patch(label=LABELS[state], **LOOKS[state]) for state in LABELS if state in states.values()]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), fontsize=9, frameon=False)
+
+
+def _edge(axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]) -> None:
+    (x0, y0), (x1, y1) = start, end
+    x0, x1, bend = x0 - BOX, x1 - BOX, x1 - BEND
+    style = {key: look[key] for key in ("linewidth", "linestyle") if key in look}
+    axes.plot([x0, bend, bend, x1], [y0, y0, y1, y1], color=look["edgecolor"], zorder=look["linewidth"], **style)
+
+
+def _shown(text: str) -> str:
+    """Return a token's text on one line, with visible spaces."""
+    text = repr(text)[1:-1].replace(" ", "␣")
+    return literal(text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…")

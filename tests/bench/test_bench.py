@@ -16,7 +16,7 @@ from bench import policies as bench_policies
 from bench.tree_construction import Case, Layer, layer_of
 from docs.build.results import RESULTS
 from specengine import policies
-from specengine.benchmark.answers import Answer
+from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder, Spec, parse
 from specengine.costs import find_costs
 from specengine.errors import InputError

@@ -18,7 +18,7 @@ from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine import Engine
 from specengine.benchmark import peers
-from specengine.benchmark.tables import NOTHING
+from specengine.benchmark.records import NOTHING
 from specengine.benchmark.ways import EngineDecoder
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import needs_extension

@@ -12,7 +12,7 @@ import pytest
 from bench import plots, report
 from bench.kernels import WAYS
 from bench.kernels.tables import GOALS
-from specengine.benchmark.tables import Table
+from specengine.benchmark.records import Table
 from specengine.errors import InputError
 
 Record = dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 from bench import graphs as bench
 from bench import report
 from specengine import policies
-from specengine.benchmark.answers import Answer
+from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError

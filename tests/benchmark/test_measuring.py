@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specengine.benchmark import measuring
-from specengine.benchmark.answers import Answer, Figures, counted, row
 from specengine.benchmark.measuring import Run, rotated
+from specengine.benchmark.summaries import Answer, Figures, counted, row
 from specengine.benchmark.ways import Way
 from specengine.benchmark.workloads import Workload
 from specengine.engine import Engine

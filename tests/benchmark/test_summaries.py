@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from specengine.benchmark.answers import Answer, first_difference, row
-from specengine.benchmark.plots import speeds_by_way
-from specengine.benchmark.report import source, tables
-from specengine.benchmark.summaries import differences, quartiles, ratio, summaries
+from specengine.benchmark.report import source, speeds_by_way, tables
+from specengine.benchmark.summaries import Answer, differences, first_difference, quartiles, ratio, row, summaries
 
 
 def a_row(way: str, set_: str, id_: str, *seconds: float, verdict: str = "exact") -> dict[str, Any]:

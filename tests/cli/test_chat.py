@@ -13,7 +13,7 @@ import pytest
 
 import specengine
 from specengine import cycle
-from specengine.cli import chat, line_input, main
+from specengine.cli import chat, main, terminal
 from specengine.cli.commands import make_parser
 from tests.cli.streams import Terminal, pipe_in
 
@@ -53,8 +53,8 @@ def test_chat_passes_errors_on_when_piped(folder: str, capsys: Any, monkeypatch:
 
 @pytest.fixture(autouse=True)
 def _without_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_input, "_has_toolkit", lambda: False)
-    monkeypatch.setattr(line_input, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path / "cache")
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:

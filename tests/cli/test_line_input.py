@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from specengine.cli import line_input
+from specengine.cli import terminal
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(line_input, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(line_input, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
     return tmp_path
 
 
@@ -32,7 +32,7 @@ def messages(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException])
         raise line
 
     monkeypatch.setattr("builtins.input", typed)
-    return list(line_input.typed(lambda: stops.append(1))), len(stops)
+    return list(terminal.typed(lambda: stops.append(1))), len(stops)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_messages(cache: Path, monkeypatch: Any, lines: tuple[Any, ...], found: 
 def test_the_history_stays_and_is_the_users_alone(cache: Path, monkeypatch: Any) -> None:
     readline = pytest.importorskip("readline")
     readline.clear_history()
-    file = line_input.history_file()
+    file = terminal.history_file()
     monkeypatch.setattr(
         "builtins.input", lambda prompt: readline.add_history("typed before") or (_ for _ in ()).throw(EOFError)
     )
-    list(line_input.typed(lambda: None))
+    list(terminal.typed(lambda: None))
     assert "typed before" in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     readline.clear_history()
@@ -67,8 +67,8 @@ def test_the_history_stays_and_is_the_users_alone(cache: Path, monkeypatch: Any)
 
 def test_a_folder_that_cannot_be_written_keeps_no_history(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(line_input, "cache_dir", lambda: tmp_path / "file")
-    monkeypatch.setattr(line_input, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path / "file")
+    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
     assert messages(monkeypatch, "one") == (["one"], 0)
 
 
@@ -77,10 +77,10 @@ def test_with_prompt_toolkit_pasted_lines_are_one_message(tmp_path: Path, monkey
     pipes: Any = importlib.import_module("prompt_toolkit.input")
     outputs: Any = importlib.import_module("prompt_toolkit.output")
     application: Any = importlib.import_module("prompt_toolkit.application")
-    monkeypatch.setattr(line_input, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path)
     with pipes.create_pipe_input() as keys:
         keys.send_text("\x1b[200~one\ntwo\x1b[201~\r" + "three\x1b\rfour\r" + "\x04")
         with application.create_app_session(input=keys, output=outputs.DummyOutput()):
-            assert list(line_input.typed(lambda: None)) == ["one\ntwo", "three\nfour"]
-    assert "three" in line_input.history_file("prompt_toolkit").read_text()
+            assert list(terminal.typed(lambda: None)) == ["one\ntwo", "three\nfour"]
+    assert "three" in terminal.history_file("prompt_toolkit").read_text()
     assert sys.stdin is not None

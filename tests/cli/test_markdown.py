@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from specengine.cli.markdown import Markdown, finished
+from specengine.cli.terminal import Markdown, finished
 from tests.cli.streams import Terminal
 
 TEXT = """# Title

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specengine.protocol.infill import fim_prompt
+from specengine.protocol.preparing import fim_prompt
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import Infill
 from tests.serve.saying import Saying, saying

@@ -16,7 +16,7 @@ from tests.trace.runs import TREE
 
 def drawn(file: Path, **options: Any) -> str:
     pytest.importorskip("matplotlib")
-    from specengine.trace.tree_picture import draw_tree
+    from specengine.trace.pictures import draw_tree
 
     draw_tree(TREE, file, **options)
     return file.read_text()
@@ -46,7 +46,7 @@ def test_the_command_draws_the_cycle_that_was_asked_for(written: Trace, tmp_path
 
 
 def test_it_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
-    from specengine.trace.tree_picture import draw_tree
+    from specengine.trace.pictures import draw_tree
 
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"tree: .*cannot be written"):
@@ -62,7 +62,7 @@ BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".PNG": b"\x89P
 @pytest.mark.parametrize("suffix", BEGINS)
 def test_a_file_holds_what_its_name_says(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from specengine.trace.tree_picture import draw_tree
+    from specengine.trace.pictures import draw_tree
 
     files = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for file in files:
@@ -73,7 +73,7 @@ def test_a_file_holds_what_its_name_says(suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tree.jpg", "tree", "tree.html", "tree.svg.txt"])
 def test_a_name_of_what_cannot_be_drawn_is_refused(name: str, tmp_path: Path) -> None:
-    from specengine.trace.tree_picture import draw_tree
+    from specengine.trace.pictures import draw_tree
 
     with pytest.raises(InputError, match=r"tree: got .*, accepted a file whose name ends in \.svg or \.png or \.pdf"):
         draw_tree(TREE, tmp_path / name)

@@ -284,7 +284,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         Path(file).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("specengine.train.text.shards.save_file", fails)
+    monkeypatch.setattr("specengine.train.text.corpus.save_file", fails)
     with pytest.raises(OSError, match="disk full"):
         corpus.add(0, [Text(torch.tensor([1, 2]), torch.tensor([False, True]))])
     assert [file.name for file in tmp_path.iterdir()] == ["corpus.json"]

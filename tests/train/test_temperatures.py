@@ -13,8 +13,8 @@ from specengine.checkpoints.eagle import load_head
 from specengine.models.eagle import EagleHead, causal, head_from
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.temperatures import fit_temperatures
 from specengine.train.draft.training import train_draft
+from specengine.train.draft.validation import fit_temperatures
 from specengine.train.text.corpus import Text
 from tests.toy import CPU, VOCABULARY, tiny
 from tests.train.test_draft import corpus_of, log, random_texts

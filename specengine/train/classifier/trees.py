@@ -25,8 +25,7 @@ from specengine.policies import TreePolicy
 from specengine.records import Cycle, Outcome
 from specengine.request.sampling import History, Sampler
 from specengine.train.classifier.options import CollectOptions
-from specengine.train.text.corpus import Corpus
-from specengine.train.text.shards import Contents, ShardFolder
+from specengine.train.text.corpus import Contents, Corpus, ShardFolder
 
 TOP_PROBS = 10  # probabilities per draft distribution
 MIN_PROMPT = 2  # tokens: the last one is the first root, and an EAGLE head needs one before it

@@ -29,8 +29,7 @@ from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import Loss, TrainOptions, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
-from specengine.train.draft.temperatures import fit_temperatures
-from specengine.train.draft.validation import Validation, autocasting, validate
+from specengine.train.draft.validation import Validation, autocasting, fit_temperatures, validate
 from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"

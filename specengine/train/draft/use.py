@@ -30,8 +30,7 @@ from specengine.models.eagle import EagleHead, embed_for, head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading
-from specengine.train.draft.temperatures import along_text, fit_temperatures, spread
-from specengine.train.draft.validation import autocasting
+from specengine.train.draft.validation import along_text, autocasting, fit_temperatures, spread
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus

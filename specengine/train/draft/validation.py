@@ -1,4 +1,4 @@
-"""Validate a draft: agreement on held-back text, and acceptance length when it serves."""
+"""Judge a draft on held-back text: agreement, acceptance length when it serves, and temperatures by depth."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.models.eagle import EagleHead, head_from
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.policies.eagle import Eagle as EaglePolicy
-from specengine.train.draft.losses import loss_of
+from specengine.train.draft.losses import Unrolling, loss_of
 from specengine.train.draft.options import make_loss
-from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.teacher import Reading, Teacher
 from specengine.train.text.corpus import Text
 
 MEASURED_STEPS = 5  # tokens ahead, for the agreement on held-back text
@@ -84,3 +85,91 @@ def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
         # The weights of the norms stay float32 on purpose.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield
+
+
+DEPTHS = 6
+ANCHORS = 64  # places per text
+SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")  # candidates for 1 / temperature
+CHUNK = 128  # rows of logits at a time
+
+
+@torch.no_grad()
+def fit_temperatures(
+    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
+) -> tuple[float, ...]:
+    """Return a temperature for each depth from 1, which makes the target's best tokens as likely as possible.
+
+    A probability then is the chance that a greedy target takes the token, which is how policies read it. From up to 64
+    evenly spaced places in the answers of each text, the draft follows the text, as on an accepted path. Places whose
+    best token is not in the draft's vocabulary are skipped. Return () if there are no places. (Guo et al. 2017, §4.2.)
+    """
+    losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64, device="cpu")
+    rows = torch.zeros(depths, dtype=torch.int64, device="cpu")
+    for text in texts:
+        places = spread(text.answers[2:].nonzero()[:, 0], ANCHORS).to(teacher.device)
+        if not len(places):
+            continue
+        tokens = text.tokens.long().to(teacher.device)[None]
+        reading = teacher.read(tokens)
+        with autocasting(teacher.device, enabled=autocast):
+            for depth, states in enumerate(along_text(head, teacher, reading, places, depths)):
+                inside = places + 1 + depth < tokens.shape[1]
+                total, count = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
+                losses[depth] += total
+                rows[depth] += count
+    if not bool(rows.all()):
+        return ()
+    return tuple(round(1 / _lowest(of_depth), 3) for of_depth in losses)
+
+
+def spread(places: Tensor, count: int) -> Tensor:
+    """Return up to `count` of these places, evenly spaced."""
+    chosen = torch.linspace(0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu")
+    return places[chosen.long().unique().to(places.device)]
+
+
+def along_text(head: EagleHead, teacher: Teacher, reading: Reading, places: Tensor, depths: int) -> Iterator[Tensor]:
+    """Yield the draft's states [places, hidden size] by depth, where its tokens from each place are those of the text.
+
+    reading: of one text.
+    """
+    tokens = reading.tokens
+    unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places[None])
+    yield unrolling.first()[0, places]
+    for depth in range(1, depths):
+        following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]
+        yield unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
+
+
+def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
+    """Return logits of the draft's recurrent states, float32 [..., draft vocabulary], before temperatures."""
+    logits = head.logits(states)
+    return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
+
+
+def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return sums over rows of -log p of the target's best token, float64 by sharpness, and the number of rows.
+
+    draft, target: states [rows, hidden size] of the same places.
+    """
+    total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
+    sharpness = SHARPNESS.to(draft.device)
+    for draft_rows, target_rows in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
+        logits, best = logits_of(head, teacher, draft_rows), teacher.head(target_rows).argmax(dim=-1)
+        if ids is not None:
+            best = torch.searchsorted(ids, best).clamp(max=len(ids) - 1).masked_fill(~torch.isin(best, ids), -1)
+        logits, best = logits[best >= 0], best[best >= 0]
+        of_best = logits.gather(1, best[:, None])[:, 0]
+        for number, factor in enumerate(sharpness):
+            total[number] += float(((logits * factor).logsumexp(dim=-1) - of_best * factor).sum())
+        count += len(best)
+    return total, count
+
+
+def _lowest(losses: Tensor) -> float:
+    """Return the sharpness of the lowest loss: the vertex of a parabola through the best candidates."""
+    at = int(losses.argmin().clamp(1, len(losses) - 2))
+    before, here, after = losses[at - 1 : at + 2].tolist()
+    bend = before - 2 * here + after
+    shift = 0.5 * (before - after) / bend if bend > 0 else 0.0
+    return float(SHARPNESS[at] + (SHARPNESS[1] - SHARPNESS[0]) * max(-1.0, min(1.0, shift)))

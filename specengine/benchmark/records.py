@@ -1,13 +1,41 @@
-"""The file of a run: its records as they come, so that a run that was stopped goes on where it was."""
+"""Records of a run, the file that keeps them so that a stopped run goes on, and tables in Markdown."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from specengine.benchmark.tables import Record
 from specengine.errors import InputError
 from specengine.files import atomic, require_same, writing
+
+Record = dict[str, Any]
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. `kind` is what --only picks."""
+
+    kind: str
+    title: str
+    header: tuple[str, ...]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        widths = [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
+        lines = [self.header, ["-" * width for width in widths], *self.rows]
+        text = "\n".join(
+            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines
+        )
+        return f"**{self.title}**\n\n{text}"
+
+
+def number(record: Record, name: str, digits: int) -> str:
+    return f"{record[name]:.{digits}f}" if name in record else NOTHING
+
 
 SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
 
