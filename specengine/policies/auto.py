@@ -460,7 +460,8 @@ def _costs_of(costs: str | PassCosts) -> PassCosts:
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01  # tokens per cycle that trees are credited with: at first, in a new text, later
 SMALL_GAIN, TIMED = 0.1, 4  # tokens per cycle below which plain cycles are timed, and so many of them
-FIRST_REST, MAX_REST = 32, 64  # cycles of a rest
+FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
+MIN_TRIAL, MAX_TRIAL = 3, 16  # cycles with trees after a rest, whose own mean decides whether to rest again
 MAX_LOST = 2  # texts in a row in which trees did not pay, after which a text begins with a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
 PLAIN_WINDOW = 16  # plain cycles that a median is of
@@ -473,14 +474,15 @@ class Pace:
 
     Prices compare nodes and passes; they leave out the time of the comparison itself. A cycle's gain is its committed
     tokens less those that plain decoding commits in its time. Where recent gains become small a few cycles rest: they
-    decode plainly and are timed. Where gains fall below nothing more cycles rest. A few with trees follow, and decide
-    whether to go on or to rest for twice as long.
+    decode plainly and are timed. Where gains fall below nothing more cycles rest. A trial of a few with trees follows:
+    their own mean decides whether to go on or to rest for twice as long.
     """
 
     def __init__(self) -> None:
         self.resting = 0  # cycles to go
         self._gain, self._spread = HOPE, SPREAD
         self._length, self._worked = FIRST_REST, FIRST_REST
+        self._trial_gain = 0.0  # of all cycles since the last rest
         self._plain = deque[float](maxlen=PLAIN_WINDOW)  # what plain cycles took over what they were thought to take
         self._new = True
         self._lost = 0  # texts in a row in which trees did not pay
@@ -508,15 +510,21 @@ class Pace:
             self.resting -= 1
             if not self.resting:
                 self._gain, self._worked = max(self._gain, AGAIN), -1
+                self._trial_gain = 0.0
             return
         self._worked += 1
         if not self._worked:  # the first one after a rest also does what the rest had left
             return
         gain = tokens - seconds / (plain * (statistics.median(self._plain) if self._plain else expected))
-        off = max(gain, MIN_GAIN) - self._gain
+        gain = max(gain, MIN_GAIN)
+        off = gain - self._gain
         self._gain += off * (1 - MEMORY)
         self._spread += (off * off - self._spread) * (1 - MEMORY)
-        if self._gain < -STANDARD_ERRORS * math.sqrt(self._spread * (1 - MEMORY) / 2):  # standard errors of such a mean
+        self._trial_gain += gain
+        mean, variance = self._gain, self._spread * (1 - MEMORY) / 2
+        if MIN_TRIAL <= self._worked <= MAX_TRIAL:
+            mean, variance = self._trial_gain / self._worked, self._spread / self._worked
+        if mean < -STANDARD_ERRORS * math.sqrt(variance):
             self._length = FIRST_REST if self._worked >= FIRST_REST else min(2 * self._length, MAX_REST)
             self.resting, self._new = self._length, False
         elif self._gain < SMALL_GAIN and self._new:
