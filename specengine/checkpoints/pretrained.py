@@ -96,6 +96,8 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
     named = isinstance(model, str) and model != models.embedded.NAME
     if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
         raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
+    if not isinstance(model, PreTrainedModel):
+        FILLERS.start()  # which takes as long as a small model's weights
     adapter = adapter_of(str(model), offline=options.offline) if named else None
     reason = _not_native(model, options) or (adapter and adapter.reason)
     asked = _asking(options)
@@ -349,8 +351,6 @@ def taking_texts(tokenizer: Any) -> Any:
     Templates of models that read pictures may read lists of parts alone, and pass over a text, or fail.
     """
     templates = named_templates(getattr(tokenizer, "chat_template", None))
-    if templates:
-        FILLERS.start()  # while weights are read
 
     def shows(template: str, content: Any) -> bool:
         message = {"role": "user", "content": content}

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from specengine import Engine
+from specengine.checkpoints import pretrained
 from specengine.checkpoints.pretrained import taking_texts
 from specengine.errors import InputError
+from specengine.options import LoadOptions
 from tests.checkpoints.gguf_files import write_model
 from tests.serve.served import NAME, served
 from tests.toy import byte_tokenizer, tiny
@@ -161,3 +163,20 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
         engine = Engine.from_pretrained(str(folder), "ngram")
         with pytest.raises(InputError, match="the chat template does not take these messages"):
             engine.generate("hi", max_new_tokens=1)
+
+
+def test_the_process_that_fills_templates_starts_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    class Stop(Exception):
+        pass
+
+    def read(*_: object, **__: object) -> None:
+        events.append("read")
+        raise Stop
+
+    monkeypatch.setattr(pretrained.FILLERS, "start", lambda: events.append("start"))
+    monkeypatch.setattr(pretrained, "_native", read)
+    with pytest.raises(Stop):
+        pretrained.load_model(None, LoadOptions())
+    assert events == ["start", "read"]
