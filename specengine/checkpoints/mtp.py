@@ -16,7 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
-from specengine.checkpoints.pretrained import WEIGHT_FILES, GGUFSource, tensors_of
+from specengine.checkpoints.gguf_source import GGUFSource
+from specengine.checkpoints.safetensors_file import WEIGHT_FILES, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead

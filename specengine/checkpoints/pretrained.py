@@ -1,33 +1,20 @@
-"""Models by name: which forward runs them, and their weights and tokenizer, from safetensors or a GGUF file."""
+"""Models by name: which forward runs them, the source of their weights, and their tokenizer."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.utils import cached_file, logging
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from specengine import checkpoints as models
 from specengine.checkpoints import gguf
@@ -42,34 +29,24 @@ from specengine.checkpoints.checks import (
 )
 from specengine.checkpoints.eagle import is_head
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.stacks import Stack, stacked
+from specengine.checkpoints.folder import FolderSource, generation_config_of, no_loading_bars
+from specengine.checkpoints.gguf_source import GGUFSource
+from specengine.checkpoints.safetensors_file import WEIGHT_FILES, require_files, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
-from specengine.files import read_object, read_text, safetensors_files
+from specengine.files import read_object
 from specengine.models import native
-from specengine.models.configs import (
-    NO_MEMORY,
-    auto_class,
-    empty_model,
-    family_of,
-    refuse_config,
-    refuse_short,
-    text_config,
-    unsupported,
-    why,
-)
+from specengine.models.configs import NO_MEMORY, auto_class, refuse_config, refuse_short, text_config, unsupported, why
 from specengine.models.extension import NOT_BUILT
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
 from specengine.models.tensor_parallel import splitting
-from specengine.models.weights import KIND_OF, Source, Weight, layer_template, upright, with_buffers
+from specengine.models.weights import Source
 from specengine.request.readers import FILLERS
 from specengine.request.templates import filled
 
 if TYPE_CHECKING:
     from specengine.options import LoadOptions
 
-WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-_FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
 _OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # in the order of transformers
 _PROBE = "specengine"
 _AS_PARTS = (
@@ -487,316 +464,10 @@ def _fetched(name: str, offline: bool) -> Path:
 def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:
     if dtype != "auto":
         return dtype
-    first = next((stored.dtype for _, stored in tensors_of(_require_files(folder)[0])), torch.float32)
+    first = next((stored.dtype for _, stored in tensors_of(require_files(folder)[0])), torch.float32)
     return getattr(config, "dtype", None) or first  # as transformers' `auto` does
 
 
 def _has_magic(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(4) == b"GGUF"
-
-
-# ---- weights
-
-
-T = TypeVar("T")
-_LANGUAGE = ("model.language_model.", "language_model.model.", "model.text_model.")  # prefixes of its tensors
-_HEADS = ("lm_head.", "language_model.lm_head.")
-
-
-def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the tensors of the language model in a model that reads pictures too, named as in one of its own.
-
-    UnsupportedModelError where they have none of the known names.
-    """
-    prefix = next((prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None)
-    if prefix is None:
-        raise UnsupportedModelError("native: it names the tensors of its language model in no known way")
-    found = {f"model.{name.removeprefix(prefix)}": kept for name, kept in tensors.items() if name.startswith(prefix)}
-    for head in _HEADS:
-        found |= {f"lm_head.{name.removeprefix(head)}": kept for name, kept in tensors.items() if name.startswith(head)}
-    return found | {name: kept for name, kept in tensors.items() if name.startswith("mtp.")}
-
-
-class FolderSource(Source):
-    """Read a folder with config.json and safetensors files.
-
-    Of a model that reads pictures too it is the language model: `config` is that one's, `whole` the folder's.
-    UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: PretrainedConfig,
-        dtype: torch.dtype,
-        *,
-        name: str,
-        whole: PretrainedConfig | None = None,
-    ) -> None:
-        self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
-        self._whole = whole or config
-        layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-        tensors = {key: tensor for file in _require_files(folder) for key, tensor in tensors_of(file)}
-        if self._whole is not config:
-            tensors = _of_language_model(tensors)
-        for stored, own in family_of(config).stored.items():
-            tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
-        drafts = parts_in(tensors, layers)  # heads that only a draft reads
-        unread = tuple(f"{module.transformers}." for module in family_of(config).unread(config))
-        tensors = {key: kept for key, kept in tensors.items() if key not in drafts and not key.startswith(unread)}
-        self._tensors = stacked(tensors, family_of(config).renamed)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self._tensors.items()}
-
-    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name, stored in self._tensors.items():
-            dtype = self._dtype_of(name)
-
-            def rows(first: int, last: int, stored: _Stored | Stack = stored, dtype: torch.dtype = dtype) -> Tensor:
-                return stored.flat().read(first, last).to(dtype)
-
-            yield upright(self.config, Weight(name, KIND_OF[dtype], stored.flat().shape, rows))
-
-    def tensor(self, name: str) -> Tensor:
-        stored = self._tensors[name]
-        return stored.read(0, stored.shape[0]).to(self._dtype_of(name))
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if self.is_exact(name) else self.dtype
-
-    def model(self) -> PreTrainedModel:
-        with no_loading_bars(), torch.device("cpu"):
-            return auto_class(self._whole).from_pretrained(
-                self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False
-            )
-
-    @cached_property
-    def generation_config(self) -> GenerationConfig:
-        return generation_config_of(self.folder)
-
-
-def generation_config_of(folder: Path) -> GenerationConfig:
-    """Return the defaults that transformers gives a folder's model.
-
-    They are those of generation_config.json, or of config.json where that file is missing or no JSON. CheckpointError
-    where its values make no such config.
-    """
-    file = folder / "generation_config.json"
-    try:
-        try:
-            fields = json.loads(read_text(file))
-        except (OSError, ValueError):
-            return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
-        return GenerationConfig.from_dict(fields)
-    except Exception as error:  # over values of other types; transformers' loading fails by them as well
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
-            f"({type(error).__name__}: {text:.300})"
-        ) from error
-
-
-class GGUFSource(Source):
-    """Read a GGUF file, its blocks kept as they are.
-
-    In float32 each weight is the bfloat16 number of its block, or the number itself if it is stored as one.
-    """
-
-    def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
-        self.file, self.config, self.dtype, self.name = file, config, dtype, name
-        self._shapes = layer_template(config)
-        self._stored = gguf.require_complete(file, config, self._shapes)
-        self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
-
-    @cached_property
-    def generation_config(self) -> GenerationConfig:
-        defaults = GenerationConfig.from_model_config(self.config)
-        defaults.suppress_tokens = self._suppressed
-        return defaults
-
-    @property
-    def rounded(self) -> str:
-        kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
-        found = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
-        count = sum(kind in found for kind in kinds)
-        if not found:
-            return ""
-        return (
-            f"{self.name}: {count} matrices stored in {' and '.join(found).upper()} are rounded to bfloat16; "
-            "dtype='float32' keeps their numbers"
-        )
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        names = {stored[0]: name for name, stored in self._stored.items()}
-        return {names[stored]: self._shapes[names[stored]] for stored in self.file.tensors if stored in names}
-
-    @cached_property
-    def blocks(self) -> frozenset[str]:
-        if self.dtype is not torch.bfloat16:
-            return frozenset()
-        tensors = [self.file.tensors[stored] for names in self._stored.values() for stored in names]
-        matrices = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
-        return frozenset(kind.name.lower() for kind in gguf.Kind if kind.elements > 1) & matrices
-
-    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
-        for name, shape in self.shapes().items():
-            stored = [self.file.tensors[stored] for stored in self._stored[name]]
-            kind = stored[0].kind
-            packed = kind in self.blocks and kind in blocks and len(shape) > 1
-            packed = packed and gguf.column_order(self.config, stored[0].name) is None
-            packed = packed and not (len(stored) > 1 and gguf.is_of_latents(stored[0].name))
-            if packed and all(other.kind == kind for other in stored):
-                order = self._order(name, stored)
-                shape = gguf.turned(self.config, shape)
-                yield Weight(
-                    name,
-                    kind,
-                    (math.prod(shape[:-1]), shape[-1]),
-                    partial(self._rows, stored),
-                    None if order is None else torch.from_numpy(order),
-                )
-            else:
-                yield upright(self.config, Weight.of(name, self.tensor(name)))
-
-    def _order(self, name: str, stored: list[gguf.GGUFTensor]) -> np.ndarray | None:
-        """Return the row of a file's tensor, or of several behind one another, for each row of transformers'."""
-        rows = family_of(self.config).orders(self.config).get(name.rpartition(".")[0]) if len(stored) > 1 else None
-        return gguf.row_order(self.config, stored[0].name) if rows is None else np.argsort(rows).astype(np.int32)
-
-    def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
-        """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
-        name, each = stored[0].name, 0
-        if len(stored) > 1 and not gguf.is_stack(name):
-            parts, begin = [], 0
-            for one in stored:
-                own = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
-                parts += [torch.from_numpy(self.file.read_rows(one.name, *own))] if own[0] < own[1] else []
-                begin += one.shape[0]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        if len(stored) > 1:  # rows are asked for of one matrix at a time
-            each = stored[0].shape[1]
-            place = first // each
-            name = stored[place % len(stored)].name
-            first, last = (row - (place - place // len(stored)) * each for row in (first, last))
-        return torch.from_numpy(self.file.read_rows(name, first, last))
-
-    def tensor(self, name: str) -> Tensor:
-        return self.made_of(self._stored[name], name).reshape(self._shapes[name])
-
-    def made_of(self, stored: tuple[str, ...], name: str) -> Tensor:
-        """Return what transformers calls `name` of the file's tensors, in `dtype`."""
-        parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
-        if len(parts) == 1:
-            found = parts[0]
-        elif gguf.is_of_latents(stored[0]):  # of each head the matrix of keys, turned, and that of values
-            found = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
-        elif not gguf.is_stack(stored[0]):
-            order = self._order(name, [self.file.tensors[one] for one in stored])
-            found = torch.cat(parts)
-            found = found if order is None else found[torch.from_numpy(order).long()]
-        elif family_of(self.config).alternating:
-            found = torch.stack(parts, dim=2).flatten(1, 2)
-        else:
-            found = torch.cat(parts, dim=1)
-        turned = found.ndim > 2 and family_of(self.config).alternating
-        return found.transpose(1, 2).contiguous() if turned else found
-
-    def _tensor(self, stored: str, *, exact: bool) -> Tensor:
-        numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
-        if family_of(self.config).one_is_zero and stored.endswith("norm.weight") and "ssm_norm" not in stored:
-            numbers = numbers - 1.0  # which the file has as 1 + w
-        if stored.endswith(".ssm_a"):  # which the file has as -e^a
-            with np.errstate(all="ignore"):  # a damaged file's numbers
-                numbers = np.log(-numbers)
-        ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
-        if (columns := gguf.column_order(self.config, stored)) is not None:
-            ordered = np.ascontiguousarray(ordered[:, columns])
-        exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
-        found = torch.from_numpy(ordered)
-        return found if exact else found.to(torch.bfloat16).to(self.dtype)
-
-    def model(self) -> PreTrainedModel:
-        model = empty_model(self.config, self.dtype)
-        state = {name: self.tensor(name) for name in self.shapes()}
-        model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
-        model.tie_weights()
-        model.generation_config = self.generation_config
-        model.config.name_or_path = self.name
-        return with_buffers(model).eval()
-
-
-class _Stored(NamedTuple):
-    """The place of a tensor in a safetensors file."""
-
-    file: Path
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def flat(self) -> _Stored:
-        """Return a stack of matrices as one, of all their rows."""
-        return self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1])) if len(self.shape) > 2 else self
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows [first, last). They are read: the pages of a mapped file would count as memory."""
-        each = self.nbytes // self.shape[0]
-        data = bytearray((last - first) * each)
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset + first * each)
-            if stream.readinto(data) != len(data):
-                raise CheckpointError(f"{self.file}: became shorter while it was read; load it again")
-        return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
-
-
-_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
-
-
-def tensors_of(file: Path) -> Iterator[tuple[str, _Stored]]:
-    """Yield a file's tensors by name; CheckpointError where it is damaged, UnsupportedModelError for other dtypes."""
-    try:
-        with safe_open(file, framework="pt"):  # which checks the header against the file's size
-            pass
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
-    except OSError as error:
-        raise UnsupportedModelError(f"{file}: cannot be read ({error})") from error
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if not entry["shape"] or 0 in entry["shape"]:
-            raise UnsupportedModelError(f"{file}: {name} has shape {entry['shape']}")
-        if entry["dtype"] not in _STORED_DTYPES:
-            raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
-        begin, end = entry["data_offsets"]
-        yield name, _Stored(file, 8 + size + begin, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-
-
-def _require_files(folder: Path) -> list[Path]:
-    files = safetensors_files(folder)
-    if not files:
-        raise UnsupportedModelError(f"{folder}: has no safetensors file that transformers would read")
-    return files
-
-
-@contextlib.contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
-    loading, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    logging.disable_progress_bar()  # both kinds
-    _show_downloads(downloads)
-    try:
-        yield
-    finally:
-        if loading:
-            logging.enable_progress_bar()
-        _show_downloads(downloads)
-
-
-def _show_downloads(shown: bool) -> None:
-    (enable_progress_bars if shown else disable_progress_bars)()

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
-from specengine.checkpoints.pretrained import no_loading_bars
+from specengine.checkpoints.folder import no_loading_bars
 from specengine.engine import Engine
 from tests.toy import byte_tokenizer, tiny
 

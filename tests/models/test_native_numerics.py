@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specengine import Engine
-from specengine.checkpoints.pretrained import GGUFSource, open_native
+from specengine.checkpoints.gguf_source import GGUFSource
+from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError

@@ -1,16 +1,87 @@
-"""Experts that a safetensors file stores one by one, as the stacks of matrices that transformers makes of them.
+"""Safetensors files: the place of each tensor, rows read from it, and experts that are stored one by one.
 
-What transformers' conversion_mapping.py says of these families, for the names that their published files have.
+Experts become the stacks of matrices that transformers makes of them, as its conversion_mapping.py says of these
+families, for the names that their published files have.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.files import safetensors_files
+
+WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+class StoredTensor(NamedTuple):
+    """The place of a tensor in a safetensors file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def flat(self) -> StoredTensor:
+        """Return a stack of matrices as one, of all their rows."""
+        return self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1])) if len(self.shape) > 2 else self
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows [first, last). They are read: the pages of a mapped file would count as memory."""
+        each = self.nbytes // self.shape[0]
+        data = bytearray((last - first) * each)
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset + first * each)
+            if stream.readinto(data) != len(data):
+                raise CheckpointError(f"{self.file}: became shorter while it was read; load it again")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
+
+
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+
+
+def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield a file's tensors by name; CheckpointError where it is damaged, UnsupportedModelError for other dtypes."""
+    try:
+        with safe_open(file, framework="pt"):  # which checks the header against the file's size
+            pass
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
+    except OSError as error:
+        raise UnsupportedModelError(f"{file}: cannot be read ({error})") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not entry["shape"] or 0 in entry["shape"]:
+            raise UnsupportedModelError(f"{file}: {name} has shape {entry['shape']}")
+        if entry["dtype"] not in _STORED_DTYPES:
+            raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
+        begin, end = entry["data_offsets"]
+        yield (
+            name,
+            StoredTensor(file, 8 + size + begin, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"])),
+        )
+
+
+def require_files(folder: Path) -> list[Path]:
+    files = safetensors_files(folder)
+    if not files:
+        raise UnsupportedModelError(f"{folder}: has no safetensors file that transformers would read")
+    return files
+
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"

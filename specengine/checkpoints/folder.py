@@ -1,0 +1,140 @@
+"""Weights of a folder in Hugging Face's layout, config.json with safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from specengine.checkpoints.safetensors_file import Stack, StoredTensor, require_files, stacked, tensors_of
+from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.files import read_text
+from specengine.models.configs import auto_class, family_of
+from specengine.models.mtp import parts_in
+from specengine.models.weights import KIND_OF, Source, Weight, upright
+
+T = TypeVar("T")
+Stored = StoredTensor | Stack
+_LANGUAGE = ("model.language_model.", "language_model.model.", "model.text_model.")  # prefixes of its tensors
+_HEADS = ("lm_head.", "language_model.lm_head.")
+
+
+def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of the language model in a model that reads pictures too, named as in one of its own.
+
+    UnsupportedModelError where they have none of the known names.
+    """
+    prefix = next((prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None)
+    if prefix is None:
+        raise UnsupportedModelError("native: it names the tensors of its language model in no known way")
+    found = {f"model.{name.removeprefix(prefix)}": kept for name, kept in tensors.items() if name.startswith(prefix)}
+    for head in _HEADS:
+        found |= {f"lm_head.{name.removeprefix(head)}": kept for name, kept in tensors.items() if name.startswith(head)}
+    return found | {name: kept for name, kept in tensors.items() if name.startswith("mtp.")}
+
+
+class FolderSource(Source):
+    """Read a folder with config.json and safetensors files.
+
+    Of a model that reads pictures too it is the language model: `config` is that one's, `whole` the folder's.
+    UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        whole: PretrainedConfig | None = None,
+    ) -> None:
+        self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
+        self._whole = whole or config
+        layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+        tensors = {key: tensor for file in require_files(folder) for key, tensor in tensors_of(file)}
+        if self._whole is not config:
+            tensors = _of_language_model(tensors)
+        for stored, own in family_of(config).stored.items():
+            tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
+        drafts = parts_in(tensors, layers)  # heads that only a draft reads
+        unread = tuple(f"{module.transformers}." for module in family_of(config).unread(config))
+        tensors = {key: kept for key, kept in tensors.items() if key not in drafts and not key.startswith(unread)}
+        self._tensors = stacked(tensors, family_of(config).renamed)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self._tensors.items()}
+
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        for name, stored in self._tensors.items():
+            dtype = self._dtype_of(name)
+
+            def rows(first: int, last: int, stored: Stored = stored, dtype: torch.dtype = dtype) -> Tensor:
+                return stored.flat().read(first, last).to(dtype)
+
+            yield upright(self.config, Weight(name, KIND_OF[dtype], stored.flat().shape, rows))
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._tensors[name]
+        return stored.read(0, stored.shape[0]).to(self._dtype_of(name))
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if self.is_exact(name) else self.dtype
+
+    def model(self) -> PreTrainedModel:
+        with no_loading_bars(), torch.device("cpu"):
+            return auto_class(self._whole).from_pretrained(
+                self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False
+            )
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        return generation_config_of(self.folder)
+
+
+def generation_config_of(folder: Path) -> GenerationConfig:
+    """Return the defaults that transformers gives a folder's model.
+
+    They are those of generation_config.json, or of config.json where that file is missing or no JSON. CheckpointError
+    where its values make no such config.
+    """
+    file = folder / "generation_config.json"
+    try:
+        try:
+            fields = json.loads(read_text(file))
+        except (OSError, ValueError):
+            return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+        return GenerationConfig.from_dict(fields)
+    except Exception as error:  # over values of other types; transformers' loading fails by them as well
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
+            f"({type(error).__name__}: {text:.300})"
+        ) from error
+
+
+@contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
+    loading, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # both kinds
+    _show_downloads(downloads)
+    try:
+        yield
+    finally:
+        if loading:
+            logging.enable_progress_bar()
+        _show_downloads(downloads)
+
+
+def _show_downloads(are_shown: bool) -> None:
+    (enable_progress_bars if are_shown else disable_progress_bars)()

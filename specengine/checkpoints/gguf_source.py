@@ -1,0 +1,147 @@
+"""Weights of a GGUF file, their blocks as they are, under transformers' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from specengine.checkpoints import gguf
+from specengine.models.configs import empty_model, family_of
+from specengine.models.weights import Source, Weight, layer_template, upright, with_buffers
+
+_FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
+
+
+class GGUFSource(Source):
+    """Read a GGUF file, its blocks kept as they are.
+
+    In float32 each weight is the bfloat16 number of its block, or the number itself if it is stored as one.
+    """
+
+    def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+        self.file, self.config, self.dtype, self.name = file, config, dtype, name
+        self._shapes = layer_template(config)
+        self._stored = gguf.require_complete(file, config, self._shapes)
+        self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        defaults = GenerationConfig.from_model_config(self.config)
+        defaults.suppress_tokens = self._suppressed
+        return defaults
+
+    @property
+    def rounded(self) -> str:
+        kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
+        found = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
+        count = sum(kind in found for kind in kinds)
+        if not found:
+            return ""
+        return (
+            f"{self.name}: {count} matrices stored in {' and '.join(found).upper()} are rounded to bfloat16; "
+            "dtype='float32' keeps their numbers"
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        names = {stored[0]: name for name, stored in self._stored.items()}
+        return {names[stored]: self._shapes[names[stored]] for stored in self.file.tensors if stored in names}
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        if self.dtype is not torch.bfloat16:
+            return frozenset()
+        tensors = [self.file.tensors[stored] for names in self._stored.values() for stored in names]
+        matrices = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
+        return frozenset(kind.name.lower() for kind in gguf.Kind if kind.elements > 1) & matrices
+
+    def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        for name, shape in self.shapes().items():
+            stored = [self.file.tensors[stored] for stored in self._stored[name]]
+            kind = stored[0].kind
+            packed = kind in self.blocks and kind in blocks and len(shape) > 1
+            packed = packed and gguf.column_order(self.config, stored[0].name) is None
+            packed = packed and not (len(stored) > 1 and gguf.is_of_latents(stored[0].name))
+            if packed and all(other.kind == kind for other in stored):
+                order = self._order(name, stored)
+                shape = gguf.turned(self.config, shape)
+                yield Weight(
+                    name,
+                    kind,
+                    (math.prod(shape[:-1]), shape[-1]),
+                    partial(self._rows, stored),
+                    None if order is None else torch.from_numpy(order),
+                )
+            else:
+                yield upright(self.config, Weight.of(name, self.tensor(name)))
+
+    def _order(self, name: str, stored: list[gguf.GGUFTensor]) -> np.ndarray | None:
+        """Return the row of a file's tensor, or of several behind one another, for each row of transformers'."""
+        rows = family_of(self.config).orders(self.config).get(name.rpartition(".")[0]) if len(stored) > 1 else None
+        return gguf.row_order(self.config, stored[0].name) if rows is None else np.argsort(rows).astype(np.int32)
+
+    def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
+        """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
+        name, each = stored[0].name, 0
+        if len(stored) > 1 and not gguf.is_stack(name):
+            parts, begin = [], 0
+            for one in stored:
+                own = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
+                parts += [torch.from_numpy(self.file.read_rows(one.name, *own))] if own[0] < own[1] else []
+                begin += one.shape[0]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(stored) > 1:  # rows are asked for of one matrix at a time
+            each = stored[0].shape[1]
+            place = first // each
+            name = stored[place % len(stored)].name
+            first, last = (row - (place - place // len(stored)) * each for row in (first, last))
+        return torch.from_numpy(self.file.read_rows(name, first, last))
+
+    def tensor(self, name: str) -> Tensor:
+        return self.made_of(self._stored[name], name).reshape(self._shapes[name])
+
+    def made_of(self, stored: tuple[str, ...], name: str) -> Tensor:
+        """Return what transformers calls `name` of the file's tensors, in `dtype`."""
+        parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
+        if len(parts) == 1:
+            found = parts[0]
+        elif gguf.is_of_latents(stored[0]):  # of each head the matrix of keys, turned, and that of values
+            found = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
+        elif not gguf.is_stack(stored[0]):
+            order = self._order(name, [self.file.tensors[one] for one in stored])
+            found = torch.cat(parts)
+            found = found if order is None else found[torch.from_numpy(order).long()]
+        elif family_of(self.config).alternating:
+            found = torch.stack(parts, dim=2).flatten(1, 2)
+        else:
+            found = torch.cat(parts, dim=1)
+        turned = found.ndim > 2 and family_of(self.config).alternating
+        return found.transpose(1, 2).contiguous() if turned else found
+
+    def _tensor(self, stored: str, *, exact: bool) -> Tensor:
+        numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
+        if family_of(self.config).one_is_zero and stored.endswith("norm.weight") and "ssm_norm" not in stored:
+            numbers = numbers - 1.0  # which the file has as 1 + w
+        if stored.endswith(".ssm_a"):  # which the file has as -e^a
+            with np.errstate(all="ignore"):  # a damaged file's numbers
+                numbers = np.log(-numbers)
+        ordered = numbers if order is None else np.ascontiguousarray(numbers[order])
+        if (columns := gguf.column_order(self.config, stored)) is not None:
+            ordered = np.ascontiguousarray(ordered[:, columns])
+        exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
+        found = torch.from_numpy(ordered)
+        return found if exact else found.to(torch.bfloat16).to(self.dtype)
+
+    def model(self) -> PreTrainedModel:
+        model = empty_model(self.config, self.dtype)
+        state = {name: self.tensor(name) for name in self.shapes()}
+        model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
+        model.tie_weights()
+        model.generation_config = self.generation_config
+        model.config.name_or_path = self.name
+        return with_buffers(model).eval()
