@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specengine import Engine
 from specengine.checkpoints import gguf
-from specengine.checkpoints.gguf.tokens import TokenKind, Tokens
+from specengine.checkpoints.gguf.vocabulary import TokenKind, Tokens
 from specengine.errors import CheckpointError
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import opened

@@ -14,8 +14,7 @@ from specengine.checkpoints.gguf.configuration import (
     turned,
 )
 from specengine.checkpoints.gguf.file import GGUFFile, GGUFTensor, Kind, dequantize, read
-from specengine.checkpoints.gguf.tokens import end_ids
-from specengine.checkpoints.gguf.vocabulary import tokenizer
+from specengine.checkpoints.gguf.vocabulary import end_ids, tokenizer
 
 __all__ = [
     "GGUFFile",

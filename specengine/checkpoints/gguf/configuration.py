@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.checkpoints.gguf.tokens import end_ids, special_id
+from specengine.checkpoints.gguf.vocabulary import end_ids, special_id
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.models import families
 

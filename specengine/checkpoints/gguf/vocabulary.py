@@ -1,21 +1,166 @@
-"""The tokenizer of the model in a GGUF file, made of its metadata: text becomes the tokens that it has in llama.cpp.
+"""The tokens of a GGUF file, which of them end an answer, and its tokenizer: text becomes the tokens of llama.cpp.
 
-Source: llama.cpp's src/llama-vocab.cpp. What it reads for other kinds of vocabularies alone (precompiled_charsmap,
-remove_extra_whitespaces, normalizer, add_sep_token) changes nothing here either.
+Source: llama.cpp's src/llama-vocab.cpp, llama_vocab::impl::load. What it reads for other kinds of vocabularies alone
+(precompiled_charsmap, remove_extra_whitespaces, normalizer, add_sep_token) changes nothing here either. Ends are the
+file's own ids, and well-known texts, for many files name one end alone. An id outside of the vocabulary is none, as
+there. Other than there, a byte-level file that names no end has none but those texts.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.checkpoints.gguf.tokens import TokenKind, Tokens, special_id
+from specengine.checkpoints.gguf.splits import DEFAULT, SPLITS, Splits
 from specengine.errors import CheckpointError, UnsupportedModelError
+
+
+class TokenKind(IntEnum):
+    """Kinds of tokens, by their number in `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file names none
+_IS_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset(
+    {
+        *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+# Marks of files and repositories, which end an answer as well: the file's id, or the first of these texts.
+_FILE_MARKS = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+_ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss
+# With all of one set there, `<|end|>` ends a part of an answer alone.
+_WITH_PARTS = (
+    {"<|return|>", "<|call|>"},
+    {"<|return|>", "<|calls|>"},
+    {"<|flush|>", "<|call|>"},
+    {"<|flush|>", "<|calls|>"},
+)
+
+
+def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
+    """Return the token id that the file gives for a role, as eos_token_id; None where there is none.
+
+    An id outside of the vocabulary, of so many tokens, is as if the file gave none. CheckpointError for other values.
+    """
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}")
+    if value is not None and 0 <= value < vocabulary:
+        return value
+    default = _SENTENCEPIECE_IDS.get(key) if file.metadata.get("tokenizer.ggml.model") == "llama" else None
+    return default if default is not None and default < vocabulary else None
+
+
+def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
+    """Return the tokens that end an answer, the file's eos first, as a config has them. Raises as `special_id`.
+
+    Ids outside of the vocabulary are noted on stderr.
+    """
+    texts = file.metadata.get("tokenizer.ggml.tokens")
+    texts = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+    vocabulary = len(texts) or vocabulary
+    eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
+    _note_outside(file, vocabulary, "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens=")
+    ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
+    return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
+
+
+def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
+    ids = {key: value for key, value in file.metadata.items() if _IS_ID.fullmatch(key) and type(value) is int}
+    for key, value in ids.items():
+        if not 0 <= value < vocabulary:
+            own = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
+            print(own + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""), file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The texts of tokens in the order of their ids; vocabulary: rows of the model's embeddings."""
+
+    file: GGUFFile
+    texts: list[str]
+    vocabulary: int
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids by text."""
+        return {text: number for number, text in enumerate(self.texts)}
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self._named_ends - self._parts - self._words)
+
+    @cached_property
+    def kinds(self) -> list[TokenKind]:
+        """The kind of each token, as the file says; tokens that end an answer or mark a file are control."""
+        stated = self.file.metadata.get("tokenizer.ggml.token_type", [])
+        kinds = [TokenKind(value) if value in _NUMBERS else TokenKind.NORMAL for value in stated]
+        kinds += [TokenKind.NORMAL] * (len(self.texts) - len(kinds))
+        changed = {
+            TokenKind.CONTROL: self._of(*_END_TEXTS) | self._file_marks,
+            TokenKind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
+            TokenKind.NORMAL: self._words,
+        }
+        for kind, numbers in changed.items():
+            for number in numbers:
+                kinds[number] = kind
+        return kinds
+
+    @cached_property
+    def _named_ends(self) -> set[int]:
+        given = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
+        return self._of(*_END_TEXTS) | self._file_marks | {number for number in given if number is not None}
+
+    @cached_property
+    def _file_marks(self) -> set[int]:
+        found = set()
+        for key, texts in _FILE_MARKS.items():
+            number = special_id(self.file, key, self.vocabulary)
+            known = [self.ids[text] for text in texts if text in self.ids]
+            found |= {number} if number is not None else set(known[:1])
+        return found
+
+    @cached_property
+    def _parts(self) -> set[int]:
+        """Tokens that end a part of an answer alone."""
+        there = {self.texts[number] for number in self._named_ends if number < len(self.texts)}
+        return self._of("<|end|>") if any(texts <= there for texts in _WITH_PARTS) else set()
+
+    @cached_property
+    def _words(self) -> set[int]:
+        """Tokens with the text of an end that are words: Gemma 4's `</s>`."""
+        return self._of("</s>") if "<|tool_response>" in self.ids else set()
+
+    def _of(self, *texts: str) -> set[int]:
+        return {self.ids[text] for text in texts if text in self.ids}
+
+
+_NUMBERS: frozenset[Any] = frozenset(TokenKind)
+
 
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -221,139 +366,3 @@ def _listed(file: GGUFFile, name: str, kind: type) -> list[Any]:
     if not isinstance(value, list) or not value or type(value[0]) is not kind:
         raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}, not empty")
     return value
-
-
-# ---- how byte-level vocabularies cut text into words, by the name in `tokenizer.ggml.pre`
-#
-# Names, expressions and what a name implies are llama.cpp's (src/llama-vocab.cpp, llm_tokenizer_bpe and
-# llama_vocab::impl::load). Where llama.cpp writes letters by case as lookaheads, for want of categories (tekken,
-# gpt-4o), the expression of the model's own tokenizer stands here. Text between the matches of an expression is a word
-# as well, and each word is cut again by the next.
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SUFFIXES = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_LLAMA3 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _by_case(suffix: str, digits: str) -> str:
-    start = r"[^\r\n\p{L}\p{N}]?"
-    return rf"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}|\p{{N}}{digits}|{_REST_WITH_SLASH}"
-
-
-_GPT4O = _by_case(rf"(?:{_SUFFIXES})?", "{1,3}")
-_HAN, _KANA = r"\x{4E00}-\x{9FA5}", r"\x{3040}-\x{309F}\x{30A0}-\x{30FF}"
-_CJK = rf"[{_HAN}\x{{0800}}-\x{{4E00}}\x{{AC00}}-\x{{D7FF}}]+"
-_SIGN = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-_DEEPSEEK3 = rf"{_SIGN}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
-_CASED = r"(?:(?![\x{1D400}-\x{1D7FF}])[\p{Lu}\p{Ll}\p{Lt}])"  # no mathematical letters
-_NO_STOPS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C})]+"
-_YOUTU = (
-    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+"
-    r"|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}"
-    rf"\x{{FE30}}-\x{{FE4F}}]+|[\x{{3105}}-\x{{312F}}]+|[{_HAN}{_KANA}]+"
-)
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Rules that split text into words.
-
-    expressions    each cuts the words that the one before left, the whole text first
-    ignore_merges  a word that is a token is taken whole, whatever the merges say
-    add_bos        a prompt begins with the first token where the file does not say
-    """
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-DEFAULT = Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_DIGITS = Splits((r"\p{N}", _GPT2))
-_PLAIN = Splits((_GPT2,))
-_LLAMA3_LIKE = Splits((_LLAMA3,), ignore_merges=True, add_bos=True)
-_QWEN2_LIKE = Splits((_QWEN2,))
-_GPT4O_LIKE = Splits((_GPT4O,))
-_BLOOM = Splits((_NO_STOPS,))
-_V3 = Splits((r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"))
-_BAILING = Splits(
-    (
-        rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    )
-)
-_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
-
-_BY_NAMES: dict[str, Splits] = {
-    "default": DEFAULT,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _LLAMA3_LIKE,
-    "dbrx smaug-bpe chatglm-bpe": Splits((_LLAMA3,)),
-    "glm4 glm5": Splits((_LLAMA3,), ignore_merges=True),
-    "minicpm5": Splits(
-        (r"\p{N}{1,3}", rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}+|{_REST}"),
-        ignore_merges=True,
-    ),
-    "jais-2": Splits(
-        (rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}|\s{{1}}",)
-    ),
-    "deepseek-llm": Splits(
-        (
-            r"[\r\n]",
-            rf"\s?{_CASED}+",
-            r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
-            r"\s+$",
-            _CJK,
-            r"\p{N}+",
-        )
-    ),
-    "deepseek-coder": Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _V3,
-    "spark2_5": Splits((r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
-    "youtu": Splits((_YOUTU, _by_case(rf"(?:{_SUFFIXES})?", "")), ignore_merges=True),
-    "falcon": Splits((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _DIGITS,
-    "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
-    "modern-bert exaone4 mpt olmo jais trillion granite-docling": _PLAIN,
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": _QWEN2_LIKE,
-    "qwen35": Splits(
-        (
-            rf"(?:{_SUFFIXES})|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
-    "ufakzeka": Splits((rf"{_WORDS}|\p{{N}}|{_REST}",)),
-    "laguna": Splits((r"[^\n]+|[\n]+", _QWEN2)),
-    "seed-coder": Splits(
-        (rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
-    ),
-    "bailingmoe bailingmoe2 llada-moe": _BAILING,
-    "exaone-moe": Splits(
-        (
-            rf"(?:{_SUFFIXES})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
-    "poro-chat bloom gpt3-finnish": _BLOOM,
-    "viking": Splits((_NO_STOPS, r"\p{N}")),
-    "tekken": Splits((_by_case("", ""),), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": _GPT4O_LIKE,
-    "granite-embed-multi-97m": Splits((_GPT4O,), ignore_merges=True),
-    "superbpe": Splits((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    "chameleon": Splits(
-        (
-            r"<sentinel:[0-9]+>",
-            r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
-        ),
-        add_bos=True,
-    ),
-}
-SPLITS = {name: splits for names, splits in _BY_NAMES.items() for name in names.split()}
