@@ -19,7 +19,7 @@ import jsonschema
 from bench import provenance
 from bench.arguments import add_arguments
 from specengine import Engine, policies
-from specengine.benchmark.choice import Choice
+from specengine.benchmark.choice import Comparison
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.summaries import ALL, Answer, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Way
@@ -112,7 +112,7 @@ class Unforced(EngineDecoder):
 
 def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Yield a record per schema and method. Raise RuntimeError if answers differ or do not match their schema."""
-    engines, plain = Engines(engine, LoadOptions()), Choice.plain(engine)
+    engines, plain = Engines(engine, LoadOptions()), Comparison.plain(engine)
     for name, (prompt, schema) in REQUESTS.items():
         options = {"temperature": 0.0, "json_schema": schema}
         ways = [

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
-from specengine.benchmark.choice import Choice
+from specengine.benchmark.choice import Comparison
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Spec, Way
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for sampling, options in SAMPLINGS.items():
         ways = {_name(*one): one for one in asked}
         run = Run(
-            Choice.plain(first),
+            Comparison.plain(first),
             [Way(name, partial(_decoder, first, *one, options | {"seed": args.seed})) for name, one in ways.items()],
             options | {"seed": args.seed},
             length=args.max_new_tokens,

@@ -23,12 +23,11 @@ from bench.arguments import add_arguments
 from bench.short_models import first_layers
 from specengine import Engine, policies
 from specengine import checkpoints as models
-from specengine.benchmark import baselines
-from specengine.benchmark.choice import Choice
+from specengine.benchmark.choice import Comparison
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Log, Record
 from specengine.benchmark.summaries import VERDICTS
-from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, parse, without_memory
+from specengine.benchmark.ways import GENERATE, PLAIN, EngineDecoder, Way, baseline, parse, without_memory
 from specengine.benchmark.workloads import Workload, digest
 from specengine.options import LoadOptions
 
@@ -74,14 +73,14 @@ def _records(args: argparse.Namespace, items: list[Workload], done: list[Record]
     model = model.to(args.device)
     drafts = {"ngram": "ngram", "small_model": first_layers(model, args.draft_layers)}
     engines = {name: Engine.from_pretrained(model, draft, "chain") for name, draft in drafts.items()}
-    plain = Choice.plain(engines["ngram"])
+    plain = Comparison.plain(engines["ngram"])
     for seed in (None if seed == "greedy" else int(seed) for seed in args.seeds):
         options: dict[str, Any] = {"temperature": 0.0} if seed is None else SAMPLING | {"seed": seed}
         ways = [Way(PLAIN, lambda options=options: EngineDecoder(plain, options))]  # type: ignore[misc]
         ways += [_way(engine, f"{name}:{policy}", options) for name, engine in engines.items() for policy in POLICIES]
         if seed is None:
             ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
-            ways.append(baselines.way(baselines.GENERATE, plain, options, ends, "", LoadOptions()))
+            ways.append(baseline(GENERATE, plain, options, ends, "", LoadOptions()))
         run = Run(plain, ways, options, length=args.max_new_tokens, say=_say)
         own = [record for record in done if record.get("seed", "") == seed]
         yield from (record | {"seed": seed} for record in run.records(items, own))

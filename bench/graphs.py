@@ -32,11 +32,10 @@ from bench import provenance, report, workloads
 from bench.arguments import add_arguments
 from specengine import Engine, ops, policies
 from specengine import checkpoints as models
-from specengine.benchmark.baselines import Generate
 from specengine.benchmark.measuring import Run, tokens_of
 from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL, summaries
-from specengine.benchmark.ways import PLAIN, EngineDecoder, Way, WayDecoder
+from specengine.benchmark.ways import PLAIN, EngineDecoder, Generate, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import Eagle
 from specengine.errors import InputError

@@ -22,8 +22,7 @@ from bench.arguments import add_arguments
 from bench.short_models import first_layers
 from specengine import Engine
 from specengine import checkpoints as models
-from specengine.benchmark.baselines import Generate
-from specengine.benchmark.ways import EngineDecoder, WayDecoder
+from specengine.benchmark.ways import EngineDecoder, Generate, WayDecoder
 
 GREEDY = {"temperature": 0.0}
 PARAGRAPH = workloads.BUILT_IN["edit"]

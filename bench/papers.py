@@ -29,7 +29,7 @@ from bench import tree_construction
 from bench.arguments import add_arguments
 from bench.report import claim_table
 from specengine import Engine, policies
-from specengine.benchmark.choice import Choice, sampling
+from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.provenance import provenance
 from specengine.benchmark.records import Log, Record
@@ -98,10 +98,10 @@ class Bench:
 
     def live(self) -> list[Record]:
         """Return rows of plain decoding and LIVE, taking turns. What the file has is not answered again."""
-        choice = Choice(list(LIVE), load={"lookup": False}, options=sampling(0.0, 0))
+        choice = Comparison(list(LIVE), load={"lookup": False}, options=sampling(0.0, 0))
         ways = choice.ways(self.alone, self.items, self.scale.length)
         run = Run(
-            Choice.plain(self.alone),
+            Comparison.plain(self.alone),
             ways,
             choice.options,
             length=self.scale.length,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from bench import provenance, report, workloads
 from bench.arguments import add_arguments
 from specengine import Engine, policies
-from specengine.benchmark.choice import Choice, sampling
+from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import summaries
@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     items = workloads.read(args.prompts, args.per_set)
     all_ways = args.choice.ways(first, items, args.max_new_tokens)
     ways = [replace(way, facts={"places": args.places[way.name]}) for way in all_ways if way.name in args.places]
-    run = Run(Choice.plain(first), ways, args.choice.options, length=args.max_new_tokens, rounds=args.rounds, say=_say)
+    run = Run(
+        Comparison.plain(first), ways, args.choice.options, length=args.max_new_tokens, rounds=args.rounds, say=_say
+    )
     for table in report.tables(list(provenance.keep(_records(args, first, items, run), args.out))):
         print(table.markdown(), end="\n\n")
     return int(run.faults > 0)
@@ -125,7 +127,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     try:
         args.places = places(args.policy, args.sweep)
         options = sampling(args.temperature, args.seed)
-        args.choice = Choice(list(args.places), args.model, args.draft, load=load, options=options)
+        args.choice = Comparison(list(args.places), args.model, args.draft, load=load, options=options)
     except InputError as error:
         parser.error(str(error))
     if args.no_plain:

@@ -20,7 +20,7 @@ from bench.arguments import add_arguments
 from specengine.batch.lines import Item
 from specengine.batch.spread import LineReplica
 from specengine.benchmark import workloads
-from specengine.cli.given import Recipe
+from specengine.cli.given import EngineArguments
 from specengine.replicas import Scale, cluster
 from specengine.replicas.cluster import ray
 
@@ -54,7 +54,7 @@ def _load(count: int, threads: int) -> list[Any]:
     """Load the replicas one after the other, so that they do not measure costs at the same time."""
     made: Any = ray.remote(LineReplica)
     options = cluster.needs(Scale(count, threads=threads))
-    replicas = [made.options(**options).remote(Recipe(threads=threads).load) for _ in range(count)]
+    replicas = [made.options(**options).remote(EngineArguments(threads=threads).load) for _ in range(count)]
     for replica in replicas:
         ray.get(replica.load.remote())
         ray.get(replica.answer.remote(Item(0, "warm", "Say hello.", {"max_new_tokens": 16})))

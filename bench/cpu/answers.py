@@ -14,9 +14,8 @@ from typing import Any
 from bench.cpu.ways import KINDS, Given
 from bench.workloads import Workload
 from specengine.benchmark import peers
-from specengine.benchmark.baselines import LOOKUP_TOKENS, Generate
 from specengine.benchmark.measuring import Run, longest
-from specengine.benchmark.ways import EngineDecoder, Way, WayDecoder, without_memory
+from specengine.benchmark.ways import LOOKUP_TOKENS, EngineDecoder, Generate, Way, WayDecoder, without_memory
 from specengine.engine import Engine
 from specengine.files import cache_dir
 

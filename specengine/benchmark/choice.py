@@ -8,10 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from specengine import loading
-from specengine.benchmark import baselines, peers
+from specengine.benchmark import peers
 from specengine.benchmark.measuring import longest
 from specengine.benchmark.peers import Model as PeerModel
-from specengine.benchmark.ways import PLAIN, Engines, Spec, Way
+from specengine.benchmark.ways import (
+    ASSISTED,
+    COMPILED,
+    GENERATE,
+    LOOKUP,
+    PLAIN,
+    Engines,
+    Spec,
+    Way,
+    baseline,
+    refuse_assistant,
+)
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints import embedded
 from specengine.engine import Engine
@@ -20,11 +31,11 @@ from specengine.files import cache_dir
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
 
-BASELINES = (baselines.GENERATE, baselines.COMPILED, baselines.LOOKUP, baselines.ASSISTED)
+BASELINES = (GENERATE, COMPILED, LOOKUP, ASSISTED)
 
 
 @dataclass
-class Choice:
+class Comparison:
     """The ways to compare, plain decoding first.
 
     names      of ways: a Spec's text, one of BASELINES or of peers.NAMES; plain decoding takes part unasked
@@ -60,7 +71,7 @@ class Choice:
             raise InputError("draft: no way uses it; name a policy, as --way auto")
         if self.drafts and self.draft in loading.PLAIN:
             raise InputError(f"draft: got {self.draft!r}, but there are ways that draft; name a draft")
-        baselines.refuse_assistant(self.assistant, baselines.ASSISTED in self.names)
+        refuse_assistant(self.assistant, ASSISTED in self.names)
         others = [name for name in self.names if _is_peer(name)]
         for name in others:
             peers.check(name)
@@ -93,7 +104,7 @@ class Choice:
             if name in self.specs:
                 return engines.way(self.specs[name], self.options)
             if name in BASELINES:
-                return baselines.way(name, plain, self.options, ends, str(self.assistant), self._load)
+                return baseline(name, plain, self.options, ends, str(self.assistant), self._load)
             if self.samples:
                 raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
             return peers.way(name, self.peers, self._files(), ends, longest(plain, items, length, turns))

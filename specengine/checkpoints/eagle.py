@@ -28,8 +28,8 @@ from specengine.models.eagle import EagleConfig, make_head, rope_frequencies
 
 __all__ = [
     "Checkpoint",
-    "Dialect",
     "HeadOptions",
+    "HeadReading",
     "State",
     "Verifier",
     "head_folder",
@@ -45,7 +45,7 @@ State = dict[str, Tensor]  # names as of EagleHead.state_dict()
 
 
 @dataclass(frozen=True)
-class Dialect:
+class HeadReading:
     """The dialect that a checkpoint was read in.
 
     layout    family of the layout, whose tensor names it has
@@ -68,7 +68,7 @@ class Checkpoint(NamedTuple):
 
     config: EagleConfig
     state: State
-    dialect: Dialect
+    dialect: HeadReading
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def load_head(
         config = replace(config, own_head=False)
         notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
-    return Checkpoint(config, state, Dialect(layout.family, layout.name(), layout.version, tuple(notes)))
+    return Checkpoint(config, state, HeadReading(layout.family, layout.name(), layout.version, tuple(notes)))
 
 
 def _layout(

@@ -15,14 +15,14 @@ from specengine.costs.measuring import load
 from specengine.errors import require, require_minimum
 
 if TYPE_CHECKING:
-    from specengine.benchmark.choice import Choice
+    from specengine.benchmark.choice import Comparison
     from specengine.benchmark.records import Table
     from specengine.benchmark.workloads import Workload
     from specengine.engine import Engine
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from specengine.benchmark.choice import Choice, sampling
+    from specengine.benchmark.choice import Comparison, sampling
     from specengine.benchmark.measuring import Run
     from specengine.benchmark.provenance import provenance
     from specengine.benchmark.records import Log
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require_minimum(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
     items = read(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
-    choice = Choice(
+    choice = Comparison(
         arguments.way or list(DEFAULT_WAYS),
         arguments.model,
         arguments.draft,
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(run_.faults > 0)
 
 
-def _verdict(records: list[dict[str, Any]], choice: Choice, first: Engine, others: float | None) -> str:
+def _verdict(records: list[dict[str, Any]], choice: Comparison, first: Engine, others: float | None) -> str:
     """Return whether the fastest way that drafts pays, by its own name."""
     from specengine.benchmark.summaries import ALL, summaries
 

@@ -33,7 +33,7 @@ MOST_NODES = 24  # of the tree that is drawn
 
 
 @dataclass
-class Way:
+class TimedWay:
     """One way of decoding, and its runs: new tokens, seconds, statistics where it is our own."""
 
     name: str
@@ -118,7 +118,7 @@ def _worth(cycle: TracedCycle) -> tuple[bool, int, int]:
     return branches, len(cycle.accepted), len(cycle.kept)
 
 
-def _ways(plain: Engine, engine: Engine, prompt: str) -> list[Way]:
+def _ways(plain: Engine, engine: Engine, prompt: str) -> list[TimedWay]:
     def ours(one: Engine) -> Callable[[int], tuple[list[int], Stats | None]]:
         def decode(max_new_tokens: int) -> tuple[list[int], Stats | None]:
             result = one.generate(prompt, **_greedy(max_new_tokens))
@@ -130,9 +130,9 @@ def _ways(plain: Engine, engine: Engine, prompt: str) -> list[Way]:
         return huggingface_tokens(plain, prompt, **_greedy(max_new_tokens)), None
 
     return [
-        Way("transformers generate", theirs),
-        Way("plain decoding", ours(plain)),
-        Way("speculative decoding", ours(engine)),
+        TimedWay("transformers generate", theirs),
+        TimedWay("plain decoding", ours(plain)),
+        TimedWay("speculative decoding", ours(engine)),
     ]
 
 
@@ -140,7 +140,7 @@ def _greedy(max_new_tokens: int) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0}
 
 
-def _affordable(ways: list[Way], asked: int) -> int:
+def _affordable(ways: list[TimedWay], asked: int) -> int:
     """Warm up, and return how many tokens this machine can time in half of the seconds."""
     slowest = 0.0
     for way in ways:
@@ -155,7 +155,7 @@ def _affordable(ways: list[Way], asked: int) -> int:
     return tokens
 
 
-def _time(ways: list[Way], arguments: argparse.Namespace) -> None:
+def _time(ways: list[TimedWay], arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     for number in range(arguments.rounds):
         gone = time.perf_counter() - began
@@ -167,7 +167,7 @@ def _time(ways: list[Way], arguments: argparse.Namespace) -> None:
             way.run(arguments.max_new_tokens)
 
 
-def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argparse.Namespace) -> None:
+def _print_table(ways: list[TimedWay], plain: Engine, engine: Engine, arguments: argparse.Namespace) -> None:
     _, ours, _ = ways
     compared = [(way, *_compared(way, ours, plain, arguments)) for way in ways]
     print(f"{'':<24}{'tokens':>7}{'tokens/s':>10}{'acceptance length':>19}   identical to plain decoding")
@@ -184,7 +184,7 @@ def _print_table(ways: list[Way], plain: Engine, engine: Engine, arguments: argp
             print(f"{way.name}: {line}")
 
 
-def _verdict(ways: list[Way], engine: Engine, others: float | None) -> str:
+def _verdict(ways: list[TimedWay], engine: Engine, others: float | None) -> str:
     """Return what was measured, and why: plain decoding over transformers, drafts over that.
 
     others: share of the processors that other programs took meanwhile.
@@ -206,7 +206,7 @@ def _times(ratio: float) -> str:
     return "as fast as" if abs(ratio - 1) <= SAME else f"{ratio:.2f} times as fast as"
 
 
-def _compared(way: Way, ours: Way, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:
+def _compared(way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """Return whether the answer is plain decoding's, in a word, and each token that is not the model's own choice."""
     if way is ours:
         return "-", []

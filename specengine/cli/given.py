@@ -32,7 +32,7 @@ from specengine.trace import TraceWriter
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EngineArguments:
     """The arguments of Engine.from_pretrained.
 
     threads         of torch and the forward; None leaves them
@@ -98,11 +98,11 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
 
 def recipe(
     arguments: argparse.Namespace, *, threads: int | None = None, prefer_strict: bool = False, **changes: Any
-) -> Recipe:
+) -> EngineArguments:
     """Return how a replica loads the engine. prefer_strict: load with `strict` where the model can."""
     named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
     options = load_options(arguments) | named | changes
-    return Recipe(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
+    return EngineArguments(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
 
 
 def load_head(folder: Path, arguments: argparse.Namespace) -> Checkpoint:

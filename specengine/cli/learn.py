@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def beside(recipe: given.Recipe, idle: Callable[[], bool]) -> Iterator[None]:
+def beside(recipe: given.EngineArguments, idle: Callable[[], bool]) -> Iterator[None]:
     """Learn in another process, of the lowest priority, while nothing is answered. Does nothing without `learn`.
 
     idle: says whether no answer is under way; called from a thread.
@@ -55,7 +55,7 @@ def beside(recipe: given.Recipe, idle: Callable[[], bool]) -> Iterator[None]:
         watch.join()
 
 
-def _watch(recipe: given.Recipe, folder: Path, idle: Callable[[], bool], ended: threading.Event) -> None:
+def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool], ended: threading.Event) -> None:
     """Begin to learn where there are new texts and nothing was asked for long, and let it wait where there is."""
     child: Any = None
     said: Connection | None = None
@@ -85,7 +85,7 @@ def _newer(folder: Path, last: str) -> list[str]:
     return [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]
 
 
-def _learn(recipe: given.Recipe, said: Connection) -> None:
+def _learn(recipe: given.EngineArguments, said: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the answer
     _stand_back()
     from specengine.train.draft.use import Learner

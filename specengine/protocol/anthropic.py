@@ -21,7 +21,7 @@ from specengine.protocol.tool_formats import ToolCall
 Blocks = str | list[dict[str, Any]]
 
 
-class Turn(Body, extra="allow"):
+class ClaudeMessage(Body, extra="allow"):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -38,7 +38,7 @@ class ToolOffered(Body, extra="allow"):
     strict: bool | None = None
 
 
-class Choice(Body):
+class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -63,10 +63,10 @@ class _Asked(WithTools, Unread):
 
     functions_are = ("custom",)
     model: str | None = None
-    messages: list[Turn] = Field(min_length=1, fail_fast=True)
+    messages: list[ClaudeMessage] = Field(min_length=1, fail_fast=True)
     system: Blocks | None = None
     tools: list[ToolOffered] | None = Field(None, max_length=128, fail_fast=True)
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = Field(None, description="type disabled: without thoughts, if the model can")
     output_config: dict[str, Any] | None = Field(None, description="`format`: a JSON schema that the answer meets")
     output_format: dict[str, Any] | None = Field(None, description="the same, as it was called before")
@@ -109,7 +109,7 @@ def chat_of(body: _Asked) -> ChatRequest:
         messages.append({"role": "system", "content": _text("system", body.system)})
     for place, turn in enumerate(body.messages):
         messages += _messages(f"messages[{place}]", turn)
-    choice = body.tool_choice or Choice(type="auto")
+    choice = body.tool_choice or ToolChoice(type="auto")
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -134,7 +134,7 @@ def chat_of(body: _Asked) -> ChatRequest:
     return ChatRequest.model_validate(fields)
 
 
-def _messages(place: str, turn: Turn) -> list[dict[str, Any]]:
+def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
     """Return the messages of a turn: results of tools are messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -171,7 +171,7 @@ def _tool(tool: ToolOffered) -> dict[str, Any]:
     return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
-def _choice(choice: Choice) -> Any:
+def _choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

@@ -11,7 +11,7 @@ from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.messages import Body
 from specengine.protocol.parts import text_of_parts
 from specengine.protocol.replies import OneReply, sse
-from specengine.protocol.requests import CompletionRequest, Declared, Hints, Infill, base_of, declared_values
+from specengine.protocol.requests import CommonFields, CompletionRequest, Declared, Infill, base_of, declared_values
 
 
 class TokenizeBody(Body):
@@ -49,7 +49,7 @@ Unread: Any = base_of(
 )
 
 
-class InfillBody(Declared, Hints, Unread):
+class InfillBody(Declared, CommonFields, Unread):
     """POST /infill."""
 
     input_prefix: str

@@ -105,7 +105,7 @@ def thought_tokens(tokens: Sequence[int], tokenizer: Any) -> int:
 Part = str | Thought | ToolCall
 
 
-class Parts:
+class AnswerParts:
     """Splits one growing answer into its parts; a stop string ends it, and is left out.
 
     stopped  the stop string that has ended it

@@ -11,7 +11,7 @@ from typing import Any
 import specengine
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
-from specengine.protocol.parts import Part, Parts, Thought, calls_of, text_of_parts, thought_tokens, thoughts_of
+from specengine.protocol.parts import AnswerParts, Part, Thought, calls_of, text_of_parts, thought_tokens, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.protocol.tool_formats import ToolCall
@@ -79,7 +79,7 @@ class OneReply(Reply):
 
     def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
         super().__init__(body, request, model, tokenizer)
-        self.parts = Parts(request, tokenizer)
+        self.parts = AnswerParts(request, tokenizer)
         self._logprobs = ChatLogprobs(TokenTexts(tokenizer))
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
@@ -122,7 +122,7 @@ class ChatChoice:
         self.index = index
         self.request = request
         self.tokenizer = tokenizer
-        self.parts = Parts(request, tokenizer)
+        self.parts = AnswerParts(request, tokenizer)
         self._logprobs = self._rating(TokenTexts(tokenizer))
         self._calls = 0
 

@@ -199,7 +199,7 @@ Unread: Any = base_of(
 )
 
 
-class Hints(Unread):
+class CommonFields(Unread):
     """Fields of all requests but Anthropic's and Ollama's. Responses repeat `user` and `metadata`."""
 
     model: str | None = None
@@ -285,7 +285,7 @@ def declared_values(body: Any) -> dict[str, Any]:
     return {name: value for name in Declared.model_fields if (value := getattr(body, name)) is not None}
 
 
-class Sampling(Declared, Hints, Neutral):
+class Sampling(Declared, CommonFields, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     max_tokens: int | None = Field(

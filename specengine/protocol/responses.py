@@ -18,9 +18,9 @@ from specengine.protocol.requests import (
     MAX_LOGPROBS,
     MAX_TOKENS,
     ChatRequest,
+    CommonFields,
     Declared,
     FunctionTool,
-    Hints,
     Sampling,
     StreamOptions,
     WithTools,
@@ -57,7 +57,7 @@ class TextConfig(Body, extra="ignore"):
     verbosity: str | None = None
 
 
-class ResponsesRequest(WithTools, Declared, Hints):
+class ResponsesRequest(WithTools, Declared, CommonFields):
     """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
 
     input: str | list[dict[str, Any]]

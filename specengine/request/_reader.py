@@ -1,7 +1,7 @@
 """A process that reads grammars or fills chat templates, run as a script by `readers`.
 
-It imports neither torch nor this package. Argument: what `readers.Reader` writes, as JSON. A line of standard input is
-a question, and a line of standard output answers it; both are JSON.
+It imports neither torch nor this package. Argument: what `readers.ReadingProcess` writes, as JSON. A line of standard
+input is a question, and a line of standard output answers it; both are JSON.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ class NoReaderError(Exception):
     """No process of Python can be started here."""
 
 
-class Reader:
+class ReadingProcess:
     """A process that reads one text after another, until it is closed or this process ends."""
 
     def __init__(self, kind: ReaderKind, niceness: int = 0) -> None:
@@ -119,14 +119,14 @@ class Readers:
 
     def __init__(self, kind: ReaderKind) -> None:
         self.kind = kind
-        self._idle: list[Reader] = []
+        self._idle: list[ReadingProcess] = []
         self._quick, self._slow = threading.Semaphore(_QUICK_READERS), threading.Semaphore(_SLOW_READERS)
 
     def start(self) -> None:
         """Start a process, without waiting for it."""
         if not self._idle:
             with contextlib.suppress(NoReaderError):
-                self._idle.append(Reader(self.kind))
+                self._idle.append(ReadingProcess(self.kind))
 
     def answer(self, question: list[Any], seconds: float) -> Any:
         """Return the answer to what `_reader` reads, of JSON's types; NoReaderError.
@@ -146,7 +146,7 @@ class Readers:
             if not self._slow.acquire(timeout=seconds):
                 raise TimeoutError("others that take long are read before it; try again later")
             try:
-                reader = Reader(self.kind, _NICENESS)
+                reader = ReadingProcess(self.kind, _NICENESS)
                 answer = reader.ask(line, seconds)
                 reader.close()
             finally:
@@ -157,11 +157,11 @@ class Readers:
             raise MemoryError(f"{self.kind.work} fails, or takes more than {MAX_BYTES >> 20} MB")
         return json.loads(answer)
 
-    def _taken(self) -> Reader:
+    def _taken(self) -> ReadingProcess:
         try:
             return self._idle.pop()
         except IndexError:
-            return Reader(self.kind)
+            return ReadingProcess(self.kind)
 
     def close(self) -> None:
         """End the idle processes."""

@@ -14,7 +14,7 @@ import pytest
 
 from bench.peers import answer as script
 from specengine.benchmark import peers
-from specengine.benchmark.choice import Choice, sampling
+from specengine.benchmark.choice import Comparison, sampling
 from specengine.errors import BackendError, InputError
 
 ECHO = """
@@ -53,8 +53,8 @@ def test_the_file_is_named_the_model_or_the_embedded_ones(tmp_path: Path) -> Non
 
 
 def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path) -> None:
-    def choice(*names: str, temperature: float = 0.0) -> Choice:
-        return Choice(list(names), peers=tmp_path, options=sampling(temperature, 0))
+    def choice(*names: str, temperature: float = 0.0) -> Comparison:
+        return Comparison(list(names), peers=tmp_path, options=sampling(temperature, 0))
 
     for unknown in ("peer:openvino/eagle", "peer:", "peer:exllama"):
         with pytest.raises(InputError, match=r"way: got 'peer:.* accepted peer:llama\.cpp, "):

@@ -9,7 +9,7 @@ import pytest
 
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.checkpoints.heads import layouts
-from specengine.checkpoints.heads.layouts.eagle import Eagle
+from specengine.checkpoints.heads.layouts.eagle import EagleLayout
 from specengine.checkpoints.heads.layouts.specforge import SpecForge
 from specengine.checkpoints.heads.layouts.speculators import Speculators
 from specengine.errors import CheckpointError
@@ -37,17 +37,17 @@ def test_heads_that_draft_blocks_are_refused_by_name(family: str, raw: dict[str,
 
 def test_each_file_is_a_layout() -> None:
     assert layouts.names() == ["eagle", "specforge", "speculators"]
-    assert [layouts.named(name) for name in layouts.names()] == [Eagle, SpecForge, Speculators]
+    assert [layouts.named(name) for name in layouts.names()] == [EagleLayout, SpecForge, Speculators]
     assert layouts.FALLBACK in layouts.names()
 
 
 @pytest.mark.parametrize(
     ("raw", "layout", "head"),
     [
-        ({}, Eagle, False),
-        ({"architectures": ["LlamaForCausalLM"]}, Eagle, False),
-        ({"architectures": 5}, Eagle, False),
-        (THIRD, Eagle, True),
+        ({}, EagleLayout, False),
+        ({"architectures": ["LlamaForCausalLM"]}, EagleLayout, False),
+        ({"architectures": 5}, EagleLayout, False),
+        (THIRD, EagleLayout, True),
         ({"eagle_config": {}}, SpecForge, True),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, SpecForge, True),
         ({"speculators_model_type": "eagle3", **THIRD}, Speculators, True),

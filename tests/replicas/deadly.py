@@ -9,13 +9,13 @@ from typing import Any
 
 from specengine import Engine
 from specengine.batch import answering
-from specengine.cli.given import Recipe
+from specengine.cli.given import EngineArguments
 
 DEADLY = "this ends the process"
 
 
 @dataclass(frozen=True)
-class Deadly(Recipe):
+class Deadly(EngineArguments):
     def load(self) -> Engine:
         engine = super().load()
         follow = answering.TextGeneration

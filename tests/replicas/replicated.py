@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from ray import serve
 
-from specengine.cli.given import Recipe
+from specengine.cli.given import EngineArguments
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.front import Front, deploy
@@ -51,7 +51,7 @@ def replicated(model: Path, address: str, replicas: int = 2, **settings: Any) ->
             base = f"http://127.0.0.1:{opened.getsockname()[1]}"
             with httpx.Client(base_url=base, timeout=60) as client:
                 assert client.get("/health").status_code == 503
-                front.handle = deploy(Recipe(str(model), threads=1).load, chosen, scale)
+                front.handle = deploy(EngineArguments(str(model), threads=1).load, chosen, scale)
                 front.state = "ready"
                 yield Replicated(base, front, client)
         finally:

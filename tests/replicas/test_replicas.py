@@ -21,7 +21,7 @@ from specengine import Engine
 from specengine.batch import answering, lines, spread
 from specengine.batch.answering import Answered
 from specengine.batch.files import beside
-from specengine.cli.given import Recipe
+from specengine.cli.given import EngineArguments
 from specengine.errors import InputError
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import last_words
@@ -49,7 +49,9 @@ def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tm
     entries = [*files.lines(20), {"id": "deadly", "prompt": DEADLY}, *files.lines(27)[20:]]
     items = lines.read(files.write(tmp_path / "in.jsonl", entries), {"max_new_tokens": 12}).items
     expected = list(
-        answering.answered(Recipe(str(model)).load, [item for item in items if item.id != "deadly"], lambda _: None)
+        answering.answered(
+            EngineArguments(str(model)).load, [item for item in items if item.id != "deadly"], lambda _: None
+        )
     )
     scale = Scale(2, threads=1, address=address)
     loaded: list[Any] = []

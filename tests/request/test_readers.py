@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 from specengine.errors import InputError
 from specengine.request import grammars, readers
 from specengine.request.grammars import LIMITS, compiled
-from specengine.request.readers import GRAMMARS, NoReaderError, Reader, Readers
+from specengine.request.readers import GRAMMARS, NoReaderError, Readers, ReadingProcess
 from tests.request.schemas import nested
 
 CRASH = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 2}  # where it is not refused before
@@ -73,7 +73,8 @@ def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers
 
 def test_a_reader_ends_with_whoever_started_it() -> None:
     script = (
-        "import time; from specengine.request.readers import GRAMMARS, Reader; reader = Reader(GRAMMARS);"
+        "import time; from specengine.request.readers import GRAMMARS, ReadingProcess;"
+        "reader = ReadingProcess(GRAMMARS);"
         "reader.ask(b'[\"start: /a/\", {}]\\n', 30); print(reader._process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
@@ -87,7 +88,7 @@ def test_a_reader_ends_with_whoever_started_it() -> None:
 
 
 def test_a_reader_imports_neither_torch_nor_this_package() -> None:
-    reader = Reader(GRAMMARS)
+    reader = ReadingProcess(GRAMMARS)
     assert reader.ask(json.dumps([grammar_of(QUICK), LIMITS]).encode() + b"\n", 30) == b'""\n'
     if sys.platform == "linux":
         with open(f"/proc/{reader._process.pid}/maps") as maps:

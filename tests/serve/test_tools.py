@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specengine.protocol import preparing
 from specengine.protocol.completion import Completion
-from specengine.protocol.parts import Parts
+from specengine.protocol.parts import AnswerParts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tool_formats import Coder, Format, Hermes, Llama, Mistral, ToolCall
@@ -144,7 +144,7 @@ def test_calls_after_the_most_that_are_wanted_are_left_out(known: Format, most: 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length")])
 def test_an_answer_that_is_cut_after_a_call_ends_by_its_length(reason: str, told: str) -> None:
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]})
-    parts = Parts(asked, byte_tokenizer(TEMPLATES[Hermes]))
+    parts = AnswerParts(asked, byte_tokenizer(TEMPLATES[Hermes]))
     parts.begin([])
     found = parts.push(written(Hermes(), [LOOK_UP])) + parts.end()
     assert [part.name for part in found if isinstance(part, ToolCall)] == ["look_up"]

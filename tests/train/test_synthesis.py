@@ -14,11 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.train.text import conversations, synthesis
-from specengine.train.text.conversations import ChatFormat
+from specengine.train.text import synthesis
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
-from specengine.train.text.synthesis import write_corpus
+from specengine.train.text.synthesis import ChatFormat, write_corpus
 from tests.toy import RandomShape, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,7 +100,7 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
     with torch.no_grad():
         endless.lm_head.weight[END] = 0
     for tokens, answers in texts(write(source(endless, way), tmp_path)):
-        assert tokens.index(END) <= OPTIONS.length * conversations.QUESTION_LIMIT + 2
+        assert tokens.index(END) <= OPTIONS.length * synthesis.QUESTION_LIMIT + 2
         assert len(tokens) == OPTIONS.length
         assert answers[-1]
 
@@ -147,14 +146,14 @@ def test_an_engine_writes_what_its_target_would(model: PreTrainedModel, tmp_path
 def _all_rows(writer: Any, shard: int) -> list[Text]:
     """Return all rows, conversations without an answer included, so that rows and texts can be matched."""
     found: list[Text] = []
-    original = conversations.Row.text
+    original = synthesis.Row.text
 
     def noted(self: Any) -> Text:
         found.append(original(self))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversations.Row, "text", noted)
+        patch.setattr(synthesis.Row, "text", noted)
         writer.write(shard, [])
     return found
 
@@ -173,7 +172,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -4.0, float("-inf")])
     for temperature in (0.7, 1.0):
         expected = (logits / temperature).softmax(-1)
-        expected[expected < conversations.MIN_P * expected.max()] = 0
+        expected[expected < synthesis.MIN_P * expected.max()] = 0
         expected /= expected.sum()
         count = 20_000
         rows, temperature = logits.expand(count, -1), torch.full((count,), temperature)

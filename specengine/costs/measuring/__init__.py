@@ -43,7 +43,7 @@ WARM_SECONDS = 0.2  # of cycles on a device before any is measured: a clock that
 REHEARSED = 4  # cycles that a driver rehearses at once
 
 
-class Plan(NamedTuple):
+class MeasuringPlan(NamedTuple):
     """Numbers of nodes that one round of cycles measures.
 
     The time of a matrix product steps where a block of 16 rows is full. So the plans have counts on both sides of
@@ -55,13 +55,13 @@ class Plan(NamedTuple):
     widths: tuple[int, ...]
 
 
-SMALLEST_PLAN = Plan((1, 64, 16, 8, 4), (1, 16, 4))
+SMALLEST_PLAN = MeasuringPlan((1, 64, 16, 8, 4), (1, 16, 4))
 SHORT_PLANS = (
-    Plan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96), (1, 16, 4, 8)),
-    Plan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96, 2, 24), (1, 16, 4, 8, 2)),
+    MeasuringPlan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96), (1, 16, 4, 8)),
+    MeasuringPlan((1, 64, 16, 8, 4, 17, 32, 33, 48, 49, 96, 2, 24), (1, 16, 4, 8, 2)),
 )
-LONG_PLANS = (Plan((1, 64, 16, 8, 4, 17, 32, 33), (1, 16, 4)),)
-PADDED_PLANS = (Plan((1, 64, 16, 8, 4, 32, 96), (1, 16, 4, 8)),)
+LONG_PLANS = (MeasuringPlan((1, 64, 16, 8, 4, 17, 32, 33), (1, 16, 4)),)
+PADDED_PLANS = (MeasuringPlan((1, 64, 16, 8, 4, 32, 96), (1, 16, 4, 8)),)
 
 
 class Driver(Protocol):
@@ -277,7 +277,7 @@ def _expert(cycles: SyntheticCycles, until: float) -> float:
     return max(0.0, statistics.median(seconds)) if seconds else 0.0
 
 
-def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Samples:
+def _rounds(cycles: SyntheticCycles, plans: Sequence[MeasuringPlan], until: float) -> _Samples:
     """Run a round of the smallest plan, then rounds of the largest plan that there is time for."""
     samples, plan = _Samples(), cycles.plan(SMALLEST_PLAN)
     _round(cycles, plan, samples, until)
@@ -289,7 +289,7 @@ def _rounds(cycles: SyntheticCycles, plans: Sequence[Plan], until: float) -> _Sa
     return samples
 
 
-def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float) -> None:
+def _round(cycles: SyntheticCycles, plan: MeasuringPlan, samples: _Samples, until: float) -> None:
     for place, (nodes, width) in enumerate(zip(plan.nodes, itertools.cycle(plan.widths), strict=False)):
         if (len(samples.verify) > 1 or place > 1) and time.perf_counter() > until:
             return
@@ -302,7 +302,7 @@ def _round(cycles: SyntheticCycles, plan: Plan, samples: _Samples, until: float)
             samples.experts[nodes].append(float(cycles.target.experts.sum()))
 
 
-def _seconds(plan: Plan, samples: _Samples) -> float:
+def _seconds(plan: MeasuringPlan, samples: _Samples) -> float:
     """Return the time that a round of this plan is expected to take."""
     verify, draft = samples.costs()
     rest = _quantile(samples.root, LOW) + _quantile(samples.commit, LOW) + interpolated(draft, max(plan.widths))
@@ -362,11 +362,11 @@ class SyntheticCycles:
         target.want(() if drafter is None else drafter.traits.features)
         self._reserve(max_context)
 
-    def plan(self, plan: Plan) -> Plan:
+    def plan(self, plan: MeasuringPlan) -> MeasuringPlan:
         """Return the plan, with verifications of a driver's one size where there is a driver."""
         if self.driver is None:
             return plan
-        return Plan((min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths)
+        return MeasuringPlan((min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths)
 
     def begin(self, context: int) -> float:
         """Fill both caches with `context` tokens. Return the seconds that it took."""

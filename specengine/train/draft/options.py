@@ -205,7 +205,7 @@ class TrainOptions(Checked):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     about: str
     text: SynthesisOptions
     training: TrainOptions
@@ -213,7 +213,7 @@ class Recipe:
 
 
 RECIPES = {
-    "cpu-small": Recipe(
+    "cpu-small": TrainingRecipe(
         "two CPU cores; 89 minutes for a model of 135M parameters, text included, with other work on the machine",
         SynthesisOptions(tokens=650_000, rows=128, length=512),
         TrainOptions(
@@ -221,7 +221,7 @@ RECIPES = {
         ),
         make_loss("ttt", steps=3, anchors=0.5),
     ),
-    "gpu": Recipe(
+    "gpu": TrainingRecipe(
         "one large GPU, tens of minutes for small models; not measured",
         SynthesisOptions(tokens=30_000_000, rows=1024, length=1024),
         TrainOptions(
@@ -232,5 +232,5 @@ RECIPES = {
 }
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> TrainingRecipe:
     return require_known("recipe", name, RECIPES)

@@ -93,7 +93,7 @@ class Layout(ABC):
         raw: the config; names: of the tensors on disk; chosen: whether the user named the layout; layer_ids: hidden
         states to read instead of the config's.
         """
-        self.fields = Fields(raw)
+        self.fields = HeadFields(raw)
         self.names = frozenset(names)
         self.chosen = chosen
         self.chosen_layer_ids = layer_ids
@@ -145,7 +145,7 @@ class Layout(ABC):
 
     # ---- what configs of all layouts share
 
-    def read_layer(self, fields: Fields) -> dict[str, Any]:
+    def read_layer(self, fields: HeadFields) -> dict[str, Any]:
         """Read the sizes and numbers of the decoder layer from the object that holds them."""
         sizes = {name: fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
         heads = fields.size("num_attention_heads")
@@ -211,7 +211,7 @@ class Layout(ABC):
             raise CheckpointError(f"draft_vocab_size: got {size}, more than the target's {vocab_size}")
         return size
 
-    def _rope(self, fields: Fields) -> dict[str, Any]:
+    def _rope(self, fields: HeadFields) -> dict[str, Any]:
         """Read the draft's own rotary parameters; never the target's, which drafts were not trained with."""
         stated = fields.nested("rope_parameters")
         stated = stated if stated.raw else fields.nested("rope_scaling")
@@ -334,7 +334,7 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
 # ---- reading fields
 
 
-class Fields:
+class HeadFields:
     """Read the fields of one JSON object. A missing field, or null, is the default; without one it is refused.
 
     Methods raise CheckpointError, which names the field and what it accepts.
@@ -395,12 +395,12 @@ class Fields:
             raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
         return [float(item) for item in value]
 
-    def nested(self, name: str) -> Fields:
+    def nested(self, name: str) -> HeadFields:
         """Read an object; empty by default."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise refused(name, value, "an object")
-        return Fields(value)
+        return HeadFields(value)
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
@@ -424,7 +424,7 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
+def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
     if "head_dim" not in fields and hidden_size % heads:
         raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads")
     size = fields.size("head_dim", hidden_size // heads)
@@ -435,7 +435,7 @@ def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
     return size
 
 
-def _rope_numbers(stated: Fields, kind: str) -> dict[str, Any]:
+def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     """Read the numbers of a rotary set beside its theta; CheckpointError for missing and for unknown ones."""
     required, optional = _ROPE_REQUIRED[kind], _ROPE_OPTIONAL.get(kind, ())
     known = (*_ROPE_IGNORED, *required, *optional)
@@ -452,7 +452,7 @@ def _rope_numbers(stated: Fields, kind: str) -> dict[str, Any]:
     return numbers
 
 
-def _rope_number(stated: Fields, name: str) -> int | bool | float:
+def _rope_number(stated: HeadFields, name: str) -> int | bool | float:
     if name == _ORIGINAL:
         return stated.size(name, most=MAX_POSITIONS)
     if name == "truncate":

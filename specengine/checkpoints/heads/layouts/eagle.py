@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from specengine.models.eagle import EagleConfig
 
 
-class Eagle(Layout):
+class EagleLayout(Layout):
     """A flat config of Llama's fields. The layout of every config that no other layout recognises."""
 
     family = "official"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from specengine.checkpoints.heads.layouts.eagle import Eagle
+from specengine.checkpoints.heads.layouts.eagle import EagleLayout
 
 
-class SpecForge(Eagle):
+class SpecForge(EagleLayout):
     """EAGLE-3. An `eagle_config` counts layers by their outputs."""
 
     marks = ("eagle_config",)
