@@ -43,6 +43,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         title="specengine",
         version=specengine.__version__,
         lifespan=lifespan,
+        openapi_url=None,  # FastAPI would draw it between the steps of other answers
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
         responses={"default": {"description": "refused or failed"}},
@@ -98,8 +99,8 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            paths = app.openapi()["paths"].items()
-            routes = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+            shown_routes = (route for route in app.routes if getattr(route, "include_in_schema", False))
+            routes = [f"{method} {route.path_format}" for route in shown_routes for method in sorted(route.methods)]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
 
@@ -110,6 +111,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         require_ready(worker)
         return json_response({"status": "ok", "parallel": worker.parallel})
 
+    app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)  # in a thread
     for path in HEALTH:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 
 from specengine.protocol.problems import RequestError
@@ -91,6 +92,13 @@ def test_a_route_that_is_not_there_says_which_are(hasty: Served, method: str, pa
     assert answer.status_code == status
     assert path in message
     assert "POST /v1/chat/completions" in message
+    paths = hasty.client.get("/openapi.json").json()["paths"].items()
+    assert message.partition("there are ")[2].split(", ") == [f"{m.upper()} {p}" for p, each in paths for m in each]
+
+
+def test_a_route_that_is_not_there_draws_no_description(hasty: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastAPI, "openapi", lambda _: pytest.fail("it takes 0.2 s, in which no other answer goes on"))
+    assert hasty.client.post("/v1/nothing").status_code == 404
 
 
 def test_any_name_is_the_one_model_unless_the_server_is_strict(hasty: Served) -> None:
