@@ -29,7 +29,7 @@ from bench.arguments import add_arguments
 from specengine import Engine, policies
 from specengine.benchmark.measuring import rotated
 from specengine.costs import PassCosts, Points, interpolated
-from specengine.costs.measuring import load, stored
+from specengine.costs.measuring import processor_times, share_of_others, stored
 from specengine.records import Stats
 
 JUDGED = 3  # of a table's answers, the last ones
@@ -57,12 +57,12 @@ def main() -> None:
 
 
 def _records(args: argparse.Namespace) -> Iterator[Record]:
-    before = load.look()
+    before = processor_times()
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.from_pretrained(args.model, args.draft)
         parts = {"tables": _tables, "calibrations": _calibrations, "plain": _over_plain}
         yield from parts[args.part](engine, args, Path(folder))
-    yield {"record": "load", "others": load.share_since(before)}
+    yield {"record": "load", "others": share_of_others(before)}
 
 
 # ---- tables

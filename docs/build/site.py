@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from specengine.trace import read_trace
-from specengine.trace.page import page
+from specengine.trace.views import page
 
 ROOT = Path(__file__).parents[2]
 SITE = "build/docs"  # site_dir of zensical.toml

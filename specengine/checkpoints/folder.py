@@ -125,16 +125,13 @@ def generation_config_of(folder: Path) -> GenerationConfig:
 @contextlib.contextmanager
 def no_loading_bars() -> Iterator[None]:
     """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
-    loading, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    loading = logging.is_progress_bar_enabled()
+    restore_downloads = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
     logging.disable_progress_bar()  # both kinds
-    _show_downloads(downloads)
+    restore_downloads()
     try:
         yield
     finally:
         if loading:
             logging.enable_progress_bar()
-        _show_downloads(downloads)
-
-
-def _show_downloads(are_shown: bool) -> None:
-    (enable_progress_bars if are_shown else disable_progress_bars)()
+        restore_downloads()

@@ -11,7 +11,7 @@ from specengine.cli import given
 from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say
 from specengine.cli.verdict import Seen, known_costs, verdict
-from specengine.costs.measuring import load
+from specengine.costs.measuring import processor_times, share_of_others
 from specengine.errors import require, require_minimum
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     origin = provenance("specengine", sys.argv[1:])
     log = Log(arguments.out, origin, _settings(arguments, choice.names, items))
-    before = load.look()
+    before = processor_times()
     if log.resumed:
         answers = sum(record["record"] == "answer" for record in log.records)
         say(f"{arguments.out}: {answers} answers are there already, the run goes on behind them")
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     for record in run_.records(items, list(log.records)):
         log.add(record)
     if len(log.records) > count:
-        others = load.share_since(before)
+        others = share_of_others(before)
         log.add({"record": "load", "others": others})
     _print(tables(log.records))
     print(_verdict(log.records, choice, first, others))

@@ -17,7 +17,7 @@ from specengine.cli.generate import DraftColours, Paint, plain_text
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
 from specengine.cli.verdict import SAME, Seen, known_costs, verdict
-from specengine.costs.measuring import load
+from specengine.costs.measuring import processor_times, share_of_others
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.records import Stats
@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     ways = _ways(plain, engine, arguments.prompt)
     arguments.max_new_tokens = _affordable(ways, arguments.max_new_tokens)
-    before = load.look()
+    before = processor_times()
     _time(ways, arguments)
-    others = load.share_since(before)
+    others = share_of_others(before)
     _print_table(ways, plain, engine, arguments)
     print(f"\n{_verdict(ways, engine, others)}")
     return 0

@@ -21,7 +21,7 @@ from specengine.cli.inspection import OPENINGS, cache_state, devices, entry_line
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.cli.verdict import Seen, break_even, verdict
 from specengine.costs import measuring
-from specengine.costs.measuring import load, stored
+from specengine.costs.measuring import processor_times, share_of_others, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
@@ -47,7 +47,7 @@ SECONDS = 6.0  # after which no further one is begun
 
 
 def run(arguments: argparse.Namespace) -> int:
-    before = load.look()
+    before = processor_times()
     progress = Progress(4)
     with progress.step("Loading"):
         options = given.load_options(arguments) | {"draft_options": dict(arguments.draft_option)}
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.step("Answering, with and without the draft"):
         seen = _seen(engine)
     passes = seen.passes if seen else 0.0
-    others = load.share_since(before)
+    others = share_of_others(before)
     name = arguments.model or engine.target.name
     found: dict[str, Any] = {
         "versions": versions(),

@@ -11,9 +11,8 @@ from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import require, require_suffix
 from specengine.files import atomic, writing
 from specengine.trace import Trace, read_trace
-from specengine.trace.page import page
 from specengine.trace.records import TracedCycle
-from specengine.trace.text import MARKS, cycle_lines, summary
+from specengine.trace.views import MARKS, cycle_lines, page, summary
 
 
 def run(arguments: argparse.Namespace) -> int:

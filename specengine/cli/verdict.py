@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from specengine.costs.measuring import load, stored
+from specengine.costs.measuring import busy, stored
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
@@ -71,7 +71,7 @@ def verdict(device: str, costs: PassCosts | None, seen: Seen | None, others: flo
     others: share of the processors that other programs took meanwhile, None where it is not known.
     """
     text = _verdict(device, costs, seen)
-    doubt = load.busy(others) or (None if costs is None else costs.doubt)
+    doubt = busy(others) or (None if costs is None else costs.doubt)
     return (
         text
         if seen is None or doubt is None

@@ -151,10 +151,6 @@ def _count(device: torch.device, value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int32, device=device)
 
 
-def _real(device: torch.device, value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
     """Return the arrays of a tree of 5 nodes."""
     parents = [-1, 0, 0, 1, 3]
@@ -187,7 +183,7 @@ def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
     drawn = (
         torch.arange(ROWS, device=device, dtype=torch.int64) * 2**33,
         _whole(device, -(2**61) + 5),
-        _real(device, 0.7),
+        torch.tensor([0.7], dtype=torch.float32, device=device),
     )
     return [(logits, *how) for logits in _logits(device) for how in ((), drawn)]
 

@@ -388,7 +388,8 @@ def next_pass(
     )
     ends, drawings = [], []
     for _ in range(rounds):
-        order = _order(torch.where(played.waiting, played.chances, -1.0))[:, :most]
+        chances = torch.where(played.waiting, played.chances, -1.0)
+        order = chances.sort(dim=1, descending=True, stable=True).indices[:, :most]  # the first of equals first
         place = torch.arange(order.shape[1], device=paths.device, dtype=torch.int64)
         drawn = played.waiting.gather(1, order) & (place < widths)
         drawings.append((order, drawn))
@@ -588,8 +589,3 @@ def _value(found: Tensor, verify: Tensor) -> Tensor:
     best = found.topk(most).values
     worth = best.cumsum(1) - verify[1 : most + 1]
     return worth.masked_fill(best <= 0, -math.inf).max(1).values
-
-
-def _order(values: Tensor) -> Tensor:
-    """Return indices of each row by value, descending, the first of equals first."""
-    return values.sort(dim=1, descending=True, stable=True).indices

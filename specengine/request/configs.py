@@ -73,13 +73,18 @@ class Configured:
     """
 
     def __init__(self, call: GenerationConfig | None = None, model: GenerationConfig | None = None) -> None:
-        asked = {} if call is None else _set_fields(call)
+        of_call = {} if call is None else _set_fields(call)
         for name in _OUTPUTS:
-            if asked.get(name):
-                raise _unsupported(name, asked[name], "leave it out")
-        own = {} if model is None else _set_fields(model)
-        own.pop("return_dict_in_generate", None)  # the caller says what comes back
-        self.values = {name: value for name, value in (own | asked).items() if not _keeps_all(name, value)}
+            if of_call.get(name):
+                raise _unsupported(name, of_call[name], "leave it out")
+        of_model = {} if model is None else _set_fields(model)
+        of_model.pop("return_dict_in_generate", None)  # the caller says what comes back
+        self.values = {
+            name: value
+            for name, value in (of_model | of_call).items()
+            # above 1, transformers takes a share for all of the tokens
+            if not (name in ("top_p", "typical_p") and isinstance(value, int | float) and value > 1)
+        }
         if self.values.get("top_p") == 0:
             self.values["top_p"] = MIN_TOP_P
 
@@ -121,11 +126,6 @@ class Configured:
                     f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
                 ) from error
         return [processor for processor in processors if processor is not None]
-
-
-def _keeps_all(name: str, value: Any) -> bool:
-    """Return whether transformers takes this share of the tokens for all of them."""
-    return name in ("top_p", "typical_p") and isinstance(value, int | float) and value > 1
 
 
 def _set_fields(config: GenerationConfig) -> dict[str, Any]:

@@ -242,7 +242,9 @@ class SpecialText(NamedTuple):
             raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
 
         def marked(value: Any) -> Any:
-            return _with(value, lambda text: self.pattern.sub(lambda found: self._name(mark, found[0]), text))
+            return _with(
+                value, lambda text: self.pattern.sub(lambda match: f"{mark}{self.texts.index(match[0])}{mark}", text)
+            )
 
         tools = tools and marked(list(tools))
         text = filled(self.tokenizer, marked(messages), tools, "prompt", **_ENDED | marked(options))
@@ -252,9 +254,6 @@ class SpecialText(NamedTuple):
             raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
         names = re.compile(f"{mark}(\\d+){mark}")
         return self._pieces(text, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
-
-    def _name(self, mark: str, text: str) -> str:
-        return f"{mark}{self.texts.index(text)}{mark}"
 
     def _pieces(self, text: str, restored: Callable[[str], str] = str) -> list[int]:
         ids, end = [], 0
@@ -328,7 +327,8 @@ class Room:
         count = read = 0
         for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
             self.still_wanted()
-            count += len(tokenizer(_readable(piece), add_special_tokens=False)["input_ids"])
+            readable = piece.encode("utf-8", "replace").decode()
+            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
             read += len(piece)
             if count > MARGIN * self.tokens:
                 message = (
@@ -372,7 +372,3 @@ def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
             letters += len(part)
     if held:
         yield "".join(held)
-
-
-def _readable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()

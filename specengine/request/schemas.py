@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, DecimalException
 from fractions import Fraction
 from functools import reduce
@@ -208,7 +207,8 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
 def _keep_format(schema: dict[str, Any], types: list[Any] | None) -> None:
     """Replace a format by what it means; ValueError where that is unknown."""
     name = schema.get("format")
-    texts, numbers = types is None or "string" in types, types is not None and {"integer", "number"} & {*_texts(types)}
+    texts = types is None or "string" in types
+    numbers = types is not None and ("integer" in types or "number" in types)
     if not isinstance(name, str) or (texts and name in _STRINGS and name not in _PATTERNS):
         return
     if numbers and not texts and (name in _INTEGERS or name in _FLOATS):
@@ -228,7 +228,3 @@ def _keep_format(schema: dict[str, Any], types: list[Any] | None) -> None:
         else:
             schema["pattern"] = pattern
     del schema["format"]
-
-
-def _texts(values: list[Any]) -> Iterator[str]:
-    return (value for value in values if isinstance(value, str))

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from specengine.trace.reader import read_trace
-from specengine.trace.records import Query, Trace, TracedCycle
+from specengine.trace.records import Query, Trace, TracedCycle, read_trace
 
 if TYPE_CHECKING:
     from specengine.trace.writer import TraceWriter

@@ -6,17 +6,23 @@ cycle   one cycle: the fields of TracedCycle
 end     the end of the query: finish_reason (null if it was stopped from outside), stats (Stats.to_dict)
 
 A file has any number of queries, each with its cycles and its end. The file of a killed run has no last end, and its
-last line may be incomplete.
+last line may be incomplete. Its content is untrusted: every field is checked, and nothing in it is run.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from specengine.errors import InputError
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -152,3 +158,216 @@ class Trace:
     versions: dict[str, str]
     queries: list[Query] = field(default_factory=list)
     truncated: bool = False
+
+
+Check = tuple[str, Callable[[Any], bool]]
+
+
+def read_trace(file: Path) -> Trace:
+    """Return the trace in `file`.
+
+    An incomplete last line, as a killed run leaves it, is skipped and reported. Raise InputError naming line and field
+    for any other error.
+    """
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"trace: {file} cannot be read ({error.strerror or error})") from error
+    reading = _Reading(file)
+    for number, line in enumerate(lines[:-1], start=1):
+        reading.take(_parsed(line, f"{file}, line {number}"), f"{file}, line {number}")
+    rest, where = lines[-1], f"{file}, line {len(lines)}"
+    truncated = False
+    if rest:
+        try:
+            record = _parsed(rest, where)
+        except InputError:
+            truncated = True
+        else:
+            reading.take(record, where)
+    return reading.done(truncated)
+
+
+class _Reading:
+    """Collects the records of a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._header: dict[str, Any] | None = None
+        self._queries: list[dict[str, Any]] = []
+
+    def take(self, record: dict[str, Any], where: str) -> None:
+        kind = record.pop("record", None)
+        if not isinstance(kind, str) or kind not in _FIELDS:
+            raise InputError(f"trace: {where}: record: got {_short(kind)}, accepted {', '.join(_FIELDS)}")
+        if self._header is None and kind != "trace":
+            raise InputError(f"trace: {where}: record: got {kind}, but a trace begins with a record trace")
+        if kind == "trace" and record.get("format") != FORMAT:
+            raise InputError(
+                f"trace: {where}: format: got {_short(record.get('format'))}, this specengine reads {FORMAT}"
+            )
+        record = {**_DEFAULTS.get(kind, {}), **record}
+        _check_fields(record, kind, where)
+        getattr(self, f"_take_{kind}")(record, where)
+
+    def done(self, truncated: bool) -> Trace:
+        if self._header is None:
+            raise InputError(f"trace: {self._file} has no records")
+        return Trace(
+            self._file, **self._header, queries=[Query(**query) for query in self._queries], truncated=truncated
+        )
+
+    def _take_trace(self, record: dict[str, Any], where: str) -> None:
+        if self._header is not None:
+            raise InputError(f"trace: {where}: record: a second record trace")
+        self._header = {name: value for name, value in record.items() if name != "format"}
+
+    def _take_query(self, record: dict[str, Any], where: str) -> None:
+        self._queries.append({**record, "cycles": []})
+
+    def _take_cycle(self, record: dict[str, Any], where: str) -> None:
+        _check_tree(record, where)
+        self._open_query("cycle", where)["cycles"].append(TracedCycle(**record))
+
+    def _take_end(self, record: dict[str, Any], where: str) -> None:
+        self._open_query("end", where).update(record)
+
+    def _open_query(self, kind: str, where: str) -> dict[str, Any]:
+        if not self._queries or "stats" in self._queries[-1]:
+            raise InputError(f"trace: {where}: record: got {kind} outside a query")
+        return self._queries[-1]
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"trace: {where} is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise InputError(f"trace: {where}: got {_short(record)}, expected an object")
+    return record
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+# ---- fields
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_seconds(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _every(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and all(map(check, values))
+
+
+_TEXT: Check = ("a string", lambda value: isinstance(value, str))
+_TOKENS: Check = ("a list of token ids", _every(lambda value: _is_int(value) and value >= 0))
+_NODES: Check = ("a list of node numbers", _every(_is_int))
+_PROBABILITIES: Check = ("a list of numbers from 0 to 1", _every(_is_probability))
+_TEXTS: Check = ("a list of strings", _every(_TEXT[1]))
+_ORIGINS: Check = (
+    f"null or a list of {', '.join(ORIGINS)} and null",
+    lambda value: value is None or _every(lambda name: name is None or name in ORIGINS)(value),
+)
+
+_DEFAULTS = {"cycle": {"origins": None}}  # fields that earlier versions did not write
+_FIELDS: dict[str, dict[str, Check]] = {
+    "trace": {
+        "format": (str(FORMAT), _is_int),
+        "model": _TEXT,
+        "draft": _TEXT,
+        "policy": _TEXT,
+        "versions": (
+            "an object of strings",
+            lambda value: isinstance(value, dict) and all(map(_TEXT[1], value.values())),
+        ),
+    },
+    "query": {
+        "prompt": _TEXT,
+        "prompt_tokens": _TOKENS,
+        "seed": ("an integer or null", lambda value: value is None or _is_int(value)),
+    },
+    "cycle": {
+        "tokens": _TOKENS,
+        "texts": _TEXTS,
+        "parents": _NODES,
+        "probabilities": _PROBABILITIES,
+        "path_probabilities": _PROBABILITIES,
+        "kept": _NODES,
+        "accepted": _NODES,
+        "committed": _TOKENS,
+        "committed_texts": _TEXTS,
+        "text": _TEXT,
+        "passes": ("0 or more", lambda value: _is_int(value) and value >= 0),
+        "seconds": (
+            "an object of seconds",
+            lambda value: isinstance(value, dict) and all(map(_is_seconds, value.values())),
+        ),
+        "origins": _ORIGINS,
+    },
+    "end": {
+        "finish_reason": ("a string or null", lambda value: value is None or isinstance(value, str)),
+        "stats": ("an object", lambda value: isinstance(value, dict)),
+    },
+}
+
+
+def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
+    checks = _FIELDS[kind]
+    for name, (accepted, holds) in checks.items():
+        if name not in record:
+            raise InputError(f"trace: {where}: {kind}.{name} is missing")
+        if not holds(record[name]):
+            raise InputError(f"trace: {where}: {kind}.{name}: got {_short(record[name])}, expected {accepted}")
+    unknown = record.keys() - checks.keys()
+    if unknown:
+        raise InputError(f"trace: {where}: {kind}.{min(unknown)} is unknown, known are {', '.join(checks)}")
+
+
+def _check_tree(record: dict[str, Any], where: str) -> None:
+    """Raise InputError unless the lists of a cycle fit together."""
+
+    def require(name: str, expected: str, holds: bool) -> None:
+        if not holds:
+            raise InputError(f"trace: {where}: cycle.{name}: got {_short(record[name])}, expected {expected}")
+
+    tokens, parents, kept, accepted = (record[name] for name in ("tokens", "parents", "kept", "accepted"))
+    size = len(tokens)
+    require("tokens", "at least the root", size > 0)
+    for name in ("texts", "parents", "probabilities", "path_probabilities"):
+        require(name, f"{size} entries, as many as tokens", len(record[name]) == size)
+    require(
+        "origins", f"{size} entries, as many as tokens", record["origins"] is None or len(record["origins"]) == size
+    )
+    ordered = parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
+    require("parents", "-1 at the root, and an earlier node for every other", ordered)
+
+    inside = {node for node in kept if 0 <= node < size}
+    rising = kept[:1] == [0] and all(left < right for left, right in pairwise(kept))
+    closed = rising and len(inside) == len(kept) and all(parents[node] in inside for node in kept[1:])
+    require("kept", "ascending nodes, the root first, each with its parent", closed)
+    linked = all(node in inside and parents[node] == above for above, node in pairwise(accepted))
+    require("accepted", "a path of kept nodes from the root", accepted[:1] == [0] and linked)
+
+    committed = record["committed"]
+    follows = [tokens[node] for node in accepted[1:]] in (committed[:-1], committed)
+    require("committed", "the accepted tokens and one more, unless they end the answer", bool(committed) and follows)
+    count = len(committed)
+    require("committed_texts", f"{count} entries, as many as committed", len(record["committed_texts"]) == count)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

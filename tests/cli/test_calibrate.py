@@ -13,7 +13,7 @@ import pytest
 from specengine import Engine
 from specengine.cli import main
 from specengine.costs import PassCosts
-from specengine.costs.measuring import SyntheticCycles, load, stored
+from specengine.costs.measuring import SyntheticCycles, stored
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_the_table_of_a_model_and_its_draft(folder: str, head: str, tmp_path: Pa
 
 @pytest.mark.parametrize("others", [0.0, 0.4])
 def test_a_busy_machine_is_told(folder: str, capsys: Any, monkeypatch: Any, others: float) -> None:
-    monkeypatch.setattr(load, "share_since", lambda _: others)
+    monkeypatch.setattr("specengine.costs.measuring.share_of_others", lambda _: others)
     monkeypatch.setattr("specengine.costs.MAX_SPREAD", math.inf)
     assert main(["calibrate", "--model", folder, "--draft", "ngram"]) == 0
     told = "note: these costs are provisional, other programs took 40% of the processors; they are measured again"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.costs import PassCosts, interpolated, measuring
-from specengine.costs.measuring import SyntheticCycles, load, stored
+from specengine.costs.measuring import SyntheticCycles, processor_times, share_of_others, stored
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
@@ -410,7 +410,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(stored, "measure", measure)
     monkeypatch.setattr("time.time", lambda: machine["now"])
-    monkeypatch.setattr(load, "share_since", lambda _: machine["load"])
+    monkeypatch.setattr(stored, "share_of_others", lambda _: machine["load"])
     return machine
 
 
@@ -488,13 +488,13 @@ def test_load_is_what_others_took(tmp_path: Path, monkeypatch: Any, user: int, s
     file = tmp_path / "stat"
     file.write_text(STAT.format(user=1000, steal=10))
     clock = iter([0.0, 2.0, 2.0])
-    monkeypatch.setattr(load, "PROCESSOR_TIMES", file)
-    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 5.0))
+    monkeypatch.setattr(measuring, "PROCESSOR_TIMES", file)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 5.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sysconf", lambda _: 100)
-    before = load.look()
+    before = processor_times()
     file.write_text(STAT.format(user=1000 + user, steal=10 + steal))
-    assert load.share_since(before) == pytest.approx(share)
+    assert share_of_others(before) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("text", ["", "cpu\n", "cpu a b c d e f g h\n", None])
@@ -502,9 +502,9 @@ def test_load_is_unknown_where_the_system_does_not_tell(tmp_path: Path, monkeypa
     file = tmp_path / "stat"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(load, "PROCESSOR_TIMES", file)
-    assert load.look() is None
-    assert load.share_since(load.look()) is None
+    monkeypatch.setattr(measuring, "PROCESSOR_TIMES", file)
+    assert processor_times() is None
+    assert share_of_others(processor_times()) is None
 
 
 def test_a_folder_that_cannot_be_written(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,8 +8,8 @@ import pytest
 from specengine import Engine
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle
-from specengine.trace.reader import read_trace
-from specengine.trace.text import cycle_lines
+from specengine.trace.records import read_trace
+from specengine.trace.views import cycle_lines
 from specengine.trace.writer import TraceWriter
 from tests import toy
 from tests.engine import engines

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from specengine.ops import _trial, attention, queue, select, worth
-from specengine.ops._trial import COLUMNS, HEADS, ROWS, SIZE, _count, _logits, _real, _rows, _tree, _wave, _whole
+from specengine.ops._trial import COLUMNS, HEADS, ROWS, SIZE, _count, _logits, _rows, _tree, _wave, _whole
 from specengine.ops.tree import Nodes
 from specengine.ops.worth import KNOTS, LEVELS, PLACES, Counts, Notes, Prices, Throughput
+
+
+def _real(device: torch.device, value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def differs(name: str, run: dict[str, Callable[..., Any]], device: torch.device) -> str:

@@ -13,8 +13,7 @@ import pytest
 
 from specengine.cli import main
 from specengine.trace import Trace, read_trace
-from specengine.trace.page import page
-from specengine.trace.text import cycle_lines, summary
+from specengine.trace.views import cycle_lines, page, summary
 from tests.toy import byte_tokenizer, tiny
 
 

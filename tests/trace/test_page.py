@@ -13,9 +13,8 @@ import pytest
 
 from specengine import policies
 from specengine.cli import main
-from specengine.trace import Trace
-from specengine.trace import page as page_module
-from specengine.trace.page import page
+from specengine.trace import Trace, views
+from specengine.trace.views import page
 from tests.toy import LetterTokenizer
 from tests.trace.runs import toy_engine, write
 
@@ -74,7 +73,7 @@ def test_the_page_holds_the_tree(written: Trace) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_the_page_is_a_script() -> None:
-    script = Path(page_module.__file__).with_name("page.js")
+    script = Path(views.__file__).with_name("page.js")
     done = subprocess.run(["node", "--check", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from specengine.trace import Trace, TracedCycle, read_trace
-from specengine.trace.text import LEGEND, MARKS, cycle_lines, summary
+from specengine.trace.views import LEGEND, MARKS, cycle_lines, summary
 from tests.trace.runs import TREE, rewritten, set_field
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine.costs import PassCosts, Points, interpolated
+from specengine.costs import busy as busy
 from specengine.costs.laws import lawful
-from specengine.costs.measuring import load
 from specengine.cuda_graphs import room
 from specengine.errors import require
 from specengine.models import Target
@@ -130,7 +132,7 @@ def measure(
     if driver is not None and (driver.policy is None) != (drafter is None):
         driver = None  # of an engine that does not draft
     began = time.perf_counter()
-    before = load.look()
+    before = processor_times()
     cycles = SyntheticCycles(target, drafter, max(contexts(target)), driver)
     try:
         with target.running():
@@ -142,7 +144,7 @@ def measure(
                 costs = _measured(cycles, began, seconds)
     finally:
         cycles.end()
-    return dataclasses.replace(costs, load=load.share_since(before) or 0.0)
+    return dataclasses.replace(costs, load=share_of_others(before) or 0.0)
 
 
 def _warm(cycles: SyntheticCycles) -> float:
@@ -477,7 +479,7 @@ class SyntheticCycles:
         innermost: Any = self.drafter
         while hasattr(innermost, "inner"):  # unwrap
             innermost = innermost.inner
-        if _is_captured(innermost):
+        if hasattr(innermost, "reads"):  # a CapturedDrafter, a class of a package above this one
             innermost.reserve(tokens, DRAFT_SLOTS, MAX_PATH)
 
     def _rewind(self) -> None:
@@ -501,6 +503,35 @@ class SyntheticCycles:
             torch.accelerator.synchronize(self.target.device)
 
 
-def _is_captured(drafter: Any) -> bool:
-    """Return whether this is a CapturedDrafter, a class of a package above this one."""
-    return hasattr(drafter, "reads")
+# ---- what other programs take of the processors, as Linux counts it
+
+PROCESSOR_TIMES = Path("/proc/stat")
+MIN_SECONDS = 0.1  # between two readings of them: the system counts hundredths of a second
+
+
+class ProcessorTimes(NamedTuple):
+    """Counters at one moment, in seconds: the clock, of all processors in use and stolen, and of this process."""
+
+    clock: float
+    in_use: float
+    own: float
+
+
+def processor_times() -> ProcessorTimes | None:
+    """Return the counters now; None where the system does not tell them."""
+    try:
+        line = PROCESSOR_TIMES.read_text(encoding="ascii").splitlines()[0]
+        user, nice, system, _, _, irq, softirq, steal = (float(field) for field in line.split()[1:9])
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return ProcessorTimes(time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, time.process_time())
+
+
+def share_of_others(before: ProcessorTimes | None) -> float | None:
+    """Return the share of all processors, 0 to 1, that others took since then; None if unknown or too short a time."""
+    now = processor_times()
+    if before is None or now is None or now.clock - before.clock < MIN_SECONDS:
+        return None
+    others = (now.in_use - before.in_use) - (now.own - before.own)
+    return min(1.0, max(0.0, others / ((now.clock - before.clock) * (os.cpu_count() or 1))))

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from specengine.costs import PassCosts
+from specengine.costs import PassCosts, busy
 from specengine.costs.laws import fault
-from specengine.costs.measuring import SECONDS, Driver, count_experts, load, measure
+from specengine.costs.measuring import (
+    SECONDS,
+    Driver,
+    ProcessorTimes,
+    count_experts,
+    measure,
+    processor_times,
+    share_of_others,
+)
 from specengine.errors import CacheFolderError, InputError
 from specengine.files import atomic, cache_dir
 from specengine.models import Target
@@ -35,19 +43,19 @@ MAX_SECONDS = 3600.0  # of a pass; a file that states more is damaged
 
 @dataclass
 class _Kept:
-    """Costs as a file has them, when they were measured, in seconds since 1970, and the last look at the processors."""
+    """Costs as a file has them, when they were measured, in seconds since 1970, and the last processor times."""
 
     costs: PassCosts
     when: float
-    look: load.Look | None = field(default_factory=load.look)
+    times: ProcessorTimes | None = field(default_factory=processor_times)
 
     def may_improve(self) -> bool:
         """Return whether provisional costs may be measured again: the machine is quiet, and enough time has passed."""
         if self.costs.doubt is None or time.time() - self.when < SECONDS / MAX_SHARE:
             return False
-        others = load.share_since(self.look)
-        self.look = load.look()
-        return others is not None and load.busy(others) is None
+        others = share_of_others(self.times)
+        self.times = processor_times()
+        return others is not None and busy(others) is None
 
 
 _loaded: dict[str, _Kept] = {}  # by file, so that a process measures once even if it cannot write
