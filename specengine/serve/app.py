@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -99,7 +100,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            shown_routes = (route for route in app.routes if getattr(route, "include_in_schema", False))
+            shown_routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
             routes = [f"{method} {route.path_format}" for route in shown_routes for method in sorted(route.methods)]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
