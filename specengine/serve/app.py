@@ -101,7 +101,9 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             shown_routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-            routes = [f"{method} {route.path_format}" for route in shown_routes for method in sorted(route.methods)]
+            routes = [
+                f"{method} {route.path_format}" for route in shown_routes for method in sorted(route.methods or ())
+            ]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
 
