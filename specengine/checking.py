@@ -16,13 +16,13 @@ from specengine.models import Target, common_prefix
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
-from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
 from specengine.request.sampling import History, Sampler, refuse_no_choice
 from specengine.request.text import decoder
 
 if TYPE_CHECKING:
     from specengine.engine import Engine, TextGeneration
+    from specengine.records import GenerationResult
 
 # The largest logit gap that counts as rounding. Most logits of language models are below 32. Between 16 and 32,
 # neighbouring values are 2**-3 apart in bfloat16 (8 significant bits), 2**-6 in float16 (11) and 2**-19 in float32

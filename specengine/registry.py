@@ -1,7 +1,8 @@
 """Find variants and build them from options; options as Python's own values.
 
-A variant is a file of its package, whose name is the file's; a plug-in, which another installed package offers as an
-entry point of the group named as our package; or a class in a file of the user's, named as FILE.py:CLASS.
+A variant is a file of its package, or of a folder `baselines` in it, whose name is the file's; a plug-in, which another
+installed package offers as an entry point of the group named as our package; or a class in a file of the user's, named
+as FILE.py:CLASS.
 """
 
 from __future__ import annotations
@@ -22,17 +23,30 @@ from typing import Any, TypeVar
 
 from specengine.errors import InputError, did_you_mean, require_value, shown
 
+BASELINES = "baselines"  # a folder in that of a package, whose files are variants of the package too
+
 T = TypeVar("T")
 
 
 def names(package: ModuleType | str) -> list[str]:
-    """Return the names of all variants in the package's folder, sorted. A package given by name is not imported."""
+    """Return the names of all variants of the package, sorted. A package given by name is not imported."""
+    return sorted(_modules(package))
+
+
+def _modules(package: ModuleType | str) -> dict[str, str]:
+    """Return by name the module of each variant, from the package on: those in its folder and in `baselines` there."""
     if isinstance(package, str):
         spec = importlib.util.find_spec(package)
         folders = (spec.submodule_search_locations if spec is not None else None) or []
     else:
         folders = list(package.__path__)
-    return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
+    shelves = {"": folders, f".{BASELINES}": [str(Path(folder, BASELINES)) for folder in folders]}
+    return {
+        module.name: f"{shelf}.{module.name}"
+        for shelf, paths in shelves.items()
+        for module in pkgutil.iter_modules(paths)
+        if not module.name.startswith("_") and module.name != BASELINES
+    }
 
 
 def plugins(package: str) -> dict[str, metadata.EntryPoint]:
@@ -48,15 +62,15 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     """
     if is_file(name):
         return _in_file(base, name, field)
-    known = names(package)
-    if name not in known:
+    modules = _modules(package)
+    if name not in modules:
         offered = plugins(package.__name__)
         if name in offered:
             return _of_plugin(base, offered[name], field)
-        known += sorted(offered)
+        known = [*sorted(modules), *sorted(offered)]
         listed = ", ".join(known)
         raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, known)}")
-    module = importlib.import_module(f"{package.__name__}.{name}")
+    module = importlib.import_module(f"{package.__name__}{modules[name]}")
     classes = [
         value
         for value in vars(module).values()

@@ -321,7 +321,7 @@ def test_kernels_know_nothing_of_specengine() -> None:
     ("source", "own", "expected"),
     [
         ("from specengine import engine", "ops", 1),
-        ("def f():\n    from specengine.policies.eagle import Eagle", "ops", 1),
+        ("def f():\n    from specengine.policies.baselines.eagle import Eagle", "ops", 1),
         ("import specengine_kernels.verification", "engine", 1),
         ("from specengine import generate", "engine", 1),
         ("import bench.report", "ops", 1),

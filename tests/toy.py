@@ -23,7 +23,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.policies.specdecpp import Specdecpp
+from specengine.policies.baselines.specdecpp import Specdecpp
 from specengine.records import Cycle
 
 CPU = torch.device("cpu")

@@ -6,11 +6,13 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.benchmark.records import Record
 from specengine.models import common_prefix
-from specengine.records import Cycle, Seconds
+
+if TYPE_CHECKING:
+    from specengine.records import Cycle, Seconds
 
 COUNTS = ("cycles", "emitted", "passes", "verified", "drafted")
 PARTS = ("draft", "policy", "verify", "walk", "commit", "total")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import TreePolicy, _classifier, require, require_minimum
-from specengine.policies._classifier import Classifier
 
 
 @dataclass
@@ -44,8 +43,6 @@ class C2t(TreePolicy):
     top: int | None = None
     min_level1: int = 1
     hard_cap: int = 256
-
-    _learned: Classifier = field(init=False, repr=False, compare=False)
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"beta": 0.5, "min_level1": 0},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, TreePolicy, require, require_minimum
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 LEAST_HISTORY = 5  # cycles
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
@@ -70,18 +72,12 @@ class DynaTree(TreePolicy):
         "cpu": {"base_depth": 2, "max_depth": 4, "nodes": 11, "stop": 0.2},
     }
 
-    _base_depth: float = field(init=False, repr=False, compare=False)
-    _high: float = field(init=False, repr=False, compare=False)
-    _deep: float = field(init=False, repr=False, compare=False)
-    # float32 [] each, as the rule reads them: the whole base depth, the logarithms of high and deep
-    _moved: PerDevice[tuple[Tensor, ...]] = field(init=False, repr=False, compare=False)
-    _rates: deque[float] = field(init=False, repr=False, compare=False)
-    _since: int = field(default=0, init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         self._check()
         self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
-        self._rates = deque(maxlen=self.window)
+        self._rates = deque[float](maxlen=self.window)
+        self._since = 0  # cycles after the last adjustment
+        # float32 [] each: the whole base depth, the logarithms of high and deep
         self._moved = PerDevice(
             lambda device: torch.tensor(self._settings, device=device, dtype=torch.float32).unbind()
         )

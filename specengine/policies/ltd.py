@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, Networks, Shape
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 
@@ -56,11 +58,6 @@ class Ltd(Beam):
     width: int = field(default=0, init=False, repr=False)
     expansions: int = field(default=0, init=False, repr=False)
     budget: int = field(default=0, init=False, repr=False)
-    _shape: Shape = field(init=False, repr=False, compare=False)
-    _decisions: PerDevice[Decisions] = field(init=False, repr=False, compare=False)
-    _sizes: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int32: nodes verified, by action
-    _tokens: int = field(default=0, init=False, repr=False, compare=False)  # committed
-    _context: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int64 [1], as `_tokens`
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"networks": "paper"}, "cpu": {"networks": "cpu"}}
 
@@ -86,7 +83,9 @@ class Ltd(Beam):
             shape = Shape(**{**vars(shape), "check_every": self.check_every})
         sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
         self._shape, self._tokens = shape, 0
+        # int32: nodes verified, by action
         self._sizes = PerDevice(lambda device: torch.tensor(sizes, dtype=torch.int32, device=device))
+        # int64 [1]: tokens committed
         self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device, dtype=torch.int64))
         self._decisions = PerDevice(
             lambda device: decisions.on(device) if isinstance(decisions, Networks) else decisions

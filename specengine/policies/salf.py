@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +45,6 @@ class Salf(TreePolicy):
         "best-dsl-8b": {"threshold": 0.5, "fill": False},
         "cpu": {"budget": 12, "batch": 4, "threshold": 0.4},
     }
-
-    _queues: PerDevice[ops.Queues] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_minimum("salf", self, budget=1, batch=1)

@@ -15,12 +15,12 @@ import transformers
 
 import specengine
 from specengine.files import writing
-from specengine.records import Cycle, StreamPiece
 from specengine.request.text import Decoder
 from specengine.trace.records import FORMAT, TracedCycle
 
 if TYPE_CHECKING:
     from specengine.engine import Engine, TextGeneration
+    from specengine.records import Cycle, StreamPiece
 
 DIGITS = 6  # significant digits of a probability
 FACTS = ("split", "captured")  # of Seconds, which are no times

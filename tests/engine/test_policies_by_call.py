@@ -13,7 +13,7 @@ from specengine import Engine, policies
 from specengine.checking import certify
 from specengine.errors import InputError
 from specengine.policies import TreePolicy
-from specengine.policies.chain import Chain
+from specengine.policies.baselines.chain import Chain
 from tests import toy
 from tests.graphs.engines import PROMPT, engine_of, frozen
 

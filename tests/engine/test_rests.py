@@ -19,7 +19,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.native import NativeTarget
 from specengine.policies import Plan
-from specengine.policies.fixed import Fixed
+from specengine.policies.baselines.fixed import Fixed
 from tests.models.native_engines import native_lm, needs_extension
 from tests.toy import head_config, near_copy, tiny, tiny_head
 

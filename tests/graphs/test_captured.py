@@ -21,7 +21,7 @@ from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.models import kv_cache as cache
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.policies import TreePolicy, _classifier
-from specengine.policies.eagle import Eagle
+from specengine.policies.baselines.eagle import Eagle
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, Operations, as_on_a_device, engine_of, frozen, near_copy
 from tests.ops.backends import choose

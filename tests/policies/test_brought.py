@@ -97,7 +97,7 @@ def test_plug_ins_are_used_by_name(installed: None) -> None:
 
 
 def test_what_ships_comes_before_a_plug_in_of_its_name(installed: None) -> None:
-    assert policies.find("eagle").__module__ == "specengine.policies.eagle"
+    assert policies.find("eagle").__module__ == "specengine.policies.baselines.eagle"
     assert policies.plugins() == ["broken", "comb-plugin", "wrong"]
     assert drafters.plugins() == ["bigram-plugin", "embedding"]
     assert "comb-plugin" not in policies.names()

@@ -12,8 +12,8 @@ from specengine import policies
 from specengine.costs import PassCosts, interpolated
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
-from specengine.policies.caddtree import CaDDTree
-from specengine.policies.ddtree import DDTree
+from specengine.policies.baselines.caddtree import CaDDTree
+from specengine.policies.baselines.ddtree import DDTree
 from tests.policies import slow
 from tests.policies.test_ddtree import best_products, block_drafter
 

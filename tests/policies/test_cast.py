@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from specengine import policies
 from specengine.costs import PassCosts, interpolated
 from specengine.errors import InputError
-from specengine.policies.cast import Cast, last_best
-from specengine.policies.eagle import Eagle
+from specengine.policies.baselines.cast import Cast, last_best
+from specengine.policies.baselines.eagle import Eagle
 from tests.policies import slow
 from tests.policies.test_smart import COSTS
 

@@ -26,8 +26,8 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.policies.auto import Auto
-from specengine.policies.ddtree import DDTree
-from specengine.policies.eagle import Eagle
+from specengine.policies.baselines.ddtree import DDTree
+from specengine.policies.baselines.eagle import Eagle
 from specengine.records import Seconds
 from tests.ops.test_token_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for

@@ -18,7 +18,7 @@ from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies.ddtree import DDTree
+from specengine.policies.baselines.ddtree import DDTree
 from tests.policies import slow
 from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 

@@ -14,12 +14,12 @@ from specengine import policies
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.policies.ddd import Ddd
-from specengine.policies.dyjoint import DyJoint
-from specengine.policies.dymax import DyMax
-from specengine.policies.eagle import Eagle
-from specengine.policies.gammatune import Gammatune
-from specengine.policies.svip import Svip
+from specengine.policies.baselines.ddd import Ddd
+from specengine.policies.baselines.dyjoint import DyJoint
+from specengine.policies.baselines.dymax import DyMax
+from specengine.policies.baselines.eagle import Eagle
+from specengine.policies.baselines.gammatune import Gammatune
+from specengine.policies.baselines.svip import Svip
 from specengine.records import Cycle, Outcome, Seconds
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle

@@ -25,7 +25,7 @@ from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies import _ltd
 from specengine.policies._ltd import Networks, Shape
-from specengine.policies.eagle import Eagle
+from specengine.policies.baselines.eagle import Eagle
 from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
 from specengine.records import Seconds
 from tests.ops.backends import choose

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.errors import InputError
-from specengine.policies.opt_tree import OptTree
+from specengine.policies.baselines.opt_tree import OptTree
 from specengine.policies.salf import Salf
 from tests.policies import slow
 

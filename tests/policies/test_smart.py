@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specengine import policies
 from specengine.costs import PassCosts, interpolated
 from specengine.errors import InputError
-from specengine.policies.smart import Smart
+from specengine.policies.baselines.smart import Smart
 from tests.policies import slow
 
 CLOSE = 1e-9  # sides of a comparison that rounding could swap

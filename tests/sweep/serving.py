@@ -20,7 +20,7 @@ from specengine.models.own_cache import OwnCacheTarget
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies.eagle import Eagle
+from specengine.policies.baselines.eagle import Eagle
 from specengine.records import Cycle
 from tests.sweep.small import VOCABULARY, WINDOW, NotMadeError, model_of
 

@@ -14,7 +14,7 @@ from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.models.eagle import EagleHead, head_from
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.policies.eagle import Eagle as EaglePolicy
+from specengine.policies.baselines.eagle import Eagle as EaglePolicy
 from specengine.train.draft.losses import Unrolling, loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Reading, Teacher

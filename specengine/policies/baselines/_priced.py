@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from specengine import ops
 from specengine.costs import ASSUMED, PassCosts, find_costs
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 MEASURED = "measured"
 REPRICED = 16  # cycles between looks at the costs: contexts grow, and other texts come and go

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from specengine import ops
 from specengine.ops import Flag, Nodes
@@ -14,7 +13,9 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, require
 from specengine.policies._beam import Beam
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 
 @dataclass
@@ -38,16 +39,13 @@ class Gammatune(Beam):
         "cpu": {"width": 4, "expansions": 4, "budget": 12, "height": 3},
     }
 
-    _mean: float = field(init=False, repr=False, compare=False)
-    _height: int = field(init=False, repr=False, compare=False)
-    _heights: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int32 [1], as `_height`
-
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.expansions + 1
         require("gammatune", "height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most)
         require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
         self._mean, self._height = float(self.height), self.height
+        # int32 [1]: `_height`, as the rule reads it
         self._heights = PerDevice(lambda device: torch.tensor([self._height], dtype=torch.int32, device=device))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -43,13 +43,12 @@ class OptTree(TreePolicy):
         "cpu": {"nodes": 11, "threshold": 0.1},
     }
 
-    _value: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # float64 [1], of the tree so far
-
     def __post_init__(self) -> None:
         require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
         require("opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
         least = 2 if self.lag else 1
         require("opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least)
+        # float64 [1]: expected tokens of the tree so far
         self._value = PerDevice(lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device))
 
     @property

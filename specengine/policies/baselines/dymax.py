@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine.ops import Number
-from specengine.policies._chain import StoppedChain
+from specengine.policies.baselines._chain import StoppedChain
 
 
 @dataclass

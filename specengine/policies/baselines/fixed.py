@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ class Fixed(TreePolicy):
 
     ends_early = False
 
-    _wanted: PerDevice[Tensor] = field(init=False, repr=False, compare=False)  # int64 [passes], as `branching`
-
     def __post_init__(self) -> None:
         holds = bool(self.branching) and all(count >= 1 for count in self.branching)
         require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
+        # int64 [passes]: children of each node, by depth
         self._wanted = PerDevice(lambda device: torch.tensor(self.branching, device=device, dtype=torch.int64))
 
     @property

@@ -15,7 +15,7 @@ from specengine.ops import Candidates, Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import require, require_minimum
-from specengine.policies._priced import MEASURED, Priced
+from specengine.policies.baselines._priced import MEASURED, Priced
 
 
 @dataclass

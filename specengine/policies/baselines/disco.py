@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine import ops
@@ -11,7 +11,6 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
-from specengine.policies._classifier import Classifier
 
 
 @dataclass
@@ -29,8 +28,6 @@ class Disco(Beam):
 
     classifier: str = "auto"
     threshold: float = 0.5
-
-    _learned: Classifier = field(init=False, repr=False, compare=False)
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"width": 1, "expansions": 11, "budget": 13},

@@ -14,8 +14,8 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import require
-from specengine.policies._priced import MEASURED, Priced
-from specengine.policies.ddtree import DDTree
+from specengine.policies.baselines._priced import MEASURED, Priced
+from specengine.policies.baselines.ddtree import DDTree
 
 
 @dataclass

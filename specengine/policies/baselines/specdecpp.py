@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,6 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _classifier, require
 from specengine.policies._beam import Beam
-from specengine.policies._classifier import Classifier
 
 
 @dataclass
@@ -37,10 +36,6 @@ class Specdecpp(Beam):
     threshold: float = 0.3
     minimum: int = 1
 
-    _learned: Classifier = field(init=False, repr=False, compare=False)
-    # by node, and a spare one: product of acceptances from the root
-    _reached: PerDevice[Tensor] = field(init=False, repr=False, compare=False)
-
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "chain": {"width": 1, "expansions": 19, "budget": 21},
         "cpu": {"width": 4, "expansions": 4, "budget": 12},
@@ -52,6 +47,7 @@ class Specdecpp(Beam):
         bounds = f"0 to expansions = {self.expansions}"
         require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
         self._learned = _classifier.load("specdecpp", self.classifier)
+        # by node, and a spare one: product of acceptances from the root
         self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device, dtype=torch.float32))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
