@@ -155,7 +155,7 @@ class CausalLM:
         self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
         self._merges = merge
         self._fused: fused.Fused | None = None
-        self._take_twin()
+        self._take_twin(self._contents)
         self._choose_attention()
         if self.fuses and self.device.type in fused.DEVICES:
             self._fuse()
@@ -209,17 +209,17 @@ class CausalLM:
         self.require_same()
         contents = self._watch.contents() if self._watch is not None else []
         if contents != self._contents:
-            self._contents = contents
             self.version += 1
-            self._take_twin()
+            self._take_twin(contents)
+            self._contents = contents
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         cache = self._layers, self._heads, self._head_size, self._dtype, self._shapes
         return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
 
-    def _take_twin(self) -> None:
-        self._runs: Any = self._twin if self._packed is None else self._packed.model(self._contents)
+    def _take_twin(self, contents: list[Any]) -> None:
+        self._runs: Any = self._twin if self._packed is None else self._packed.model(contents)
         if self._fused is not None:
             self._fused.refresh()
 
@@ -326,7 +326,7 @@ class CausalLM:
             )
         if self._packed is not None:
             self._packed.copy_again()
-        self._take_twin()
+        self._take_twin(self._contents)
 
     def extend(
         self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"

@@ -14,9 +14,12 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import EngineBusyError, InputError, UnsupportedModelError
-from specengine.models import loaded
+from specengine.models import loaded, native
 from specengine.models.eagle import head_from
 from specengine.models.huggingface import CausalLM
+from specengine.models.native import NativeLM
+from specengine.models.twins import Packed
+from specengine.models.weights import Weight
 from tests.toy import byte_tokenizer, hooked, near_copy, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,6 +227,80 @@ def test_an_unchanged_model_keeps_its_caches_and_its_packed_weights(backend: str
     engine.refresh()
     assert engine.target is target
     assert target.lm.version == version
+
+
+# ----------------------------------------------------------------------------------------------- weights that fail
+
+
+def a_dropped_weight(patch: pytest.MonkeyPatch) -> None:
+    """Pack negated values in place of the first layer's: its states are not the modules' own."""
+    real = native.add_weight
+
+    def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
+        if weight.name.startswith("model.layers.0.mlp.") and weight.name.endswith("down_proj.weight"):
+            weight = Weight.of(weight.name, -weight.rows(0, weight.shape[0]).float())
+        return real(weights, weight, kinds)
+
+    patch.setattr(native, "add_weight", wrong)
+
+
+def an_interrupt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NativeLM, "_check", raiser(KeyboardInterrupt))
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NativeLM, "_pack", raiser(MemoryError))
+
+
+def no_memory_for_a_twin(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Packed, "copy_again", raiser(MemoryError))
+
+
+def raiser(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "fault", "error"),
+    [
+        ("llama", {}, a_dropped_weight, UnsupportedModelError),
+        ("llama", {"quantize": "int8"}, a_dropped_weight, UnsupportedModelError),
+        ("qwen3_5_text", {"quantize": "int8"}, a_dropped_weight, UnsupportedModelError),
+        ("llama", {}, an_interrupt, KeyboardInterrupt),
+        ("llama", {"quantize": "int8"}, no_memory, MemoryError),
+        ("llama", {"backend": "huggingface", "pack": True}, no_memory_for_a_twin, MemoryError),
+    ],
+)
+def test_weights_that_failed_once_are_not_those_of_the_next_answer(
+    family: str, options: dict[str, Any], fault: Callable[[pytest.MonkeyPatch], None], error: type[BaseException]
+) -> None:
+    model = tiny(family).to(torch.bfloat16)
+    engine = Engine.from_pretrained(model, "none", **options)
+    before = answer(engine)
+    weights = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.model.norm.weight.mul_(-3)
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(5, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        for _ in range(2):
+            with pytest.raises(error):
+                answer(engine)
+    wanted = answer(Engine.from_pretrained(copy.deepcopy(model), "none", **options))
+    assert answer(engine) == wanted != before
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        model.load_state_dict({name: value.neg() for name, value in weights.items()})
+        with pytest.raises(error):
+            answer(engine)
+    model.load_state_dict(weights)
+    assert answer(engine) == before
+
+
+# ----------------------------------------------------------------------------------------- adapters and late changes
 
 
 def test_a_switched_adapter_is_heard_and_unheard() -> None:

@@ -50,7 +50,7 @@ def test_transformers_model_is_read_when_it_is_asked_for(tmp_path: Path) -> None
     tiny("qwen3").save_pretrained(tmp_path)
     engine = loaded(tmp_path, dtype="bfloat16")
     answer(engine)
-    assert engine.target.lm._model is None
+    assert "model" not in vars(engine.target.lm)
     model = engine.target.model
     assert engine.target.model is model
     assert (model.dtype, type(model).__name__) == (torch.bfloat16, "Qwen3ForCausalLM")
@@ -190,7 +190,7 @@ def test_by_default_its_blocks_stay_packed(file: Path) -> None:
     engine = loaded(file)
     assert engine.target.backend.endswith("MB of weights as q4_1)")
     assert (engine.target.name, engine.target.dtype) == ("model.gguf", torch.bfloat16)
-    assert engine.target.lm._model is None
+    assert "model" not in vars(engine.target.lm)
     drafted = Engine(engine.target, None, None)
     assert answer(drafted) == answer(engine)
     for dtype in ("float16", "bfloat16"):

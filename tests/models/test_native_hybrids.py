@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
+from specengine.models import native
 from specengine.models.native import (
     LONG_PROMPT,
     MARKED_BEFORE,
@@ -26,6 +28,7 @@ from specengine.models.native import (
     from_model,
     instruction_sets,
 )
+from specengine.models.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
 from tests.models.native_variants import native_logits
@@ -336,6 +339,80 @@ def test_a_memory_does_not_grow_with_the_text() -> None:
         kinds = [kind in ("full_attention", "sliding_attention", "hybrid") for kind in lm.config.layer_types]
         assert cache.slab.shape[0] == sum(kinds)
         assert cache.nbytes == cache.slab.nbytes + sizes[0]
+
+
+# ---------------------------------------------------------------------------------------------------- rounding
+
+GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+def move(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(0.05 * weight.std() * torch.sin(torch.arange(weight.numel())).view_as(weight).to(weight))
+
+
+def first_states(lm: NativeLM) -> torch.Tensor:
+    """Hidden states behind the first layer, float32 [tokens, hidden size], at the places that are tried."""
+    far, tokens = lm.max_context - 1, torch.tensor([1, 2, 3, 5, 7])
+    positions = torch.tensor([0, 1, 2, far // 2, far])
+    found = lm.run(tokens, positions, lm.new_cache(5), (0, 0, None), features=(1,))
+    assert found is not None
+    return found
+
+
+def test_a_token_that_rounding_moves_far_is_no_other_model() -> None:
+    """In float32 too, where weights are rounded and nothing else is: its output is near zero, and normed."""
+    model = tiny("qwen3_5_text").to(torch.bfloat16)
+    engine = Engine.from_pretrained(model, "none", quantize="int8")
+    move(model.model.layers[0].linear_attn.in_proj_qkv.weight)
+    exact = from_model(copy.deepcopy(model).float())
+    rounded = copy.deepcopy(model).float()
+    with torch.no_grad():
+        for layer in rounded.modules():
+            if isinstance(layer, torch.nn.Linear):
+                steps = layer.weight.abs().amax(dim=1, keepdim=True) / 127
+                layer.weight.copy_((layer.weight / steps).round() * steps)
+    assert len(engine.generate(PROMPT, max_new_tokens=8).token_ids) == 8
+    wanted = first_states(exact)
+    for lm in (from_model(rounded), from_model(model, quantize="int8")):
+        found = first_states(lm)
+        distances = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert distances.max() > 0.4
+        assert distances.median() < 0.1
+
+
+@pytest.mark.parametrize("numerics", ["bfloat16", "int8", "integer"])
+@pytest.mark.parametrize("name", GATED_DELTA)
+def test_rounding_refuses_no_weights_of_a_delta_rule(name: str, numerics: str) -> None:
+    model, (_, options) = tiny(name).to(torch.bfloat16), NUMERICS[numerics]
+    lm = from_model(model, **options)
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2]
+    for round_ in range(6):
+        move(matrices[round_ * 7 % len(matrices)])
+        lm.refresh()
+    assert lm.version == 6
+
+
+@pytest.mark.parametrize("part", ["linear_attn.out_proj", "linear_attn.in_proj_b", "down_proj"])
+@pytest.mark.parametrize("name", GATED_DELTA)
+def test_blocks_of_other_weights_are_refused_all_the_same(
+    name: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the blocks alone, which the trial in float32 does not read; after a change as when a model is loaded."""
+    model = tiny(name).to(torch.bfloat16)
+    lm, real = from_model(model, quantize="int8"), native.add_weight
+
+    def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
+        rows = weight.rows(0, weight.shape[0])
+        if rows.dtype is torch.bfloat16 and part in weight.name:
+            weight = weight._replace(rows=lambda first, last: -rows[first:last])
+        return real(weights, weight, kinds)
+
+    monkeypatch.setattr(native, "add_weight", wrong)
+    move(model.model.embed_tokens.weight)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+            lm.refresh()
 
 
 # ---------------------------------------------------------------------------------------------------- refused
