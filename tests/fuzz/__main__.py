@@ -48,6 +48,7 @@ def _lives(run: Callable[[str], Ran], cases: int, tally: Tally) -> Report:
     """Run the lives that a result file lacks, and write it now and then."""
     report = Report()
     tally.again(run)
+    tally.write()
     while tally.cases < cases:
         name = f"{tally.seed}/lives/{tally.cases}"
         made = run(name)

@@ -2,7 +2,7 @@
 
 Tokens, log-probabilities' tokens, texts and reasons are those of an engine without a draft, which has the same model,
 numbers and options. Pieces of a stream add up to its text. What an engine refuses, it must refuse without a draft too;
-all other errors are found.
+all other errors are found. A prediction must be refused where no draft copies it: with the policy `plain`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.checkpoints.eagle import save_head
-from specengine.errors import SpecEngineError
+from specengine.errors import InputError, SpecEngineError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.request.text import decoder
 from tests.fuzz.outcomes import ANSWERED, Finding, Outcome, refused
@@ -150,10 +150,14 @@ class Life:
             run: Callable[[dict[str, Any]], None] = getattr(self, "_" + act["act"].replace(" ", "_"))
             try:
                 run(act)
-                outcomes.append(Outcome(ANSWERED))
             except SpecEngineError as error:
-                self._require_refused(act, error)
+                if not _is_uncopied(act, error):
+                    self._require_refused(act, error)
                 outcomes.append(refused(error))
+                continue
+            if _predicts_plainly(act):
+                raise Finding(f"{act['act']} with {act['options']}: answered, and no draft copied the prediction")
+            outcomes.append(Outcome(ANSWERED))
         return max(outcomes, key=lambda outcome: outcome.kind == ANSWERED)
 
     def _require_refused(self, act: dict[str, Any], error: SpecEngineError) -> None:
@@ -288,6 +292,17 @@ class Life:
         for one, other in zip(found.logprobs or [], expected.logprobs or [], strict=True):
             if one.token != other.token or abs(one.logprob - other.logprob) > 1e-3:
                 raise Finding(f"{where}: log-probability {one}, plainly {other}")
+
+
+def _predicts_plainly(act: dict[str, Any]) -> bool:
+    """Return whether a call gives a prediction to plain decoding."""
+    plain = act["options"].get("policy") == "plain" and "prediction" in act["options"]
+    return plain and act["act"] not in ("session", "score")  # which are called without
+
+
+def _is_uncopied(act: dict[str, Any], error: SpecEngineError) -> bool:
+    """Return whether this error is the refusal of such a prediction."""
+    return _predicts_plainly(act) and isinstance(error, InputError) and str(error).startswith("prediction: plain")
 
 
 def _said(act: dict[str, Any]) -> str:

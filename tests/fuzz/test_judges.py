@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine import cycle
+from specengine import Engine, cycle
 from specengine.drafters.small_model import SmallModel
 from specengine.request.text import TextStream
 from tests.fuzz import changes, forms, lives, living
@@ -144,15 +144,38 @@ def a_draft_that_fails(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SmallModel, "root", lambda *_: 1 / 0)
 
 
+def a_life(numbers: str, **act: Any) -> dict[str, Any]:
+    """Three times the same act."""
+    shown = {"act": "stream", "prompts": [[104, 101, 108]], "options": {"max_new_tokens": 12}, "after": 1, "seed": 1}
+    made = {"family": "llama", "draft": "small model", "policy": "eagle", "numbers": numbers, "lookup": False}
+    return made | {"acts": [shown | act] * 3}
+
+
 @pytest.mark.parametrize("fault", [another_choice, shorter_pieces, a_draft_that_fails])
 @pytest.mark.parametrize("numbers", ["float32", "modules"])
 def test_a_life_with_a_fault_is_found(
     fault: Callable[[pytest.MonkeyPatch], None], numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act = {"act": "stream", "prompts": [[104, 101, 108]], "options": {"max_new_tokens": 12}, "after": 1, "seed": 1}
-    given = {"family": "llama", "draft": "small model", "policy": "eagle", "numbers": numbers, "lookup": False}
-    life = lives.Life(given | {"acts": [act] * 3}, tmp_path)
+    life = lives.Life(a_life(numbers), tmp_path)
     assert life.run().kind == "answered"
     fault(monkeypatch)
     with pytest.raises((Finding, ZeroDivisionError)):
         life.run()
+
+
+@pytest.mark.parametrize("name", ["generate", "stream", "given up", "many", "refresh", "changed"])
+def test_a_prediction_without_a_draft_must_be_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_new_tokens": 4, "policy": "plain", "prediction": [104, 101]}
+    life = lives.Life(a_life("float32", act=name, options=options) | {"draft": "ngram"}, tmp_path)
+    assert life.run() == ("refused", "InputError")
+    monkeypatch.setattr(Engine, "generate", without_prediction(Engine.generate))
+    monkeypatch.setattr(Engine, "stream", without_prediction(Engine.stream))
+    monkeypatch.setattr(Engine, "generate_many", without_prediction(Engine.generate_many))
+    with pytest.raises(Finding, match="answered, and no draft copied the prediction"):
+        life.run()
+
+
+def without_prediction(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, prompts, **options: method(self, prompts, **options | {"prediction": None})
