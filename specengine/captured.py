@@ -10,7 +10,7 @@ logits, and walks itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._coupled import Coupled
 from specengine.drafters._guided import Guided
+from specengine.models import SharedRows
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
@@ -397,9 +398,11 @@ class CapturedDriver(EagerDriver):
         self._records[0].copy_(self._record, non_blocking=True)
         yield "finish", ended, Mark(device)
 
-    def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
-        if self.policy is None or plan.rests or not self.grows_there or is_guided(source):
-            return super().draft(token, seconds, source, plan)
+    def draft(
+        self, token: int, seconds: Seconds, source: Drafter, plan: Plan, *, shared: bool = False
+    ) -> Generator[SharedRows, None, Draft]:
+        if self.policy is None or not self.grows_there or is_guided(source):
+            return (yield from super().draft(token, seconds, source, plan, shared=shared))
         began = time.perf_counter()
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
@@ -450,9 +453,16 @@ class CapturedDriver(EagerDriver):
                 path = record.path[:kept]
                 if draft.kept is not None:
                     path = [draft.kept.tolist().index(node) for node in path]
-                made = draft.tree, path, record.tokens[:kept], seconds, record.grown - 1
                 end = None if lane.reason is None else cycle.drafted_end(draft.tree, path, lane)
-                finished = Cycle(*made, learnt=learns and not follows, end=end)
+                finished = Cycle(
+                    draft.tree,
+                    path,
+                    record.tokens[:kept],
+                    seconds,
+                    record.grown - 1,
+                    learnt=learns and not follows,
+                    end=end,
+                )
                 if self.policy is not None and (follows or times):
                     self.policy.learn(Outcome.of(finished))
                 lane.count(finished)

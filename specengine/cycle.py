@@ -1,24 +1,25 @@
 """A cycle: grow a tree, verify it, walk down it, commit the accepted path; and the driver that does so eagerly.
 
-`run_eager` is the whole of it, over a list of lanes: root, level, verify, commit. The captured driver (captured.py)
-replays the same functions as graphs.
+`run_eager` is the whole of it, over a list of lanes: root, level, verify, commit. Each lane's cycle is a generator that
+stops where rows can be run with those of other lanes, so that one lane is the plain case. The captured driver
+(captured.py) replays the same functions as graphs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specengine import drafters, ops, policies
-from specengine.drafters import Drafter, Wrapped, reserve
+from specengine.drafters import Drafter, RowDraft, Wrapped, innermost, reserve
 from specengine.drafters._origins import Origins
 from specengine.errors import DrafterError, InputError, NumericalError, PolicyError, SpecEngineError
-from specengine.models import Successors, Target
+from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -34,6 +35,7 @@ MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them
 class Lane:
     """One request under way.
 
+    driver  runs its cycles
     root    the token committed last, which is the root of the next tree
     room    tokens of prompt and answer that the caches have room for
     limit   tokens of prompt and answer that there may be
@@ -43,6 +45,7 @@ class Lane:
     reason  why the answer has ended; None while it goes on
     """
 
+    driver: EagerDriver
     sampler: Sampler
     stopper: Stopper
     history: History
@@ -168,27 +171,66 @@ def draft_tree(
     policy: TreePolicy | None,
     seconds: Seconds,
     device: torch.device,
-    plan: Plan | None = None,
 ) -> Draft:
     """Draft the tree under `token`; return the part to verify and the whole.
 
     Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
-    `seconds`. plan: the policy's for this cycle, if it was asked already.
+    `seconds`.
     """
-    if drafter is None or policy is None or (plan := plan or policy.plan()).rests:
+    if drafter is None or policy is None or (plan := policy.plan()).rests:
         alone = TokenTree.alone(token, device)
         return Draft(alone, alone)
+    return result_of(grow(token, drafter, policy, seconds, device, plan))
+
+
+def grow(
+    token: int,
+    drafter: Drafter,
+    policy: TreePolicy,
+    seconds: Seconds,
+    device: torch.device,
+    plan: Plan,
+    *,
+    shared: bool = False,
+) -> Generator[SharedRows, None, Draft]:
+    """Draft the tree under `token` in steps. shared: yield the rows of draft passes that other lanes' can join."""
     tree = TokenTree.root(token, policy.capacity, device)
     tree.free = drafter.free
     frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
     if drafted := int(frontier.live):
+        if shared:
+            yield from _shared_pass(drafter, tree, None, seconds)
         frontier = root(drafter, policy, tree, frontier, seconds)
     while width := int(frontier.live):
         drafted += width
         if drafted > tree.capacity:
             raise policies.endless(policy)
+        if shared:
+            yield from _shared_pass(drafter, tree, frontier, seconds)
         frontier = level(drafter, policy, tree, frontier, seconds)
     return keep(policy, tree, seconds)
+
+
+def _shared_pass(
+    drafter: Drafter, tree: TokenTree, frontier: Nodes | None, seconds: Seconds
+) -> Generator[SharedRows, None, None]:
+    source = innermost(drafter)
+    if not isinstance(source, RowDraft):
+        return
+    began = time.perf_counter()
+    rows = source.ask(tree, frontier)
+    seconds.draft += time.perf_counter() - began
+    if rows is not None:
+        yield rows
+        seconds.draft += rows.seconds
+
+
+def result_of(steps: Generator[Any, None, Any]) -> Any:
+    """Run a generator that yields nothing, and return its result."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return end.value
 
 
 class Inspected(Wrapped):
@@ -230,6 +272,7 @@ class EagerDriver:
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
+        self.learns = policy is not None and learns(policy)
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
@@ -241,15 +284,18 @@ class EagerDriver:
         if self.policy is not None:
             reserve(self.drafter, tokens, self.policy.capacity, self.unread)
 
-    def draft(self, token: int, seconds: Seconds, source: Drafter | None, plan: Plan) -> Draft:
-        """Draft the tree under `token`, as `draft_tree`; source: the drafter to grow it from."""
-        if self._prompt is not None and not plan.rests:
+    def draft(
+        self, token: int, seconds: Seconds, source: Drafter, plan: Plan, *, shared: bool = False
+    ) -> Generator[SharedRows, None, Draft]:
+        """Draft the tree under `token`, as `grow`; source: the drafter to grow it from."""
+        assert self.policy is not None
+        if self._prompt is not None:
             self.begin(self._prompt)
-        if self._put_off and not plan.rests:
+        if self._put_off:
             self.catch_up()
-        if not self.inspected and source is not None and self.policy is not None and not plan.rests:
+        if not self.inspected:
             return self._inspect(token, seconds, source, self.policy)
-        return draft_tree(token, source, self.policy, seconds, self.device, plan)
+        return (yield from grow(token, source, self.policy, seconds, self.device, plan, shared=shared))
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
         """Draft as `draft` does. Raises PolicyError or DrafterError if a part breaks its contract."""
@@ -365,36 +411,94 @@ class Verdict(NamedTuple):
 
 
 @torch.inference_mode()
-def run_eager(driver: EagerDriver, lanes: Sequence[Lane]) -> list[Cycle]:
-    """Run one cycle of every lane and return their records. One lane is the plain case, and the only one so far."""
-    cycles = list[Cycle]()
-    for lane in lanes:
-        began, model_seconds = time.perf_counter(), driver.model_seconds
-        if lane.history.length > lane.room:
-            lane.room = min(lane.limit, 2 * lane.history.length)
-            make_room(driver, lane.room)
-        seconds = Seconds(captured=driver.captured)
-        plan = REST if driver.policy is None else driver.policy.plan()
-        draft = driver.draft(lane.root, seconds, lane.source, plan)
-        if driver.policy is not None and draft.tree.capacity > 1:
-            tokens = draft.tree.tokens.tolist()
-            if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
-                raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
-            if not lane.stopper.eos_token_ids.isdisjoint(tokens):
-                draft = without_ended(draft, tokens, lane.stopper)
-        verdict = verify(driver, lane, draft.tree, seconds, plan)
+def run_eager(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[Any]:
+    """Run one cycle of every lane; return their records. One lane is the plain case.
+
+    Draft passes of all lanes are run together, then the trees of all, with the `pieces` of prompts. Of several lanes
+    one that fails has its error in the place of its record; a piece that fails has it as `error`.
+    """
+    if len(lanes) == 1 and not pieces:
+        return [result_of(run_cycle(lanes[0]))]
+    results: list[Any] = [None] * len(lanes)
+    waiting: dict[int, SharedRows] = {}  # by number of the lane
+    steps = [run_cycle(lane, shared=True) for lane in lanes]
+
+    def go_on(number: int, error: BaseException | None = None) -> None:
+        try:
+            waiting[number] = next(steps[number]) if error is None else steps[number].throw(error)
+        except StopIteration as end:
+            results[number] = end.value
+        except BaseException as fault:  # of this lane alone
+            results[number] = fault
+
+    for number in range(len(lanes)):
+        go_on(number)
+    while passes := {number: rows for number, rows in waiting.items() if rows.drafts}:
+        run_shared([*passes.values()])
+        for number, rows in passes.items():
+            del waiting[number]
+            go_on(number, rows.error)
+    run_shared([*waiting.values(), *pieces])
+    trees, waiting = waiting, {}
+    for number, rows in trees.items():
+        go_on(number, rows.error)
+    return results
+
+
+def run_shared(batch: Sequence[SharedRows]) -> None:
+    """Run rows of several texts, those of one model's weights in one call. What fails has its error as `error`."""
+    groups: dict[int, list[SharedRows]] = {}
+    for rows in batch:
+        groups.setdefault(id(getattr(rows.model, "weights_of", rows.model)), []).append(rows)
+    for group in groups.values():
+        began = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            group[0].model.run_lanes(group)
+        except BaseException as fault:  # raised by each text
+            error = fault
+        for rows in group:
+            rows.seconds = time.perf_counter() - began
+            rows.error = error
+
+
+def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None, Cycle]:
+    """Run a lane's cycle in steps; return its record. shared: yield rows that can be run with other lanes'."""
+    driver = lane.driver
+    began, model_seconds = time.perf_counter(), driver.model_seconds
+    if lane.history.length > lane.room:
+        lane.room = min(lane.limit, 2 * lane.history.length)
+        make_room(driver, lane.room)
+    seconds = Seconds(captured=driver.captured)
+    plan = REST if driver.policy is None else driver.policy.plan()
+    if plan.rests or lane.source is None:
+        draft = draft_tree(lane.root, None, None, seconds, driver.device)
+    else:
+        draft = yield from driver.draft(lane.root, seconds, lane.source, plan, shared=shared)
+    if driver.policy is not None and draft.tree.capacity > 1:
+        tokens = draft.tree.tokens.tolist()
+        if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
+            raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
+        if not lane.stopper.eos_token_ids.isdisjoint(tokens):
+            draft = without_ended(draft, tokens, lane.stopper)
+    if shared:
         clock = time.perf_counter()
-        cycle = commit(driver, lane, draft, verdict, seconds, plan)
-        now = time.perf_counter()
-        seconds.commit, seconds.total = now - clock, now - began
-        seconds.model = driver.model_seconds - model_seconds
-        if driver.policy is not None and plan.learns and learns(driver.policy):
-            driver.policy.learn(Outcome.of(cycle))
-            seconds.policy += (learnt := time.perf_counter() - now)
-            seconds.total += learnt
-        lane.count(cycle)
-        cycles.append(cycle)
-    return cycles
+        rows = cast(Any, driver.target).ask(draft.tree, greedy=lane.sampler.takes_largest)
+        seconds.verify = time.perf_counter() - clock
+        yield rows
+        seconds.verify += rows.seconds
+    verdict = verify(driver, lane, draft.tree, seconds, plan)
+    clock = time.perf_counter()
+    cycle = commit(driver, lane, draft, verdict, seconds, plan)
+    now = time.perf_counter()
+    seconds.commit, seconds.total = now - clock, now - began
+    seconds.model = driver.model_seconds - model_seconds
+    if driver.policy is not None and plan.learns and driver.learns:
+        driver.policy.learn(Outcome.of(cycle))
+        seconds.policy += (learnt := time.perf_counter() - now)
+        seconds.total += learnt
+    lane.count(cycle)
+    return cycle
 
 
 def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, plan: Plan) -> Verdict:
@@ -406,13 +510,15 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, p
     chosen = driver.target.choose(tree) if lane.sampler.takes_largest else None
     logits = None
     if chosen is not None:
-        choose, features, successors = _of_list(chosen.tokens), chosen.features, chosen.successors
+        choices = [token if token >= 0 else None for token in chosen.tokens]
+        choose: Callable[[int], int | None] = choices.__getitem__
+        features, successors = chosen.features, chosen.successors
     else:
         logits, features = driver.verify(tree)
         wanted = 0 if plan.rests else driver.target.successors
         successors = Successors.of(logits, wanted) if wanted else None
         choose = lane.sampler.chooser_of_tree(logits, lane.history, tree.depths)
-    seconds.verify = -clock + (clock := time.perf_counter())
+    seconds.verify += -clock + (clock := time.perf_counter())
     path, tokens = walk(tree, choose, lane.commit)
     seconds.walk = time.perf_counter() - clock
     if not tokens:
@@ -428,9 +534,21 @@ def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seco
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
     path, tokens, end, features, successors, logprobs = verdict
-    proposed = draft.drafted, features, draft.grown, draft.kept
-    noted = successors, origins, logprobs, driver.target.experts
-    cycle = Cycle(draft.tree, path, tokens, seconds, *proposed, *noted, end=end)
+    cycle = Cycle(
+        draft.tree,
+        path,
+        tokens,
+        seconds,
+        len(draft.grown) - 1,
+        features,
+        draft.grown,
+        draft.kept,
+        successors,
+        origins,
+        logprobs,
+        driver.target.experts,
+        end=end,
+    )
     if driver.drafter is not None and driver.policy is not None:
         if plan.rests:
             driver.put_off(lane.root, cycle)
@@ -461,10 +579,6 @@ def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:
 def learns(policy: TreePolicy) -> bool:
     """Return whether the policy learns from cycles."""
     return type(policy).learn is not TreePolicy.learn
-
-
-def _of_list(chosen: list[int]) -> Callable[[int], int | None]:
-    return lambda node: chosen[node] if chosen[node] >= 0 else None
 
 
 def make_room(driver: EagerDriver, tokens: int) -> None:

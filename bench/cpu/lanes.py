@@ -35,11 +35,11 @@ def pools(lanes: list[int], model: str | None) -> dict[tuple[str, int], Pool]:
 
 def run(pool: Pool, prompts: list[str], tokens: int) -> tuple[float, float, list[list[int]]]:
     """Return tokens per second, rows per forward, and the answers."""
-    before = pool.gathering.forwards, pool.gathering.rows
+    before = pool.scheduler.forwards, pool.scheduler.rows
     began = time.perf_counter()
     results = pool.generate(prompts, max_new_tokens=tokens, eos_token_id=[])
     spent = time.perf_counter() - began
-    forwards, rows = pool.gathering.forwards - before[0], pool.gathering.rows - before[1]
+    forwards, rows = pool.scheduler.forwards - before[0], pool.scheduler.rows - before[1]
     return sum(len(result.token_ids) for result in results) / spent, rows / forwards, [r.token_ids for r in results]
 
 

@@ -212,7 +212,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for rows in args.rows:
         grown = tree(rows, lm.vocab_size)
         calls["all", rows] = lambda grown=grown: target.verify(grown)
-        calls["layers", rows] = lambda grown=grown: target._run(grown)
+        calls["layers", rows] = lambda grown=grown: target._run(grown, greedy=False)
     with target.running():
         ms = in_bursts(calls, args.rounds)
     experts = {}

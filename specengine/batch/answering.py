@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
-import queue
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
-from specengine.engine import Engine, GivenUpError, Pool, TextGeneration, Ticket, parallel_of
+from specengine.engine import Engine, Pool, TextGeneration, parallel_of
+from specengine.engine.scheduler import Task, run_tasks
 from specengine.errors import InputError
 from specengine.records import GenerationResult
 
@@ -23,7 +20,6 @@ _SPEED_ALONE = ("threads", "packed")
 BLOCKS = 64  # of a file of weights, evenly spaced
 BLOCK_BYTES = 4096
 AHEAD = 256  # answers that may wait for an earlier one, of which the file is in need
-STOP_SECONDS = 1.0  # to wait for answers that are given up
 
 
 class Answered(NamedTuple):
@@ -42,22 +38,15 @@ class Answered(NamedTuple):
         return bool(self.line.get("error"))
 
 
-def answer(engine: Engine, item: Item, ticket: Ticket | None = None) -> Answered:
-    """Return the answer of one line, from empty caches. An error becomes the line's answer.
-
-    GivenUpError where the ticket is cancelled before the answer is whole.
-    """
+def answer(engine: Engine, item: Item) -> Generator[None, None, Answered]:
+    """Return the answer of one line, from empty caches, as a task. An error becomes the line's answer."""
     if item.fault is not None:
         return failed(item, InputError.__name__, item.fault)
-    ticket = ticket or Ticket()
     try:
         if item.url is not None:
-            given = (item.request, item.url, item.id, item.place, item.options)
-            line, stats = openai.answered(engine, *given, ticket)
+            line, stats = yield from openai.answered(engine, item.request, item.url, item.id, item.place, item.options)
             return Answered(item.place, line, [each.to_dict() for each in stats])
-        results = _turns(engine, item, ticket)
-    except GivenUpError:
-        raise
+        results = yield from _turns(engine, item)
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))
     turns = [{"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in results]
@@ -97,16 +86,17 @@ def _sampled(model: Path) -> str:
     return read.hexdigest()[:32]
 
 
-def _turns(engine: Engine, item: Item, ticket: Ticket) -> list[GenerationResult]:
-    def result(prompt: Any) -> GenerationResult:
-        return openai.complete(engine, TextGeneration(engine, prompt, item.options, ticket=ticket), ticket)
-
-    results = [result(item.prompt)]
+def _turns(engine: Engine, item: Item) -> Generator[None, None, list[GenerationResult]]:
+    results: list[GenerationResult] = []
     prompt = item.prompt
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    for text in item.later:
-        messages = [*messages, {"role": "assistant", "content": results[-1].text}, {"role": "user", "content": text}]
-        results.append(result(messages))
+    for text in (None, *item.later):
+        if text is not None:
+            answer = {"role": "assistant", "content": results[-1].text}
+            messages = [*messages, answer, {"role": "user", "content": text}]
+            prompt = messages
+        result = yield from openai.complete(engine, TextGeneration(engine, prompt, item.options))
+        results.append(result)
     return results
 
 
@@ -123,45 +113,22 @@ def answered(
     engine = load()
     parallel = parallel_of(engine) if parallel is None else parallel
     pool = None if parallel == 1 else Pool(engine, parallel)
+    engines, scheduler = ([engine], None) if pool is None else (pool.engines, pool.scheduler)
     loaded(facts(engine))
-    if pool is None:
-        for item in items:
-            yield answer(engine, item)
-    else:
-        yield from _at_once(pool.engines, items)
+    coming = enumerate(items)
+    answers: dict[int, Answered] = {}  # that wait for earlier ones
+    written = 0  # in their order
 
+    def task(engine: Engine, number: int, item: Item) -> Generator[None, None, int]:
+        answers[number] = yield from answer(engine, item)
+        return number
 
-def _at_once(engines: list[Engine], items: Iterable[Item]) -> Iterator[Answered]:
-    free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-    for engine in engines:
-        free.put(engine)
+    def take(idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+        if len(answers) >= AHEAD or (one := next(coming, None)) is None:
+            return None
+        return idle[0], task(idle[0], *one)
 
-    def run(item: Item, ticket: Ticket) -> Answered:
-        engine = free.get()
-        try:
-            return answer(engine, item, ticket)
-        finally:
-            free.put(engine)
-
-    under_way: deque[tuple[Future[Answered], Ticket]] = deque()
-    threads = ThreadPoolExecutor(len(engines))
-
-    def first() -> Answered:
-        answered = under_way[0][0].result()
-        under_way.popleft()
-        return answered
-
-    try:
-        for item in items:
-            ticket = Ticket()
-            under_way.append((threads.submit(run, item, ticket), ticket))
-            if len(under_way) == AHEAD:
-                yield first()
-        while under_way:
-            yield first()
-    finally:
-        for future, ticket in under_way:
-            future.cancel()
-            ticket.cancel()
-        threads.shutdown(wait=False)
-        concurrent.futures.wait([future for future, _ in under_way], STOP_SECONDS)
+    for _ in run_tasks(engines, scheduler, take):
+        while written in answers:
+            yield answers.pop(written)
+            written += 1

@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
-from specengine.engine import Engine, GivenUpError, TextGeneration, Ticket
+from specengine.engine import Engine, TextGeneration
+from specengine.engine.scheduler import finished
 from specengine.errors import InputError, missing_extra, require_value
 from specengine.records import GenerationResult, Stats
 
@@ -49,13 +50,14 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def answered(
-    engine: Engine, body: Any, url: str, id: str, place: int, defaults: Mapping[str, Any], ticket: Ticket
-) -> tuple[dict[str, Any], list[Stats]]:
-    """Return the line of an answer, and the statistics of each that it holds; InputError for a field that is not
-    supported.
+    engine: Engine, body: Any, url: str, id: str, place: int, defaults: Mapping[str, Any]
+) -> Generator[None, None, tuple[dict[str, Any], list[Stats]]]:
+    """Return the line of an answer, and the statistics of each that it holds, as a task of engine.scheduler.
+
+    InputError for a field that is not supported.
 
     defaults: options of Engine.generate, for what the request does not say. Times are 0, and ids made of the place:
-    they would differ in every run. ticket: as in `complete`.
+    they would differ in every run.
     """
     from specengine.protocol.dialects import DIALECTS
     from specengine.protocol.preparing import CheckedRequest
@@ -71,7 +73,10 @@ def answered(
             CheckedRequest(each, settings, _seeded(defaults, number), dialect.names)
             for number, each in enumerate(request.each())
         ]
-        answers = [_answer(engine, each, ticket) for each in asked]
+        answers = []
+        for each in asked:
+            answer = yield from _answer(engine, each)
+            answers.append(answer)
     except RequestError as problem:
         raise InputError(str(problem)) from problem
     whole = dialect.reply(body, request, name, engine.tokenizer).whole(answers)
@@ -80,17 +85,15 @@ def answered(
     return line, [answer.stats for answer in answers]
 
 
-def complete(engine: Engine, generation: TextGeneration, ticket: Ticket) -> GenerationResult:
-    """Generate to the end. GivenUpError where the ticket is cancelled before it."""
+def complete(engine: Engine, generation: TextGeneration) -> Generator[None, None, GenerationResult]:
+    """Generate to the end."""
     with generation, engine.target.running():
-        for _ in generation:
-            ticket.check()
-    if generation.result is None:
-        raise GivenUpError
+        yield from finished(generation)
+    assert generation.result is not None
     return generation.result
 
 
-def _answer(engine: Engine, asked: Any, ticket: Ticket) -> Any:
+def _answer(engine: Engine, asked: Any) -> Generator[None, None, Any]:
     """Return the Completion of one request."""
     from specengine.protocol.completion import Completion
     from specengine.protocol.preparing import ModelLimits
@@ -102,9 +105,8 @@ def _answer(engine: Engine, asked: Any, ticket: Ticket) -> Any:
         prepared.options,
         shown=prepared.shown,
         constraint=prepared.constraint,
-        ticket=ticket,
     )
-    result = complete(engine, generation, ticket)
+    result = yield from complete(engine, generation)
     answer = Completion(generation.stats, generation.prompt, passed=generation.stops_passed)
     answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
     answer.reason = "length" if result.finish_reason == "length" else "stop"

@@ -11,6 +11,7 @@ from specengine.batch.answering import Answered, answer, facts, failed
 from specengine.batch.files import Record
 from specengine.batch.lines import Item
 from specengine.engine import Engine
+from specengine.engine.scheduler import run_alone
 from specengine.errors import ReplicaError
 from specengine.replicas import Scale
 from specengine.replicas.cluster import needs, ray
@@ -32,7 +33,8 @@ class LineReplica:
 
     def answer(self, item: Item) -> Answered:
         assert self._engine is not None
-        return answer(self._engine, item)
+        answered: Answered = run_alone(answer(self._engine, item))
+        return answered
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specengine import ops, registry
 from specengine.errors import InputError, kind_of
+from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
 from specengine.ops.select import Step as Step
@@ -359,6 +360,7 @@ class RowDraft(CapturedDrafter):
     """
 
     _factors: Tensor | None = None  # of the logits, float32 [depths], as in ops.level_rows
+    _asked: tuple[Rows, PassRows, Any] | None = None  # of the next pass, with what runs them among other texts' rows
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
@@ -371,8 +373,11 @@ class RowDraft(CapturedDrafter):
         self.reserve(0, 1, 1)
 
     @abstractmethod
-    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, Tensor | None]:
-        """Return logits and recurrent states, if any, of all rows, or of the row `given.one` alone."""
+    def _run(self, rows: Rows, given: PassRows, shared: Any = None) -> tuple[Tensor, Tensor | None]:
+        """Return logits and recurrent states, if any, of all rows, or of the row `given.one` alone.
+
+        shared: what ran the rows with those of other texts, if anything did.
+        """
 
     @property
     def pending(self) -> Tensor:
@@ -408,19 +413,55 @@ class RowDraft(CapturedDrafter):
             # By node: which slots of the scratch it sees. The root stands among the committed ones.
             self._seen = torch.zeros(nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device)
 
-    def root(self, tree: TokenTree) -> Step:
+    def ask(self, tree: TokenTree, frontier: Nodes | None) -> SharedRows | None:
+        """Return the rows of the next pass, to be run before it is asked for; None where it is run alone.
+
+        frontier: the nodes to draft from; None of the pass from the root.
+        """
+        if not self.shares:
+            return None
+        if frontier is None:
+            rows = self._root_rows(tree, free=True)
+        else:
+            level = Nodes(frontier.alive(), frontier.live)
+            given = ops.level_rows(
+                tree.arrays, tree.size, level, self.cache.filled, self._used, self._seen, self._factors
+            )
+            rows = Rows(*given[:4], self.cache.filled, frontier.live), given
+        self._asked = None if rows is None else (*rows, self._shared(*rows))
+        return None if self._asked is None else self._asked[2]
+
+    @property
+    def shares(self) -> bool:
+        """Return whether rows of a pass can be run with those of other texts; `_shared` makes what runs them."""
+        return False
+
+    def _shared(self, rows: Rows, given: PassRows) -> SharedRows:
+        raise NotImplementedError
+
+    def _root_rows(self, tree: TokenTree, *, free: bool) -> tuple[Rows, PassRows] | None:
+        """Return the rows of the pass from the root, None if there are none; free: whether counts can be read."""
         if tree.capacity > self._nodes:  # of a draft that no engine told what to expect
             self.reserve(self.cache.length, tree.capacity, len(self.pending))
-        free, filled = ops.is_free(self.taken), self.cache.filled
+        filled = self.cache.filled
         count = int(self.taken) if free else len(self.pending)
         self._used.zero_()
         if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
-            self._first = self._best.zero_() if free else None
-            return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
+            return None
         if free and (end := int(filled) + count + tree.capacity) > self.cache.slab.shape[3]:  # mostly there is room
             self.cache.reserve(end)
-        found = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
-        logits, states = self._run(Rows(*found[:4], filled, self.taken), found)
+        given = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
+        return Rows(*given[:4], filled, self.taken), given
+
+    def root(self, tree: TokenTree) -> Step:
+        free = self.device.type == ops.tree.FREE  # inlined, as every cycle asks
+        asked = self._asked or self._root_rows(tree, free=free)
+        self._asked = None
+        if asked is None:
+            self._first = self._best.zero_() if free else None
+            return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
+        filled = self.cache.filled
+        logits, states = self._run(*asked)
         if free:
             self._first = logits
         else:
@@ -430,9 +471,13 @@ class RowDraft(CapturedDrafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        given = self.cache.filled, self._used, self._seen, self._factors
-        found = ops.level_rows(tree.arrays, tree.size, frontier, *given)
-        logits, states = self._run(Rows(*found[:4], self.cache.filled, frontier.live), found)
+        asked, self._asked = self._asked, None
+        if asked is None:
+            given = ops.level_rows(
+                tree.arrays, tree.size, frontier, self.cache.filled, self._used, self._seen, self._factors
+            )
+            asked = Rows(*given[:4], self.cache.filled, frontier.live), given, None
+        logits, states = self._run(*asked)
         return Step(logits, self.token_ids, hidden=states)
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
@@ -486,3 +531,4 @@ class RowDraft(CapturedDrafter):
         self.cache.crop(0)
         self.taken.zero_()
         self._tokens = []
+        self._asked = None

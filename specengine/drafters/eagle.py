@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from specengine.models.eagle import DraftHead, EagleHead, head_from, require_fit
 from specengine.models.eagle_torch import TorchHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
-from specengine.models.native import NativeHead, NativeLM
+from specengine.models.native import HeadRows, NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
 from specengine.options import LoadOptions
 
@@ -193,13 +193,25 @@ class Eagle(RowDraft):
         self._queue(tokens, path, self._features, features)
         self._seconds += time.perf_counter() - began
 
-    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, Tensor]:
+    @property
+    def shares(self) -> bool:
+        return isinstance(self.head, NativeHead)
+
+    def _shared(self, rows: Rows, given: PassRows) -> HeadRows:
+        unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
+        return cast(NativeHead, self.head).asked(self._states, given.sources, rows, given.one, unread)
+
+    def _run(self, rows: Rows, given: PassRows, shared: HeadRows | None = None) -> tuple[Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():  # to ask costs less than to enter it again
             with torch.inference_mode():
-                return self._run(rows, given)
+                return self._run(rows, given, shared)
         began = time.perf_counter()
-        unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
-        logits, states = self.head.forward(self._states, given.sources, rows, given.one, unread)
+        if shared is None:
+            unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
+            logits, states = self.head.forward(self._states, given.sources, rows, given.one, unread)
+        else:
+            logits, states = shared.logits, shared.out[-len(shared.logits) :]
+            self._seconds += shared.seconds
         self._states.index_copy_(0, given.targets, states)
         if given.factors is not None:
             logits = logits.mul_(given.factors) if logits.dtype is torch.float32 else logits * given.factors

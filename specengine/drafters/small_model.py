@@ -121,7 +121,7 @@ class SmallModel(RowDraft):
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
 
-    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, None]:
+    def _run(self, rows: Rows, given: PassRows, shared: Any = None) -> tuple[Tensor, None]:
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
         rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
         logits, _ = self.lm.forward(rows, self.cache, one=given.one)

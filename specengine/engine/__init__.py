@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,12 @@ from specengine.drafters._origins import Origins
 from specengine.engine.pool import Pool as Pool
 from specengine.engine.pool import parallel_of as parallel_of
 from specengine.engine.pool import slots_of
+from specengine.engine.scheduler import Client as Client
+from specengine.engine.scheduler import GivenUpError as GivenUpError
+from specengine.engine.scheduler import SteppedAnswer
+from specengine.engine.scheduler import Ticket as Ticket
 from specengine.engine.streams import AsyncTextGeneration as AsyncTextGeneration
+from specengine.engine.streams import Streams
 from specengine.errors import (
     EngineBusyError,
     InputError,
@@ -37,10 +41,6 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.kv_cache import KVCache
-from specengine.models.lanes import Client as Client
-from specengine.models.lanes import GivenUpError as GivenUpError
-from specengine.models.lanes import LaneTarget
-from specengine.models.lanes import Ticket as Ticket
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
@@ -110,7 +110,7 @@ class Engine:
         self._shared: tuple[Any, int, Any] = None, 0, None  # costs, beside how many texts, and what they are there
         self.pool: Pool | None = None  # that it belongs to
         self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
-        self._beside: tuple[tuple[Any, ...], queue.SimpleQueue[Engine]] | None = None  # idle ones that answer `astream`
+        self._streams: tuple[tuple[Any, ...], Streams] | None = None  # what answers `astream`
         found = (getattr(part, "lm", None) for part in (target, drafter))
         self._models: tuple[Any, ...] = tuple(model for model in found if model is not None)
 
@@ -201,12 +201,12 @@ class Engine:
         require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
         with self._making:
             key = parallel, self.target, self.drafter, self.policy
-            if self._beside is None or any(new is not old for new, old in zip(key, self._beside[0], strict=True)):
-                idle = queue.SimpleQueue[Engine]()
-                for engine in Pool(self, parallel).engines if type(self.target) is NativeTarget else [self]:
-                    idle.put(engine)
-                self._beside = key, idle
-        return AsyncTextGeneration(self._beside[1], functools.partial(TextGeneration, prompt=prompt, options=options))
+            if self._streams is None or any(new is not old for new, old in zip(key, self._streams[0], strict=True)):
+                pool = Pool(self, parallel) if type(self.target) is NativeTarget else None
+                streams = Streams([self]) if pool is None else Streams(pool.engines, pool.scheduler)
+                self._streams = key, streams
+        begin = functools.partial(TextGeneration, prompt=prompt, options=options)
+        return AsyncTextGeneration(self._streams[1], begin)
 
     @property
     def is_busy(self) -> bool:
@@ -250,27 +250,38 @@ class Engine:
         stopper: Stopper,
         stats: Stats,
         options: CycleOptions | None = None,
-    ) -> Generator[Cycle, None, None]:
-        """Yield the cycles of one generation; everything else reads from these.
+    ) -> Generator[Cycle, None, None] | SteppedAnswer:
+        """Return the cycles of one generation, which can be closed; everything else reads from these.
 
         prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way. There
         are none where the ticket of `options` is given up before the prompt is taken in.
         """
-        _, prediction, reuse_cache, constraint, origins, ticket = options = options or CycleOptions()
+        options = options or CycleOptions()
+        steps = self.steps(prompt, sampler, stopper, stats, options)
+        return steps if self.pool is None else self.pool.scheduler.add(steps, options.ticket or Ticket())
+
+    def steps(
+        self, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, options: CycleOptions
+    ) -> Generator[Any, Any, None]:
+        """Yield the cycles of one generation. An engine of a pool yields what it needs too, see engine.scheduler."""
+        _, prediction, reuse_cache, constraint, origins, ticket = options
         with contextlib.suppress(GivenUpError), self._serving(), contextlib.ExitStack() as held:
             eager, captured = options.drivers or self.drivers.own
+            pool = self.pool
             if eager.target is not self.target:
                 raise InputError("the model was changed after this answer was asked for; ask again")
-            if self.pool is not None:
+            if pool is not None:
                 slots = slots_of(eager, len(prompt) + stopper.left)
-                held.enter_context(self.pool.place(self, *slots, ticket or Ticket()))
+                yield from pool.place(self, *slots, ticket or Ticket())
+                held.callback(pool.leave, self)
             running = sharing(self.target.device, self.target.running)
             with running():
                 given = {"prompt": prompt, "sampler": sampler, "stopper": stopper, "stats": stats}
                 given["hints"] = _hints(eager.drafter, prompt, prediction, sampler)
-                lane, captured = self._begin_with(Drivers(eager, captured), given, reuse_cache=reuse_cache)
+                beginning = self._begin_with(Drivers(eager, captured), given, reuse_cache=reuse_cache)
+                lane, captured = yield from beginning
                 whole = captured is not None and captured.serves(sampler)
-                driver = captured if captured is not None and not whole else eager
+                lane.driver = driver = captured if captured is not None and not whole else eager
                 lane.source = self._source(eager.drafter, lane, constraint, origins)
                 if constraint is not None and captured is not None and captured.grows_there:
                     stats.notes.append(GUIDED_NOTE)
@@ -279,15 +290,21 @@ class Engine:
                 if whole and (eager.inspected or stats.num_spec_steps):
                     yield from cast(CapturedDriver, captured).cycles(lane)
                     break
-                with running():
-                    (cycle,) = run_eager(driver, [lane])
-                    if lane.reason is not None or whole:
+                if pool is None:
+                    with running():
+                        (cycle,) = run_eager([lane])
+                else:
+                    cycle = yield lane
+                if lane.reason is not None or whole:
+                    with running():
                         driver.catch_up()
                 yield cycle
             if eager.drafter is not None and stats.num_draft_passes:
                 stats.notes += eager.drafter.notes
 
-    def answer(self, prompt: list[int], sampler: Sampler | None = None, **options: Any) -> Generator[Cycle, None, None]:
+    def answer(
+        self, prompt: list[int], sampler: Sampler | None = None, **options: Any
+    ) -> Generator[Cycle, None, None] | SteppedAnswer:
         """Yield the cycles of an answer without its text, for training and measuring; stop strings are ignored.
 
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
@@ -318,7 +335,7 @@ class Engine:
         drivers = self.drivers.asked(asked.policy, asked.policy_options)
         prediction = predicted_ids(asked.prediction, self.tokenizer, self.target.vocab_size)
         chosen = sampler or asked.sampler(len(prompt), self.target.device, constraint)
-        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins, ticket)
+        options = CycleOptions(drivers, prediction, reuse_cache, constraint, origins, ticket or Ticket())
         cycles = self.cycles(prompt, chosen, stopper, stats, options)
         return PreparedAnswer(cycles, stopper, drivers.policy, origins)
 
@@ -458,15 +475,15 @@ class Engine:
 
     def _begin_with(
         self, drivers: Drivers, given: Mapping[str, Any], *, reuse_cache: bool
-    ) -> tuple[Lane, CapturedDriver | None]:
+    ) -> Generator[Any, Any, tuple[Lane, CapturedDriver | None]]:
         """Return a lane as `_begin`, and the captured driver, None where graphs are done without."""
         eager, captured = drivers
         try:
             if captured is None or self.target.captured:
-                return self._begin(drivers, reuse_cache=reuse_cache, **given), captured
+                return (yield from self._begin(drivers, reuse_cache=reuse_cache, **given)), captured
         except CaptureError as error:
             self._run_eagerly(error)  # and begin again below, as the error holds memory of the capture
-        return self._begin(Drivers(eager, None), reuse_cache=False, **given), None
+        return (yield from self._begin(Drivers(eager, None), reuse_cache=False, **given)), None
 
     @torch.inference_mode()
     def _begin(
@@ -478,11 +495,11 @@ class Engine:
         stats: Stats,
         hints: Hints,
         reuse_cache: bool,
-    ) -> Lane:
-        drafter, policy = drivers.drafter, drivers.policy
+    ) -> Generator[Any, Any, Lane]:
+        drafter, policy, pool = drivers.drafter, drivers.policy, self.pool
         rests = False
         if self.ring is not None and drafter is not None:
-            self._renew(cast(Any, innermost(drafter)))
+            cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
         if policy is not None:
             own = functools.cache(lambda: stored.find(self.target, drafter, drivers.captured))
             policy.begin(len(prompt), sampler.seed is not None, lambda: self._costs(own()))
@@ -491,7 +508,7 @@ class Engine:
             stats.policy, stats.plain_reason = repr(policy), plan.reason
             if plan.reads_costs and own().doubt:
                 stats.notes.append(f"costs are provisional: {own().doubt} while they were measured")
-        if not reuse_cache and self.pool is None:  # a pool's caches are what its texts share
+        if not reuse_cache and pool is None:  # a pool's caches are what its texts share
             self.reset()
         stats.num_prompt_tokens = len(prompt)
         stats.draft = drafter.name if drafter is not None else ""
@@ -500,26 +517,24 @@ class Engine:
         driver = drivers.eager if drivers.captured is None else drivers.captured
         room = min(most, len(prompt) + AHEAD) if drivers.captured is None else most
         history = History(prompt, room, self.target.device if on_device else torch.device("cpu"))
-        lane = Lane(sampler, stopper, history, stats, prompt[-1], room, most)
+        lane = Lane(driver, sampler, stopper, history, stats, prompt[-1], room, most)
         make_room(driver, room)
         known = prompt[:-1]
         self._want(drafter)
-        with contextlib.nullcontext() if self.pool is None else self.pool.reading(self, known, drafter):
-            kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
-            stats.num_cached_prompt_tokens = kept
-            features = self.target.prefill(known, kept)
-            if drafter is not None:
-                waits = rests and drivers.captured is None and self.pool is None and not reuse_cache
-                drivers.eager.begin(functools.partial(drafter.begin, known, features, hints), later=waits)
+        if pool is not None:
+            yield from pool.share(self, known, drafter)
+        kept = min(self.target.cached(known), drafter.cached(known) if drafter is not None else len(known))
+        stats.num_cached_prompt_tokens = kept
+        features = self.target.prefill(known, kept) if pool is None else (yield from pool.prefill(self, known, kept))
+        if drafter is not None:
+            waits = rests and drivers.captured is None and pool is None and not reuse_cache
+            drivers.eager.begin(functools.partial(drafter.begin, known, features, hints), later=waits)
+        if pool is not None:
+            pool.read(self)
         driver.prepare(sampler)
         stats.notes += self.notes + self.target.notes
         stats.notes += [] if drivers.captured is None else drivers.captured.notes
         return lane
-
-    def _renew(self, draft: Any) -> None:
-        """Let the draft take a head that was learnt meanwhile."""
-        if draft.renew() and self.pool is not None and isinstance(draft.head, NativeHead):
-            cast(LaneTarget, self.target).join(draft.head)
 
     def _run_eagerly(self, error: CaptureError) -> None:
         """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""
@@ -533,14 +548,16 @@ class Engine:
     def _costs(self, own: Any) -> Any:
         """Return PassCosts beside the texts that are under way; own: those of target and draft alone."""
         others = getattr(self.target, "others", 0)
-        if others and (own, others) != self._shared[:2]:
-            target = cast(LaneTarget, self.target)
-            self._shared = (
-                own,
-                others,
-                own.beside(others, resting=target.is_resting, joined=target.joins_passes, forward=target.last_forward),
+        if not others or (pool := self.pool) is None:
+            return own
+        if (own, others) != self._shared[:2]:
+            joined = self.drafter is not None and isinstance(getattr(innermost(self.drafter), "head", None), NativeHead)
+            scheduler = pool.scheduler
+            shared = own.beside(
+                others, resting=lambda: scheduler.pace.rests, joined=joined, forward=scheduler.take_last_forward
             )
-        return self._shared[2] if others else own
+            self._shared = own, others, shared
+        return self._shared[2]
 
     def _source(
         self, drafter: Drafter | None, lane: Lane, constraint: Constraint | None, origins: Origins | None
@@ -607,7 +624,7 @@ class PreparedAnswer(NamedTuple):
     origins  a drafters._origins.Origins, whose `wanted` may be set before the first cycle
     """
 
-    cycles: Generator[Cycle, None, None]
+    cycles: Generator[Cycle, None, None] | SteppedAnswer
     stopper: Stopper
     policy: Any
     origins: Any
@@ -721,17 +738,27 @@ class TextGeneration:
         text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
-        if self._stopper.last_reason is not None:
-            text = self._finish(self._stopper.last_reason)[self._sent :]
+        reason = self._stopper.last_reason
+        if reason is not None and (not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over):
+            text = self._finish(reason)[self._sent :]
             next(self._cycles, None)  # runs the generator to its end, which frees the engine
             self._end_streamer()
         self._sent += len(text)
         return StreamPiece(text, cycle)
 
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the next piece can be had without a step of other answers."""
+        return not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_ready
+
+    def silence(self) -> None:
+        """Leave out the text of pieces, as nobody reads it, unless a streamer does or some were read."""
+        self._silent = self.options.streamer is None and not self._started
+
     def run(self) -> Any:
         """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
         streams = self.options.streamer is not None
-        self._silent = not streams and not self._started
+        self._silent = self._silent or not (streams or self._started)
         with contextlib.nullcontext() if streams else self._target.running():  # nobody looks at pieces meanwhile
             for _ in self:
                 pass

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
-import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
 
 from specengine import drafters
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
+from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import InputError, require
 from specengine.models import common_prefix
 from specengine.models.assistant import AssistantHead
-from specengine.models.lanes import Gathering, LaneTarget, Ticket, free_memory
-from specengine.models.native import NativeHead, NativeTarget
+from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
 from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
 MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
-LOOK_AGAIN = 0.2  # seconds after which who waits for room looks again: scores free some without a word
 
 
 class Pool:
@@ -49,27 +47,23 @@ class Pool:
         if type(engine.target) is not NativeTarget:
             raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
         self.memory = free_memory() // 2 if memory is None else memory
-        self.gathering = Gathering(engine.target.lm)
+        self.scheduler = Scheduler(engine.target.lm)
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count)]
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)
         self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
-        self._reading: dict[Engine, tuple[list[int], threading.Event]] = {}  # prompts that are taken in, and their end
+        self._reading: dict[Engine, list[int]] = {}  # prompts that are taken in
         self._reserved: dict[Engine, int] = {}  # bytes of answers under way
         self._ended = list(self.engines)  # the one whose answer ended last comes last
-        self._room = threading.Condition()
 
-    @contextlib.contextmanager
     def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
-        """Wait until there is room for so many tokens, and keep it. Drops caches of ended answers, the oldest first.
+        """Wait until there is room for so many tokens; `leave` gives it back. Drops caches of ended answers.
 
-        Of those that wait, the one whose client was served least has its turn; the others wait behind it.
-        tokens, drafted: slots of the target's cache and of the draft's, trees included.
-        GivenUpError where the ticket is cancelled, or its time is over, before there is room.
+        The oldest ones go first. Of those that wait, the one whose client was served least has its turn; the others
+        wait behind it. tokens, drafted: slots of the target's cache and of the draft's, trees included.
         """
-        target = cast(LaneTarget, engine.target)
         if (need := _bytes_of(engine, tokens, drafted)) > self.memory:
             _forget(engine)
             need = _bytes_of(engine, tokens, drafted)
@@ -78,30 +72,26 @@ class Pool:
                 f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
                 f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
             )
-        target.ticket, ticket.wake = ticket, self._look_again
-        with target.aside(), self._room:
-            self.waiting[engine] = ticket
-            try:
-                while not self._make_room(engine, need):
-                    ticket.check()
-                    self._room.wait(min(LOOK_AGAIN, max(0.0, ticket.deadline - time.perf_counter())))
-                self._reserved[engine] = need
-            finally:
-                del self.waiting[engine]
-                self._room.notify_all()
+        self.waiting[engine] = ticket
         try:
-            yield
+            while not self._make_room(engine, need):
+                yield
         finally:
-            self.gathering.leave(target)
-            with self._room:
-                del self._reserved[engine]
-                self._ended.remove(engine)
-                self._ended.append(engine)
-                self._room.notify_all()
+            del self.waiting[engine]
+        self._reserved[engine] = need
+        self._count()
 
-    def _look_again(self) -> None:
-        with self._room:
-            self._room.notify_all()
+    def leave(self, engine: Engine) -> None:
+        """Give back the room of an answer that has ended; what its caches hold is kept for as long as it can be."""
+        del self._reserved[engine]
+        self._reading.pop(engine, None)
+        self._ended.remove(engine)
+        self._ended.append(engine)
+        self._count()
+
+    def _count(self) -> None:
+        for engine in self.engines:
+            cast(LaneTarget, engine.target).others = len(self._reserved.keys() - {engine})
 
     def _make_room(self, engine: Engine, need: int) -> bool:
         if min(self.waiting, key=lambda other: self.waiting[other].rank) is not engine:
@@ -118,43 +108,42 @@ class Pool:
                 kept[other] = 0
         return sum(kept.values()) <= left
 
-    @contextlib.contextmanager
-    def reading(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
-        """Copy what other texts have of a prompt. Waits for one that is taking in the same beginning, GivenUpError."""
-        target, others = cast(LaneTarget, engine.target), [other for other in self.engines if other is not engine]
+    def share(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
+        """Copy what other texts have of a prompt. Waits for those that are taking in the same beginning."""
+        target = cast(LaneTarget, engine.target)
 
         def held(other: Engine) -> int:
             count = target.shares(cast(LaneTarget, other.target), prompt)
             return count if drafter is None or other.drafter is None else min(count, other.drafter.cached(prompt))
 
         own = held(engine)
-        for known, end in list(self._reading.values()):
-            if common_prefix(known, prompt) >= own + SHARED:
-                with target.aside():
-                    while not end.wait(LOOK_AGAIN):
-                        target.ticket.check()
-        best = max(others, key=held, default=engine)
+        for other, known in list(self._reading.items()):
+            while common_prefix(known, prompt) >= own + SHARED and self._reading.get(other) is known:
+                yield
+        best = max((other for other in self.engines if other is not engine), key=held, default=engine)
         if (count := held(best)) >= held(engine) + SHARED:
             target.copy_from(cast(LaneTarget, best.target), count)
             if drafter is not None and best.drafter is not None:
                 drafters.copy_prompt(drafter, best.drafter, count)
-        self._reading[engine] = prompt, (end := threading.Event())
-        try:
-            yield
-        finally:
-            del self._reading[engine]
-            end.set()
+        self._reading[engine] = prompt
+
+    def prefill(self, engine: Engine, prompt: list[int], keep: int) -> Generator[RowBatch, None, Tensor | None]:
+        """Take in a prompt behind its first `keep` tokens, in short pieces while there are other texts."""
+        target = cast(LaneTarget, engine.target)
+        return target.take_in(prompt, keep, lambda length: piece_at(length) if target.others else PREFILL_ROWS)
+
+    def read(self, engine: Engine) -> None:
+        """Note that target and draft hold the prompt, for those that wait for its beginning."""
+        del self._reading[engine]
 
     def _beside(self, engine: Engine) -> Engine:
         """Return an engine of the same parts with a state of its own."""
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
         policy: Any = engine.policy
         policy = None if policy is None else dataclasses.replace(policy)
-        target = LaneTarget(self.gathering)
+        target = LaneTarget(cast(NativeTarget, engine.target).lm)
         head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
-        if isinstance(head, NativeHead):
-            target.join(head)
-        elif isinstance(head, AssistantHead):
+        if isinstance(head, AssistantHead):
             head.follow(target)
         made = type(engine)(target, draft, policy, self.tokenizer)
         made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
@@ -166,32 +155,20 @@ class Pool:
 
         Returns the results in the order of the prompts. The first error ends all of it and is raised.
         """
-        asked: queue.SimpleQueue[tuple[int, Prompt]] = queue.SimpleQueue()
-        count = 0
-        for count, prompt in enumerate(prompts, 1):
-            asked.put((count - 1, prompt))
-        results: dict[int, Any] = {}
-        errors: list[BaseException] = []
+        asked = enumerate(prompts)
 
-        def work(engine: Engine) -> None:
-            while not errors:
-                try:
-                    number, prompt = asked.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    results[number] = engine.generate(prompt, **options)
-                except BaseException as error:  # of a thread: raised by the caller's
-                    errors.append(error)
+        def answer(engine: Engine, number: int, prompt: Prompt) -> Task:
+            with engine.stream(prompt, **options) as generation:
+                generation.silence()
+                yield from finished(generation)
+                return number, generation.run()
 
-        threads = [threading.Thread(target=work, args=(engine,)) for engine in self.engines[:count]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[number] for number in range(count)]
+        def take(idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+            one = next(asked, None)
+            return None if one is None else (idle[0], answer(idle[0], *one))
+
+        results = dict(run_tasks(self.engines, self.scheduler, take))
+        return [results[number] for number in range(len(results))]
 
 
 def parallel_of(engine: Engine, memory: int | None = None) -> int:
@@ -232,9 +209,19 @@ def bytes_used(engine: Engine) -> int:
 def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
     """Return the bytes of its caches with room for so many tokens, at least those that they have."""
     cache = drafters.cache_of(engine.drafter)
-    return cast(LaneTarget, engine.target).bytes_of(tokens) + (0 if cache is None else cache.bytes_of(drafted))
+    return cast(LaneTarget, engine.target).cache.bytes_of(tokens) + (0 if cache is None else cache.bytes_of(drafted))
 
 
 def _forget(engine: Engine) -> None:
-    cast(LaneTarget, engine.target).forget()
+    target = cast(LaneTarget, engine.target)
+    target.cache, target.tokens = target.lm.new_cache(1), []
     drafters.forget(engine.drafter)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return 1 << 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,21 @@ from torch import Tensor
 from specengine.errors import UnsupportedModelError
 from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
+
+
+class SharedRows:
+    """Rows of one text that a model runs with those of other texts; what they give does not depend on these.
+
+    drafts   whether they are a draft pass
+    model    its `run_lanes` fills the results of rows of this model, or of all with the same `weights_of`
+    seconds  that their run took
+    error    of a run that failed
+    """
+
+    drafts: ClassVar[bool] = False
+    model: Any
+    seconds: float = 0.0
+    error: BaseException | None = None
 
 
 class Chosen(NamedTuple):

@@ -90,6 +90,7 @@ class _RowAttention(RotatingAttend):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = self.rows
-        at = rows.positions, self.tables, self.slab, rows.slot, rows.live
-        rotated = ops.rope_store(query[0], key[0], value[0], *at)
+        rotated = ops.rope_store(
+            query[0], key[0], value[0], rows.positions, self.tables, self.slab, rows.slot, rows.live
+        )
         return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]

@@ -215,8 +215,18 @@ class CausalLM:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        cache = self._layers, self._heads, self._head_size, self._dtype, self._shapes
-        return self.vocab_size, self.max_context, self.dtype, self.device, self._dense_mask, *cache
+        return (
+            self.vocab_size,
+            self.max_context,
+            self.dtype,
+            self.device,
+            self._dense_mask,
+            self._layers,
+            self._heads,
+            self._head_size,
+            self._dtype,
+            self._shapes,
+        )
 
     def _take_twin(self, contents: list[Any]) -> None:
         self._runs: Any = self._twin if self._packed is None else self._packed.model(contents)
@@ -284,8 +294,15 @@ class CausalLM:
         return "dense mask" if self._dense_mask else "tree"
 
     def new_cache(self, capacity: int) -> KVCache:
-        sizes = self._layers, self._heads, self._head_size, capacity
-        return KVCache(*sizes, dtype=self._dtype, device=self.device, shapes=self._shapes)
+        return KVCache(
+            self._layers,
+            self._heads,
+            self._head_size,
+            capacity,
+            dtype=self._dtype,
+            device=self.device,
+            shapes=self._shapes,
+        )
 
     @property
     def parameters(self) -> int:

@@ -13,9 +13,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError, require
-from specengine.models import Chosen, Successors, families
+from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
 from specengine.models.configs import activation_of, empty_model, family_of, shape_of
 from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
@@ -292,8 +293,9 @@ class NativeLM:
         live = int(rows.live)
         logits = torch.empty(live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu")
         seen = int(rows.slot), int(rows.prefix), rows.words[:live]
-        given = rows.tokens[:live], rows.positions[:live], cache, seen
-        return logits, self.run(*given, features=features, logits=logits if live else None)
+        rated = logits if live else None
+        states = self.run(rows.tokens[:live], rows.positions[:live], cache, seen, features=features, logits=rated)
+        return logits, states
 
     def run(  # noqa: PLR0913
         self,
@@ -363,42 +365,65 @@ class NativeLM:
         """
         start, prefix, words = seen
         states = torch.empty_like(inputs)
-        where = positions.contiguous(), prefix, start, None if words is None else words.contiguous(), inputs
         with self._turn:
-            slabs = cache.slabs if cache.more else cache.slab
-            self.decoder.forward_from(*where, slabs, states, team.get() or torch.get_num_threads())
+            self.decoder.forward_from(
+                positions.contiguous(),
+                prefix,
+                start,
+                None if words is None else words.contiguous(),
+                inputs,
+                cache.slabs if cache.more else cache.slab,
+                states,
+                team.get() or torch.get_num_threads(),
+            )
         return states
 
-    def run_lanes(
-        self,
-        tokens: Tensor,
-        lanes: Sequence[tuple[Tensor, KVCache, tuple[int, int, Tensor | None]]],
-        *,
-        features: tuple[int, ...] = (),
-        logits: Tensor | None = None,
-        best: Successors | None = None,
-    ) -> Tensor | None:
-        """Run rows of several texts in one C++ call.
-
-        tokens: int64 [rows], one text's behind another's; lanes: of each text its positions, cache, and what its rows
-        see; the others, and the result, as in `run`. Caches are the texts' own.
-        """
-        began, states = time.perf_counter(), None
-        if features:
-            width = len(features) * self.shape.hidden
-            states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
-        positions = tuple(places.clamp(max=self.max_context - 1) for places, *_ in lanes)
-        starts, prefixes, words = zip(*(seen for *_, seen in lanes), strict=True)
-        slabs = tuple(cache.slabs for _, cache, _ in lanes)
-        memories = [cache.memory for _, cache, _ in lanes if cache.memory is not None]
-        committed = [cache.length for _, cache, _ in lanes][: len(memories)]
-        chosen = (None, None) if best is None else best
+    def run_lanes(self, batch: Sequence[RowBatch]) -> None:
+        """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own."""
+        began = time.perf_counter()
+        batch = sorted(batch, key=lambda rows: rows.logits is not None)  # logits are those of the last rows
+        tokens = torch.cat([rows.tokens for rows in batch])
+        features = max((rows.features for rows in batch), key=len)
+        rated = sum(len(rows.logits) for rows in batch if rows.logits is not None)
+        count = max(0 if rows.best is None else rows.best.tokens.shape[1] for rows in batch)
+        plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        states = torch.empty(len(tokens), len(features) * self.shape.hidden, **plain) if features else None
+        logits = torch.empty(rated, self.vocab_size, **plain) if rated else None
+        best = torch.empty(len(tokens), count, dtype=torch.int64, device="cpu") if count else None
+        values = torch.empty(len(tokens), count, **plain) if count else None
+        starts, prefixes, words = zip(*(rows.seen for rows in batch), strict=True)
+        memories = [rows.cache.memory for rows in batch if rows.cache.memory is not None]
         with self._turn:
-            threads = team.get() or torch.get_num_threads()
-            given = positions, prefixes, starts, words, tokens, slabs
-            self.decoder.forward_lanes(*given, features, states, logits, *chosen, threads, memories, committed)
+            self.decoder.forward_lanes(
+                tuple(rows.positions.clamp(max=self.max_context - 1) for rows in batch),
+                prefixes,
+                starts,
+                words,
+                tokens,
+                tuple(rows.cache.slabs for rows in batch),
+                features,
+                states,
+                logits,
+                best,
+                values,
+                team.get() or torch.get_num_threads(),
+                memories,
+                [rows.cache.length for rows in batch][: len(memories)],
+            )
         self.seconds += time.perf_counter() - began
-        return states
+        row = rated = 0
+        for rows in batch:
+            end = row + len(rows.tokens)
+            if rows.features and states is not None:
+                rows.states = states[row:end]
+            if rows.logits is not None and logits is not None:
+                rows.logits.copy_(logits[rated : rated + len(rows.logits)])
+                rated += len(rows.logits)
+            if rows.best is not None and best is not None and values is not None:
+                width = rows.best.tokens.shape[1]
+                rows.best.tokens.copy_(best[row:end, :width])
+                rows.best.logits.copy_(values[row:end, :width])
+            row = end
 
     def _take(self) -> None:
         """Pack the source's weights and try them; after a failure nothing counts as packed."""
@@ -738,17 +763,20 @@ def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics:
 _from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = WeakKeyDictionary()
 
 
-class HeadRows(NamedTuple):
+@dataclass(eq=False)
+class HeadRows(SharedRows):
     """Rows of one text that a head is to run, and where its results go.
 
-    rows      what they are and see; slab: the head's cache
+    model     a copy of the head, with the text's cache
+    rows      what they are and see
     features  float32 [n, features], of the target; None: rows `sources` of `states`, float32 [any, hidden]
     out       float32 [n, hidden], filled with recurrent states
     logits    float32 [m, draft vocabulary], filled with those of the last m rows
     """
 
+    drafts = True
+    model: NativeHead
     rows: Rows
-    slab: Tensor
     features: Tensor | None
     states: Tensor
     sources: Tensor
@@ -794,11 +822,6 @@ class NativeHead(DraftHead):
             frequencies.tolist(),
             scale,
         )
-
-    def __copy__(self) -> Self:
-        twin = super().__copy__()
-        twin.__dict__.pop("forward", None)  # one that runs its passes with those of other texts
-        return twin
 
     @property
     def weights_of(self) -> Any:
@@ -855,12 +878,12 @@ class NativeHead(DraftHead):
         count = rows.tokens.shape[0]
         out = states.new_empty(count, self.config.hidden_size)
         logits = states.new_empty(count if one is None else 1, self.config.draft_vocab_size)
-        return HeadRows(rows, self.cache.slab, features, states, sources, out, logits)
+        return HeadRows(self, rows, features, states, sources, out, logits)
 
     def run_lanes(self, lanes: Sequence[HeadRows]) -> None:
         """Run rows of several texts in one C++ call; their caches are of heads with these weights."""
-        rows, slabs, features, states, sources, outs, _ = zip(*lanes, strict=True)
-        counts = [len(out) for out in outs]
+        rows = [lane.rows for lane in lanes]
+        counts = [len(lane.out) for lane in lanes]
         out = torch.empty(sum(counts), self.config.hidden_size, dtype=torch.float32, device="cpu")
         logits = torch.empty(sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
         self._head.forward_lanes(
@@ -870,10 +893,10 @@ class NativeHead(DraftHead):
             [int(own.slot) for own in rows],
             tuple(own.words.contiguous() for own in rows),
             torch.cat([own.tokens for own in rows]),
-            features,
-            states,
-            sources,
-            slabs,
+            tuple(lane.features for lane in lanes),
+            tuple(lane.states for lane in lanes),
+            tuple(lane.sources for lane in lanes),
+            tuple(lane.model.cache.slab for lane in lanes),
             out,
             logits,
             team.get() or torch.get_num_threads(),
@@ -930,7 +953,6 @@ class NativeTarget(CachedTarget):
 
     def __init__(self, lm: NativeLM) -> None:
         super().__init__(lm)
-        self.runs: Callable[..., Tensor | None] = lm.run
         self.counts = lm.routes.layers > 0  # whether the experts of trees are counted
 
     @property
@@ -951,31 +973,29 @@ class NativeTarget(CachedTarget):
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
-        left = MARKED_BEFORE if self.cache.memory is not None and len(tokens) >= LONG_PROMPT else 0
-        before = self._take_in(tokens[: len(tokens) - left])
+        left = self._after_mark(len(tokens))
+        before = super()._extend(tokens[: len(tokens) - left])
         self.cache.mark()
         if not left:
             return before
-        last = self._take_in(tokens[-left:])
+        last = super()._extend(tokens[-left:])
         return None if before is None or last is None else torch.cat([before, last])
 
-    def _take_in(self, tokens: list[int]) -> Tensor | None:
-        """Run tokens of a prompt; return their features."""
-        return super()._extend(tokens)
+    def _after_mark(self, tokens: int) -> int:
+        return MARKED_BEFORE if self.cache.memory is not None and tokens >= LONG_PROMPT else 0
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        logits = torch.empty(int(tree.size), self.vocab_size, dtype=torch.float32, device="cpu")
-        return logits, self._run(tree, logits=logits)
+        rows = self._run(tree, greedy=False)
+        assert rows.logits is not None
+        return rows.logits, rows.states
 
     def choose(self, tree: TokenTree) -> Chosen:
-        shape = int(tree.size), max(1, self.successors)
-        tokens = torch.empty(shape, dtype=torch.int64, device="cpu")
-        best = Successors(tokens, torch.empty(shape, dtype=torch.float32, device="cpu"))
-        features = self._run(tree, best=best)
-        return Chosen(best.tokens[:, 0].tolist(), features, best if self.successors else None)
+        rows = self._run(tree, greedy=True)
+        assert rows.best is not None
+        return Chosen(rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None)
 
-    def _run(self, tree: TokenTree, *, logits: Tensor | None = None, best: Successors | None = None) -> Tensor | None:
-        """Run the nodes of a tree after the committed tokens. Returns their features."""
+    def _rows(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+        """Return the nodes of a tree as rows after the committed tokens, with room for their results."""
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
         if start + live > cache.slab.shape[3]:  # mostly there is room
@@ -983,8 +1003,111 @@ class NativeTarget(CachedTarget):
         arrays = tree.tokens, tree.depths, tree.ancestors
         tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
-        given = tokens, depths + start, cache, (start, start, words)
-        if not self.counts:
-            return self.runs(*given, features=self._features, logits=logits, best=best)
-        self.experts = torch.empty(live, dtype=torch.int32, device="cpu")
-        return self.runs(*given, features=self._features, logits=logits, best=best, added=self.experts)
+        rows = RowBatch(self.lm, tokens, depths + start, cache, (start, start, words), self._features)
+        if greedy:
+            shape = live, max(1, self.successors)
+            best = torch.empty(shape, dtype=torch.int64, device="cpu")
+            rows.best = Successors(best, torch.empty(shape, dtype=torch.float32, device="cpu"))
+        else:
+            rows.logits = torch.empty(live, self.vocab_size, dtype=torch.float32, device="cpu")
+        return rows
+
+    def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+        rows = self._rows(tree, greedy=greedy)
+        if self.counts:
+            self.experts = torch.empty(len(rows.tokens), dtype=torch.int32, device="cpu")
+        rows.states = self.lm.run(
+            rows.tokens,
+            rows.positions,
+            rows.cache,
+            rows.seen,
+            features=rows.features,
+            logits=rows.logits,
+            best=rows.best,
+            added=self.experts,
+        )
+        return rows
+
+
+@dataclass(eq=False)
+class RowBatch(SharedRows):
+    """Rows of one text that a model is to run, and where its results go; fields as in NativeLM.run.
+
+    logits  float32 [tokens, vocabulary]; states: those found, as `features` says
+    """
+
+    model: NativeLM
+    tokens: Tensor
+    positions: Tensor
+    cache: KVCache
+    seen: tuple[int, int, Tensor | None]
+    features: tuple[int, ...] = ()
+    logits: Tensor | None = None
+    best: Successors | None = None
+    states: Tensor | None = None
+
+
+class LaneTarget(NativeTarget):
+    """One of several targets over a NativeLM, whose rows are run with those of the others."""
+
+    def __init__(self, lm: NativeLM) -> None:
+        super().__init__(lm)
+        self.counts = False  # experts are read for all texts at once
+        self.others = 0  # texts that are answered at present, this one left out
+        self._asked: RowBatch | None = None  # rows of the next tree, where they were run with those of others
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()  # whoever steps all texts is in the context of one of them
+
+    def ask(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+        """Return the rows of a tree, to be run before `choose` is called with it, or `verify` if not `greedy`."""
+        self._asked = self._rows(tree, greedy=greedy)
+        return self._asked
+
+    def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+        asked, self._asked = self._asked, None
+        return asked or super()._run(tree, greedy=greedy)
+
+    def reset(self) -> None:
+        super().reset()
+        self._asked = None
+
+    def take_in(
+        self, tokens: list[int], keep: int, size: Callable[[int], int]
+    ) -> Generator[RowBatch, None, Tensor | None]:
+        """Run a prompt as `prefill` does, in pieces: yield the rows of each, which are run before it goes on.
+
+        size: returns how many tokens are run behind so many. What was run stays if it is closed between two pieces.
+        """
+        self.cache.crop(keep)
+        self.tokens = tokens[: self.cache.length]
+        mark = len(tokens) - self._after_mark(len(tokens) - self.cache.length)
+        states: list[Tensor] = []
+        for end in dict.fromkeys((mark, len(tokens))):
+            while (start := self.cache.length) < end:
+                rows = self._piece(tokens[start : min(end, start + size(start))], start)
+                yield rows
+                self.cache.length = start + len(rows.tokens)
+                self.tokens = tokens[: self.cache.length]
+                states += [] if rows.states is None else [rows.states]
+            if end == mark:
+                self.cache.mark()
+        return torch.cat(states) if states else None
+
+    def _piece(self, tokens: list[int], start: int) -> RowBatch:
+        end = start + len(tokens)
+        self.cache.reserve(end)
+        positions = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        return RowBatch(self.lm, ids, positions, self.cache, (start, start, None), self._features)
+
+    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+        """Return how many of the first `tokens` another cache holds that can be copied."""
+        if self.cache.memory is not None or other._version != self.lm.version:
+            return 0
+        return common_prefix(other.tokens, tokens)
+
+    def copy_from(self, other: LaneTarget, count: int) -> None:
+        """Become what another one is after its first `count` tokens. Both have the same weights."""
+        self.cache.copy_from(other.cache, count)
+        self.tokens, self._version = other.tokens[:count], other._version

@@ -100,14 +100,14 @@ class _AtOnce(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        pool, gathering = self._pool, self._pool.gathering
+        pool, scheduler = self._pool, self._pool.scheduler
         busy = [engine for engine in pool.engines if engine.is_busy and engine not in pool.waiting]
         share = sum(map(bytes_used, busy)) / pool.memory
         held = sum(map(bytes_held, pool.engines))
         yield GaugeMetricFamily(USAGE, "Part of the memory that prompts and answers under way fill", share)
         yield GaugeMetricFamily("specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held)
         rows = "Rows of each forward pass, of all requests"
-        yield SummaryMetricFamily("specengine:iteration_tokens_total", rows, gathering.forwards, gathering.rows)
+        yield SummaryMetricFamily("specengine:iteration_tokens_total", rows, scheduler.forwards, scheduler.rows)
 
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

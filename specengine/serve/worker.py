@@ -1,4 +1,4 @@
-"""The thread that loads the engine and answers with it, the queue before it, and one that reads long requests."""
+"""The thread that loads the engine and answers all jobs, the queue before it, and one that reads long requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from specengine.engine import Engine, Pool, TextGeneration, Ticket, parallel_of
+from specengine.engine import SCORED_ROWS, Engine, Pool, TextGeneration, Ticket, parallel_of
+from specengine.engine.scheduler import Task, run_tasks
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
@@ -78,7 +79,7 @@ class Job:
 
 
 class Worker:
-    """Answers jobs, `parallel` at once: first those of whoever was served least, in the order in which they came.
+    """Answers jobs in one loop, `parallel` at once: first those of whoever was served least, in the order they came in.
 
     One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
@@ -103,15 +104,11 @@ class Worker:
         self.parallel = parallel or 1  # answers at once, once it has loaded
         self._by_memory = parallel is None
         self._answered: set[Job] = set()  # at present
-        self._idle: list[Engine] = []
         self._pool: Pool | None = None
-        self._short: ModelLimits | None = None  # for texts that are read by whoever answers them, in turn
-        self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._stopping = False
         self._mean_seconds = 1.0  # of an answer, the latest counting most
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
-        self._others: list[threading.Thread] = []
         self._reader = threading.Thread(target=self._read_all, name="specengine-reader", daemon=True)
         metrics.running.set_function(lambda: len(self._answered) - self._without_room)
         metrics.waiting.set_function(lambda: len(self._jobs) + self._without_room)
@@ -143,8 +140,7 @@ class Worker:
                 job.ticket.cancel()
             self._changed.notify_all()
         if self.engine is not None:
-            for thread in (self._thread, *self._others):
-                thread.join(seconds)
+            self._thread.join(seconds)
 
     def submit(self, *jobs: Job) -> None:
         """Put into the queue, all or none; QueueFullError where as many wait as may, InputError for a text that fits
@@ -185,12 +181,8 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether all answering threads run."""
-        return all(thread.is_alive() for thread in (self._thread, *self._others))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._answered)
+        """Return whether the answering thread runs."""
+        return self._thread.is_alive()
 
     @property
     def idle(self) -> bool:
@@ -212,16 +204,14 @@ class Worker:
     def _run(self) -> None:
         try:
             self.engine = self._load()
-            self._idle = [self.engine]
             if self._by_memory:
                 self.parallel = parallel_of(self.engine)
             if self.parallel > 1:
                 self._pool = Pool(self.engine, self.parallel)
-                self._idle = [*self._pool.engines]
                 if self._pool.tokenizer is not None:
                     self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
-            self.limits, self._short, self.beside = (limits_of(self.engine) for _ in range(3))
+            self.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
             _read_vocabulary(self.engine)
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
@@ -233,54 +223,55 @@ class Worker:
             self.state = "ready"
         self._reader.start()
         log.info("ready: %r, answers at once: %d", self.engine, self.parallel)
-        for number in range(1, self.parallel):
-            self._others.append(threading.Thread(target=self._answer_all, name=f"specengine-{number}", daemon=True))
-            self._others[-1].start()
-        self._answer_all()
+        engines, scheduler = ([self.engine], None) if self._pool is None else (self._pool.engines, self._pool.scheduler)
+        for _ in run_tasks(engines, scheduler, self._take):
+            pass
 
-    def _answer_all(self) -> None:
-        while (job := self._next()) is not None:
-            began = time.perf_counter()
-            engine = self._engine_for(job)
-            try:
-                self._answer(engine, job, began - job.came)
-            except Exception as error:
-                self._failure(job, error)
-            with self._changed:
-                self._idle.append(engine)
-                self._answered.discard(job)
-                self._mean_seconds += 0.3 * (time.perf_counter() - began - self._mean_seconds)
+    def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+        if (job := self._next(wait)) is None:
+            return None
+        began = time.perf_counter()
+        engine = self._engine_for(job, idle)
+        return engine, self._answer_job(engine, job, began)
 
-    def _engine_for(self, job: Job) -> Engine:
-        """Take the idle engine that holds most of the prompt, else the one that has been idle for longest.
+    def _answer_job(self, engine: Engine, job: Job, began: float) -> Task:
+        try:
+            yield from self._answer(engine, job, began - job.came)
+        except Exception as error:
+            self._failure(job, error)
+        with self._changed:
+            self._answered.discard(job)
+            self._mean_seconds += 0.3 * (time.perf_counter() - began - self._mean_seconds)
+
+    def _engine_for(self, job: Job, idle: list[Engine]) -> Engine:
+        """Return the idle engine that holds most of the prompt, else the one that has been idle for longest.
 
         An engine that holds another conversation is not taken for the few words that both begin with.
         """
-        if self.parallel > 1 and job.prepared is None and self.engine is not None and self._short is not None:
-            with self._reading, contextlib.suppress(Exception):  # raised again where it is answered
-                self._prepare(self.engine, job, self._short)
+        if len(idle) > 1 and job.prepared is None:
+            with contextlib.suppress(Exception):  # raised again where it is answered
+                self._prepare(idle[0], job)
         prompt = [] if job.prepared is None else job.prepared.prompt
-        with self._changed:
-            held = [engine.holds(prompt) for engine in self._idle]
-            own = [
-                2 * count >= len(engine.target.tokens) and count for count, engine in zip(held, self._idle, strict=True)
-            ]
-            return self._idle.pop(own.index(max(own)))
+        held = [engine.holds(prompt) for engine in idle]
+        own = [2 * count >= len(engine.target.tokens) and count for count, engine in zip(held, idle, strict=True)]
+        return idle[own.index(max(own))]
 
-    def _next(self) -> Job | None:
+    def _next(self, wait: bool) -> Job | None:
         with self._changed:
-            job = self._first(lambda job: job.quick or job.prepared is not None)
+            job = self._first(lambda job: job.quick or job.prepared is not None, wait)
             if job is not None:
                 self._answered.add(job)
                 self._jobs.remove(job)
             return job
 
-    def _first(self, suits: Callable[[Job], bool]) -> Job | None:
-        """Wait for jobs in the queue that suit, and return the first in line; None where the worker stops."""
+    def _first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
+        """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
         with self._changed:
             while not self._stopping:
                 if (job := min(filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None)) is not None:
                     return job
+                if not wait:
+                    return None
                 self._changed.wait()
             return None
 
@@ -310,9 +301,11 @@ class Worker:
         with self._changed:
             self._changed.notify_all()
 
-    def _prepare(self, engine: Engine, job: Job, limits: ModelLimits) -> PreparedRequest:
+    def _prepare(self, engine: Engine, job: Job, limits: ModelLimits | None = None) -> PreparedRequest:
         """Read the request; InputError, or RequestError where nobody waits for it any more or its time is over."""
         began = time.perf_counter()
+        longest = self.limits and self.limits.longest
+        limits = limits or ModelLimits(engine.tokenizer, engine.target.max_context, longest)
         most = math.inf if job.quick else job.asked.settings.max_seconds
 
         def still_wanted() -> None:
@@ -326,11 +319,9 @@ class Worker:
         job.prepared = prepared
         return prepared
 
-    def _answer(self, engine: Engine, job: Job, waited: float) -> None:
+    def _answer(self, engine: Engine, job: Job, waited: float) -> Generator[None, None, None]:
         began = time.perf_counter()
-        longest = None if self.limits is None else self.limits.longest
-        own = ModelLimits(engine.tokenizer, engine.target.max_context, longest)
-        prepared = job.prepared or self._prepare(engine, job, own)
+        prepared = job.prepared or self._prepare(engine, job)
         deadline = began + job.asked.settings.max_seconds - (job.read_s if not job.quick else 0.0)
         job.ticket.deadline = deadline
         generation = TextGeneration(
@@ -345,27 +336,18 @@ class Worker:
         generation.origins = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
-        _score(engine, job, answer, deadline)
+        yield from _score(engine, job, answer, deadline)
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
-                piece = next(generation, None)
-                if piece is None:  # it was given up while it waited
+                if not generation.is_ready:
+                    yield
+                elif (piece := next(generation, None)) is not None:
+                    _deliver(job, generation, piece, answer, texts)
+                else:  # it was given up while it waited
                     generation.stats.num_prompt_tokens = len(generation.prompt)
                     answer.reason = None if job.cancelled else "length"
-                    break
-                answer.add(piece.cycle)
-                job.ticket.client.served += len(piece.cycle.tokens)
-                answer.text += piece.text
-                answer.passed = generation.stops_passed
-                if generation.result is not None:
-                    answer.text = generation.result.text
-                    answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
-                elif time.perf_counter() > deadline:
-                    answer.reason = "length"
-                extra = _cycles(generation, piece, texts) if job.asked.request.return_cycles else {}
-                job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
         if self._pool is None:  # else they are counted piece by piece
             job.ticket.client.served += generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
         if answer.reason is not None:
@@ -385,12 +367,29 @@ class Worker:
         job.deliver(Failed(error))
 
 
-def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> None:
-    """Append the log-probabilities of the prompt's tokens, where the request wants them."""
+def _deliver(job: Job, generation: TextGeneration, piece: Any, answer: Completion, texts: Texts) -> None:
+    """Add a piece to its answer, and hand it on."""
+    answer.add(piece.cycle)
+    job.ticket.client.served += len(piece.cycle.tokens)
+    answer.text += piece.text
+    answer.passed = generation.stops_passed
+    if generation.result is not None:
+        answer.text = generation.result.text
+        answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
+    elif time.perf_counter() > job.ticket.deadline:
+        answer.reason = "length"
+    extra = _cycles(generation, piece, texts) if job.asked.request.return_cycles else {}
+    job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
+
+
+def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Generator[None, None, None]:
+    """Append the log-probabilities of the prompt's tokens, where the request wants them, as steps of a task."""
     began = time.perf_counter()
     with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
         while not job.cancelled and (scored := next(scores, None)) is not None:
             answer.prompt_logprobs.append(scored)
+            if len(answer.prompt_logprobs) % SCORED_ROWS == 0:  # other answers go on before the next forward
+                yield
             if time.perf_counter() > deadline:
                 seconds = job.asked.settings.max_seconds
                 raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")

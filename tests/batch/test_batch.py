@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specengine.batch import answering
 from specengine.batch.answering import answer as answer_of
 from specengine.batch.files import Files, beside
 from specengine.batch.lines import Item, read, seed_of
+from specengine.cycle import result_of
 from specengine.errors import InputError
 from specengine.records import GenerationResult, Stats
 from tests.batch import files
@@ -64,10 +66,14 @@ def test_answers_are_the_engines(example: Example) -> None:
 
 def test_a_turn_follows_all_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[Any] = []
-    monkeypatch.setattr(answering, "TextGeneration", lambda engine, prompt, options, ticket: prompts.append(prompt))
-    said = lambda *_: GenerationResult(f"said {len(prompts)}", [], "stop", Stats())  # noqa: E731
+    monkeypatch.setattr(answering, "TextGeneration", lambda engine, prompt, options: prompts.append(prompt))
+
+    def said(*_: Any) -> Iterator[None]:
+        yield from ()
+        return GenerationResult(f"said {len(prompts)}", [], "stop", Stats())
+
     monkeypatch.setattr(answering.openai, "complete", said)
-    assert not answering.answer(None, Item(0, "a", "one", later=("two", "three"))).failed  # type: ignore[arg-type]
+    assert not result_of(answering.answer(None, Item(0, "a", "one", later=("two", "three")))).failed  # type: ignore[arg-type]
     assert [turn["content"] for turn in prompts[-1]] == ["one", "said 1", "two", "said 2", "three"]
 
 
@@ -130,7 +136,7 @@ def test_a_request_that_is_refused_is_a_line_of_its_own(tmp_path: Path, change: 
     pytest.importorskip("pydantic")
     items = read(files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}).items
     assert items[0].fault is None
-    answered = answer_of(None, items[1])  # type: ignore[arg-type]
+    answered = result_of(answer_of(None, items[1]))  # type: ignore[arg-type]
     assert answered.failed
     assert (answered.line["custom_id"], answered.line["response"]) == ("a", None)
     assert answered.line["error"]["message"].startswith(named)

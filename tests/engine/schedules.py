@@ -3,9 +3,9 @@
     python -m tests.engine.schedules [--count 10000] [--first SEED] [--default-model] [--seconds SECONDS] [--out FILE]
 
 A seed says which tiny model (or the default one), numbers and policy there are, which requests come, how many are
-answered at once, at which forward each of them begins, whether it goes on in the caches of an earlier one, and after
-how many tokens its client leaves. Tokens and log-probabilities are compared, bit for bit. The first schedule that
-differs ends the run with its seed.
+answered at once, at which forward each of them begins, whether it goes on in the caches of an earlier one, after how
+many tokens its client leaves, and whether one loop steps all answers or each has a thread. Tokens and log-probabilities
+are compared, bit for bit. The first schedule that differs ends the run with its seed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import queue
 import random
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,9 +28,11 @@ import torch
 
 from specengine import Engine
 from specengine.benchmark.provenance import provenance
+from specengine.cycle import result_of
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool, TextGeneration
+from specengine.engine.scheduler import Task, run_tasks
 from specengine.models.native import NativeLM, NativeTarget
 from tests.models.native_engines import native_lm
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, tiny
@@ -107,7 +108,7 @@ def run(seed: int, family: str | None = None) -> Counter[str]:
         known = _known(setting, chance.randrange(CATALOGUE))
         leaves = chance.randrange(0, 1 + len(known.answer.tokens)) if chance.random() < 0.3 else None
         coming.append(Coming(known, chance.choice([0, 0, chance.randrange(60)]), leaves, chance.random() < 0.6))
-    found = _answered(pool, coming)
+    found = _answered(pool, coming, threads=chance.random() < 0.3)
     for number, one in enumerate(coming):
         answer, right = found[number], one.known.answer
         same = answer == right if one.leaves is None else answer.begins(right)
@@ -120,20 +121,37 @@ def run_all(seeds: Iterable[int]) -> Counter[str]:
     return sum(map(run, seeds), Counter[str]())
 
 
-def _answered(pool: Pool, coming: list[Coming]) -> dict[int, Answer]:
-    places: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in sorted(range(len(coming)), key=lambda number: coming[number].at):
-        places.put(number)
+def _answered(pool: Pool, coming: list[Coming], *, threads: bool) -> dict[int, Answer]:
+    """Return the answers, from the loop that steps them all, or from a thread for each."""
+    order = deque(sorted(range(len(coming)), key=lambda number: coming[number].at))
+    return _of_threads(pool, coming, order) if threads else _of_one_loop(pool, coming, order)
+
+
+def _of_one_loop(pool: Pool, coming: list[Coming], order: deque[int]) -> dict[int, Answer]:
+    def take(idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+        if order and (wait or coming[order[0]].at <= pool.scheduler.forwards):
+            number = order.popleft()
+            return idle[-1], task(idle[-1], number)
+        return None
+
+    def task(engine: Engine, number: int) -> Task:
+        found = yield from _answer(engine, coming[number])
+        return number, found
+
+    return dict(run_tasks(pool.engines, pool.scheduler, take))
+
+
+def _of_threads(pool: Pool, coming: list[Coming], order: deque[int]) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     errors: list[BaseException] = []
 
     def work(engine: Engine) -> None:
         try:
             while not errors:
-                number = places.get_nowait()
+                number = order.popleft()
                 _await(pool, coming[number].at)
-                found[number] = _answer(engine, coming[number])
-        except queue.Empty:
+                found[number] = result_of(_answer(engine, coming[number], waits=False))
+        except IndexError:
             pass
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
@@ -155,20 +173,24 @@ def _answered(pool: Pool, coming: list[Coming]) -> dict[int, Answer]:
 def _await(pool: Pool, forwards: int) -> None:
     """Wait until so many forwards were run, or none comes any more."""
     last, since = -1, time.monotonic()
-    while pool.gathering.forwards < forwards and time.monotonic() - since < 0.01:
-        if pool.gathering.forwards != last:
-            last, since = pool.gathering.forwards, time.monotonic()
+    while pool.scheduler.forwards < forwards and time.monotonic() - since < 0.01:
+        if pool.scheduler.forwards != last:
+            last, since = pool.scheduler.forwards, time.monotonic()
         time.sleep(0.0003)
 
 
-def _answer(engine: Engine, one: Coming) -> Answer:
+def _answer(engine: Engine, one: Coming, *, waits: bool = True) -> Generator[None, None, Answer]:
+    """Answer as a task; waits: for steps of the loop, instead of running them."""
     tokens, logprobs = list[int](), list[Any]()
     with TextGeneration(engine, one.known.prompt, one.known.options, reuse_cache=one.reuses) as pieces:
-        for piece in pieces:
-            tokens += piece.cycle.tokens
-            logprobs += piece.cycle.logprobs or ()
-            if one.leaves is not None and len(tokens) >= one.leaves:
+        while one.leaves is None or len(tokens) < max(one.leaves, 1):
+            if waits and not pieces.is_ready:
+                yield
+            elif (piece := next(pieces, None)) is None:
                 break
+            else:
+                tokens += piece.cycle.tokens
+                logprobs += piece.cycle.logprobs or ()
     return Answer(tokens, logprobs)
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +24,13 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.engine import Pool, TextGeneration, Ticket
+from specengine.engine import Pool, TextGeneration, Ticket, scheduler
 from specengine.engine import pool as pool_module
 from specengine.engine.pool import bytes_held, bytes_used
+from specengine.engine.scheduler import LOOK, SharedPace
 from specengine.errors import InputError
-from specengine.models import lanes
 from specengine.models.kv_cache import Rows
-from specengine.models.lanes import LOOK, Gathering, LaneTarget
-from specengine.models.native import WITH_PAIRS, NativeHead, NativeLM, NativeTarget
+from specengine.models.native import WITH_PAIRS, LaneTarget, NativeHead, NativeLM, NativeTarget, RowBatch
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
@@ -63,14 +62,14 @@ def texts(lm: NativeLM, seed: int) -> tuple[list[NativeTarget], list[TokenTree]]
 
 def together(lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], off: int = 0) -> list[Tensor]:
     """Return each tree's logits from one forward; off: of the first lane's cache, a slot too far."""
-    given, tokens = [], []
+    batch = []
     for target, tree in zip(targets, trees, strict=True):
         start = target.cache.length + off * (target is targets[0])
-        given.append((tree.depths + start, target.cache, (start, start, tree.ancestors)))
-        tokens.append(tree.tokens)
-    logits = torch.empty(sum(map(len, tokens)), lm.vocab_size)
-    lm.run_lanes(torch.cat(tokens), given, logits=logits)
-    return list(logits.split([len(part) for part in tokens]))
+        rows = RowBatch(lm, tree.tokens, tree.depths + start, target.cache, (start, start, tree.ancestors))
+        rows.logits = torch.empty(len(tree), lm.vocab_size)
+        batch.append(rows)
+    lm.run_lanes(batch)
+    return [rows.logits for rows in batch]
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
@@ -131,11 +130,12 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
         features = normal(count, width) if lane % 2 else None
         given.append((own, (normal(count, 32), torch.arange(count) // 2, rows, one, features)))
         lanes.append(own.asked(*given[-1][1]))
-    kept = [lane.slab.clone() for lane in lanes]
+    slabs = [lane.model.cache.slab for lane in lanes]
+    kept = [slab.clone() for slab in slabs]
     alone = [own.forward(*arguments) for own, arguments in given]
-    left = [lane.slab.clone() for lane in lanes]
+    left = [slab.clone() for slab in slabs]
     for lane, slab in zip(lanes, kept, strict=True):
-        lane.slab.copy_(slab)
+        lane.model.cache.slab.copy_(slab)
         lane.out.fill_(float("nan"))
         lane.logits.fill_(float("nan"))
     head.run_lanes(lanes)
@@ -143,7 +143,7 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
         assert torch.isfinite(lane.out).all()
         assert torch.equal(lane.logits, logits)
         assert torch.equal(lane.out[-len(out) :], out)
-        assert torch.equal(lane.slab.nan_to_num(7.0), slab.nan_to_num(7.0))
+        assert torch.equal(lane.model.cache.slab.nan_to_num(7.0), slab.nan_to_num(7.0))
 
 
 # ---- answers
@@ -181,21 +181,12 @@ def test_any_schedule_gives_the_same_answers(seed: int) -> None:
     assert schedules.run(seed).total() >= 3
 
 
-def test_rows_of_several_texts_run_in_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "GRACE", 0.2)  # seconds: threads of a busy machine wait for their turns
-    monkeypatch.setattr(lanes, "LONGEST", 5.0)
-    alone = NativeLM.run
-
-    def slower(*given: Any, **options: Any) -> Any:  # so that no answer ends before the last one begins
-        time.sleep(0.01)
-        return alone(*given, **options)
-
-    monkeypatch.setattr(NativeLM, "run", slower)
+def test_rows_of_several_texts_run_in_one_forward() -> None:
     engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
     pool = Pool(engine, 4)
     pool.generate([[1, 2, 3]] * 4, max_new_tokens=40, eos_token_id=[])
-    assert pool.gathering.rows >= 4 * 40
-    assert pool.gathering.forwards < 100  # 160 and more, one by one
+    assert pool.scheduler.rows >= 4 * 40
+    assert pool.scheduler.forwards <= 42  # 160 and more, one by one
 
 
 def test_a_text_that_is_read_slowly_holds_nobody_up() -> None:
@@ -254,9 +245,7 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
 
 @pytest.mark.parametrize("policy", ["eagle", "plain"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"])
-def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "GRACE", 0.2)
-    monkeypatch.setattr(lanes, "LONGEST", 5.0)  # seconds: threads of a busy machine wait for their turns
+def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> None:
     lm = native_lm(tiny(family))
     draft = Recycling() if policy == "eagle" else None
     engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)
@@ -264,24 +253,22 @@ def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str, monkey
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "logprobs": 1}
     alone = [engine.generate(prompt, **options) for prompt in asked]
     pool = Pool(engine, 3)
-    run = lm.run
-    monkeypatch.setattr(lm, "run", lambda *given, **named: (time.sleep(0.01), run(*given, **named))[1])  # others come
     many = pool.generate(asked, **options)
     assert [result.token_ids for result in many] == [result.token_ids for result in alone]
     found, wanted = ([[one.logprob for one in result.logprobs] for result in results] for results in (many, alone))
     assert found == wanted  # to the bit
-    assert pool.gathering.rows > sum(result.stats.num_prompt_tokens for result in many)
-    assert pool.gathering.forwards < 0.7 * sum(result.stats.num_spec_steps for result in alone)
+    assert pool.scheduler.rows > sum(result.stats.num_prompt_tokens for result in many)
+    assert pool.scheduler.forwards < 0.7 * sum(result.stats.num_spec_steps for result in alone)
     again = pool.generate(asked[:3], **options)  # on states that were kept, or taken in anew
     assert [result.token_ids for result in again] == [result.token_ids for result in alone[:3]]
 
 
 def test_the_further_behind_the_fewer_tokens_of_a_prompt_are_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [lanes.piece_at(length) for length in (0, 2048, 4096, 100_000)] == [64, 64, 32, 16]
+    assert [scheduler.piece_at(length) for length in (0, 2048, 4096, 100_000)] == [64, 64, 32, 16]
     engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
     asked = [[(7 * i + 3) % VOCABULARY for i in range(150)], [1, 2, 3]]
     alone = [engine.generate(prompt, max_new_tokens=20, eos_token_id=[]).token_ids for prompt in asked]
-    monkeypatch.setattr(lanes, "NEAR", 32)
+    monkeypatch.setattr(scheduler, "NEAR", 32)
     found = engine.generate_many(asked, max_new_tokens=20, eos_token_id=[])
     assert [result.token_ids for result in found] == alone
 
@@ -297,13 +284,14 @@ def test_rules_that_keep_a_state_of_their_own_share_forwards(policy: str) -> Non
 def test_a_memory_belongs_to_one_lane() -> None:
     lm = native_lm(tiny("lfm2"))
     caches = [lm.new_cache(20) for _ in range(2)]
-    tokens, places = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1])
+    tokens, places = torch.tensor([1, 2]), torch.tensor([0, 1])
 
     def run(*memories: Any) -> None:
-        lanes = [(places, cache, (0, 0, None)) for cache in caches]
+        batch = [RowBatch(lm, tokens, places, cache, (0, 0, None)) for cache in caches]
         for cache, memory in zip(caches, memories, strict=True):
             cache.memory = memory
-        lm.run_lanes(tokens, lanes, logits=torch.empty(1, lm.vocab_size))
+        batch[-1].logits = torch.empty(1, lm.vocab_size)
+        lm.run_lanes(batch)
 
     first, second = (cache.memory for cache in caches)
     with pytest.raises(ValueError, match="memory: got 1, accepted one of each lane's own"):
@@ -312,8 +300,10 @@ def test_a_memory_belongs_to_one_lane() -> None:
     with pytest.raises(ValueError, match=r"memory: got .*, accepted one of this decoder"):
         run(first, other)
     broken = native_lm(tiny("lfm2")).new_cache(20)
+    rows = RowBatch(lm, tokens[:1], places[:1], caches[0], (0, 0, None))
+    others = RowBatch(lm, tokens[1:], places[1:], broken, (1, 1, None))
     with pytest.raises(ValueError, match="memory"):
-        lm.run_lanes(torch.tensor([1, 2]), [(places[:1], caches[0], (0, 0, None)), (places[1:], broken, (1, 1, None))])
+        lm.run_lanes([rows, others])
     run(first, second)  # nothing was left half done
     assert first.folded == second.folded == 2
 
@@ -327,7 +317,7 @@ def test_drafts_beside_share_what_belongs_to_the_model() -> None:
     assert second.table is first.table
 
 
-def test_draft_passes_of_all_texts_are_run_together() -> None:
+def test_draft_passes_of_all_texts_are_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     config = head_config()
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     head = NativeHead(config, random_state(config), lm)
@@ -335,13 +325,19 @@ def test_draft_passes_of_all_texts_are_run_together() -> None:
     asked = prompts(9)
     options = {"max_new_tokens": 40, "eos_token_id": []}
     alone = [engine.generate(prompt, **options) for prompt in asked]
-    pool = Pool(engine, 3)
+    pool, passes, run = Pool(engine, 3), list[int](), NativeHead.run_lanes
+
+    def counted(head: NativeHead, lanes: Any) -> None:
+        passes.append(len(lanes))
+        run(head, lanes)
+
+    monkeypatch.setattr(NativeHead, "run_lanes", counted)
     many = pool.generate(asked, **options)
     assert [result.token_ids for result in many] == [result.token_ids for result in alone]
     assert [result.stats.acceptance_histogram for result in many] == [r.stats.acceptance_histogram for r in alone]
-    passes = sum(result.stats.num_draft_passes for result in many)
-    assert 0 < pool.gathering.passes < passes
-    assert pool.gathering.forwards < sum(result.stats.num_spec_steps for result in many)
+    drafted = sum(result.stats.num_draft_passes for result in many)
+    assert 0 < len(passes) < drafted
+    assert pool.scheduler.forwards < sum(result.stats.num_spec_steps for result in many)
 
 
 def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,56 +368,22 @@ def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
     assert torch.equal(joined.verify, table.verify)
 
 
-def test_a_forward_waits_for_texts_that_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "GRACE", 0.5)
-    monkeypatch.setattr(lanes, "LONGEST", 5.0)
-    gathering = Gathering(lm_of("llama", "float32"))
-    targets = [LaneTarget(gathering) for _ in range(2)]
-    for target in targets:
-        target.reserve(40, 8)
-        target.prefill([1, 2, 3])
-    tree = random_tree(1, 3, VOCABULARY, root=3)
-
-    def both(delay: float) -> int:
-        before = gathering.forwards
-
-        def late() -> None:
-            with targets[1].running():
-                time.sleep(delay)
-                targets[1].verify(tree)
-
-        for target in targets:
-            with target.running():
-                target.verify(tree)
-        thread = threading.Thread(target=late)
-        with targets[0].running():
-            thread.start()
-            while not gathering._turns:  # until it waits for its turn
-                time.sleep(0.001)
-            targets[0].verify(tree)
-        thread.join(20)
-        return gathering.forwards - before
-
-    assert both(0.02) == 3  # two alone, and one for both
-
-
 class Served:
     """Texts under a clock of its own: so many tokens per second, by whether they rest and how many they are."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]) -> None:
-        self.gathering, self.now, self.rates = Gathering(lm_of("llama", "float32")), 0.0, rates
+        self.pace, self.now, self.rates = SharedPace(), 0.0, rates
         self.held: Callable[[], float] = lambda: 0.0  # seconds that a forward takes more
-        monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def resting(self, texts: int, seconds: float, forward: float = 0.01) -> float:
         """Serve so many texts for a while; the share of time in which they rested."""
         rested, count = 0, round(seconds / forward)
         for _ in range(count):
-            rested += self.gathering.rests
-            self.gathering._began = self.now
-            self.gathering.committed(self.rates(self.gathering.rests, texts) * forward)  # type: ignore[arg-type]
+            rested += self.pace.rests
+            began, tokens = self.now, self.rates(self.pace.rests, texts) * forward
             self.now += forward + self.held()
-            self.gathering._choose_way(texts)
+            self.pace.observe(texts, tokens, began)  # type: ignore[arg-type]
         return rested / count
 
 
@@ -448,7 +410,7 @@ def test_time_without_texts_counts_for_no_way(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(20):
         served.resting(8, 0.2)
         served.now += 60.0
-    timed = {rests: rate.tokens for (rests, _), rate in served.gathering._rates.items()}
+    timed = {rests: rate.tokens for (rests, _), rate in served.pace._rates.items()}
     assert timed == {True: pytest.approx(100.0), False: pytest.approx(90.0)}
     assert served.resting(8, 10.0) > 0.95  # it was not tried again for being old
 
@@ -515,16 +477,16 @@ def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
 def test_a_slot_has_the_bytes_of_all_layers(family: str) -> None:
-    target = LaneTarget(Gathering(lm_of(family, "bfloat16")))
-    assert target.slot_bytes * target.cache.capacity == target.cache.nbytes
+    target = LaneTarget(lm_of(family, "bfloat16"))
+    assert target.cache.slot_bytes * target.cache.capacity == target.cache.nbytes
 
 
 def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     engine = engine_of()
-    target = LaneTarget(Gathering(engine.target.lm))
+    target = LaneTarget(engine.target.lm)
     asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
     alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
-    longest = target.bytes_of(30 + 20 + engine.drivers.own.eager.budget)
+    longest = target.cache.bytes_of(30 + 20 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 6, memory=int(2.5 * longest))  # for two of six
     most = []
 
@@ -538,15 +500,15 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     assert max(most) <= 2
     assert not pool._reserved
     assert not pool.waiting
-    assert sum(own.target.cache.nbytes for own in pool.engines) <= pool.memory + 6 * target.bytes_of(1)
+    assert sum(own.target.cache.nbytes for own in pool.engines) <= pool.memory + 6 * target.cache.bytes_of(1)
     with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
-        Pool(engine, 2, memory=8 * target.slot_bytes).generate(asked[:1], max_new_tokens=20)
+        Pool(engine, 2, memory=8 * target.cache.slot_bytes).generate(asked[:1], max_new_tokens=20)
 
 
 def test_of_ended_answers_the_oldest_gives_its_room_first() -> None:
     engine = engine_of()
     asked = [[(number * i + 3) % VOCABULARY for i in range(200)] for number in range(3)]
-    longest = LaneTarget(Gathering(engine.target.lm)).bytes_of(200 + 8 + engine.drivers.own.eager.budget)
+    longest = LaneTarget(engine.target.lm).cache.bytes_of(200 + 8 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 3, memory=int(2.5 * longest))
     for own, prompt in zip(pool.engines, asked, strict=True):
         own.generate(prompt, max_new_tokens=8)
@@ -574,7 +536,7 @@ def test_asynchronous_streams_are_answered_at_once() -> None:
 
     for (tokens, result), own in zip(asyncio.run(all_of_them()), alone, strict=True):
         assert tokens == result.token_ids == own.token_ids
-    assert len(engine._beside[1].get().pool.engines) == 3
+    assert len(engine._streams[1]._engines) == 3
 
 
 @pytest.mark.parametrize("backend", ["native", "huggingface"])
@@ -613,12 +575,12 @@ def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> Non
     asked = [[(number * i + 3) % VOCABULARY for i in range(100)] for number in range(6)]
     alone = [made().generate(prompt, max_new_tokens=100).token_ids for prompt in asked]
     engine = made()
-    target, draft = LaneTarget(Gathering(engine.target.lm)), cache_of(engine.drafter)
+    target, draft = LaneTarget(engine.target.lm), cache_of(engine.drafter)
     assert draft is not None
     eager = engine.drivers.own.eager
     assert eager.policy is not None
     drafted = draft.bytes_of(200 + eager.policy.capacity + eager.unread)
-    both = target.bytes_of(200 + eager.budget) + drafted
+    both = target.cache.bytes_of(200 + eager.budget) + drafted
     pool = Pool(engine, 3, memory=3 * both - drafted // 2)  # for two of three; for three without the drafts
     at_once: list[int] = []
     make_room = pool._make_room
@@ -632,7 +594,7 @@ def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> Non
     pool._make_room = watched  # type: ignore[method-assign]
     assert [result.token_ids for result in pool.generate(asked, max_new_tokens=100)] == alone
     assert max(at_once) == 2
-    least = target.bytes_of(1) + engine_draft_bytes(made())
+    least = target.cache.bytes_of(1) + engine_draft_bytes(made())
     assert sum(map(bytes_held, pool.engines)) <= pool.memory + 3 * least
     assert all(bytes_used(own) <= bytes_held(own) for own in pool.engines)
     small = Pool(engine, 2, memory=both - 1)
@@ -666,18 +628,16 @@ def test_an_answer_that_has_ended_is_not_counted_beside_the_next() -> None:
     for engine, other in (pool.engines, pool.engines[::-1]):
         with engine.target.running():
             engine.generate([1, 2, 3], max_new_tokens=6)
-        assert not pool.gathering._away
-        assert cast(LaneTarget, other.target).others == 0
+        assert other.target.others == 0  # type: ignore[attr-defined]
 
 
 # ---- answers that wait
 
 
-def engine_without_room(monkeypatch: pytest.MonkeyPatch) -> tuple[Pool, Any]:
-    """Return a pool of two with room for one answer, which is under way. Who waits looks again when it is told to."""
-    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 60.0)
+def engine_without_room() -> tuple[Pool, Any]:
+    """Return a pool of two with room for one answer, which is under way."""
     engine = engine_of()
-    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 2, memory=room)
     first = pool.engines[0].stream([1, 2, 3], max_new_tokens=60, eos_token_id=[])
     next(first)
@@ -692,8 +652,8 @@ def waiting_answer(pool: Pool, ticket: Ticket) -> tuple[threading.Thread, TextGe
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
-def test_an_answer_that_waits_for_room_is_given_up_at_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, first = engine_without_room(monkeypatch)
+def test_an_answer_that_waits_for_room_is_given_up_at_once(how: str) -> None:
+    pool, first = engine_without_room()
     ticket = Ticket(deadline=time.perf_counter() + 0.3) if how == "too late" else Ticket()
     thread, answer = waiting_answer(pool, ticket)
     if how == "cancelled":
@@ -713,31 +673,37 @@ def test_an_answer_that_waits_for_room_is_given_up_at_once(how: str, monkeypatch
     assert not pool._reserved
 
 
-def test_an_answer_that_waits_goes_on_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, first = engine_without_room(monkeypatch)
+def test_an_answer_that_waits_goes_on_without_being_told() -> None:
+    pool, first = engine_without_room()
     thread, answer = waiting_answer(pool, Ticket(deadline=time.perf_counter() + 60))
     until(lambda: bool(pool.waiting))
-    first.close()  # whose end tells it
+    first.close()
     thread.join(20)
     assert answer.result is not None
     assert len(answer.result.token_ids) == 60
 
 
+def test_letting_an_answer_go_frees_its_engine_and_its_room() -> None:
+    pool, first = engine_without_room()
+    assert pool.engines[0].is_busy
+    del first
+    assert not pool.engines[0].is_busy
+    assert not pool._reserved
+    assert len(pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids) == 60
+
+
 def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "PREFILL_ROWS", 64)
+    monkeypatch.setattr(pool_module, "PREFILL_ROWS", 64)
     pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(240)]
-    ticket, run = Ticket(), Gathering._run
-
-    def leaving(gathering: Gathering, batch: Any) -> None:
-        run(gathering, batch)
-        if gathering.rows == 128:
-            ticket.cancel()
-
-    monkeypatch.setattr(Gathering, "_run", leaving)
+    ticket = Ticket()
     answer = TextGeneration(pool.engines[0], prompt, {"max_new_tokens": 8}, ticket=ticket)
+    assert not answer.is_ready
+    while pool.scheduler.rows < 128:
+        pool.scheduler.step()
+    ticket.cancel()
     assert [*answer] == []
-    assert pool.gathering.rows == 128
+    assert pool.scheduler.rows == 128
     assert not pool._reserved
     alone = engine_of().generate(prompt, max_new_tokens=8)
     for engine in pool.engines:  # both find what was read
@@ -747,41 +713,27 @@ def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(monkeypatch: pyte
 
 
 def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 0.01)
-    pool, begun, go_on = Pool(engine_of(), 2), threading.Event(), threading.Event()
+    monkeypatch.setattr(pool_module, "PREFILL_ROWS", 16)
+    pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(90)]
-    run = Gathering._run
-
-    def held(gathering: Gathering, batch: Any) -> None:
-        begun.set()
-        assert go_on.wait(20)
-        run(gathering, batch)
-
-    monkeypatch.setattr(Gathering, "_run", held)
-    first = threading.Thread(target=lambda: pool.engines[0].generate(prompt, max_new_tokens=4))
-    first.start()
-    assert begun.wait(20)
-    answer = TextGeneration(
-        pool.engines[1], prompt, {"max_new_tokens": 4}, ticket=Ticket(deadline=time.perf_counter() + 0.1)
-    )
-    assert [*answer] == []
-    go_on.set()
-    first.join(20)
+    first = TextGeneration(pool.engines[0], prompt, {"max_new_tokens": 4})
+    ticket = Ticket()
+    second = TextGeneration(pool.engines[1], prompt, {"max_new_tokens": 4}, ticket=ticket)
+    assert not first.is_ready
+    assert not second.is_ready
+    pool.scheduler.step()
+    assert list(pool._reading) == [pool.engines[0]]
+    ticket.cancel()
+    assert [*second] == []
+    assert len(first.run().token_ids) == 4
     assert len(pool.engines[1].generate(prompt, max_new_tokens=4).token_ids) == 4
 
 
 @pytest.mark.parametrize("lacks", ["engine", "room"])
-def test_leaving_an_asynchronous_stream_that_waits_ends_its_thread(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_an_asynchronous_stream_that_waits_ends_it(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
-    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 200 + engine.drivers.own.eager.budget)
+    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
     monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
-    go_on, run = threading.Event(), Gathering._run
-
-    def held(gathering: Gathering, batch: Any) -> None:
-        assert gathering.forwards < 4 or go_on.wait(30)
-        run(gathering, batch)
-
-    monkeypatch.setattr(Gathering, "_run", held)
 
     def threads() -> int:
         return sum(thread.name == "specengine-astream" for thread in threading.enumerate())
@@ -791,15 +743,43 @@ def test_leaving_an_asynchronous_stream_that_waits_ends_its_thread(lacks: str, m
         async with engine.astream([1, 2, 3], **options) as first:
             await anext(first)
             second = engine.astream([4, 5, 6], **options)
-            await asyncio.sleep(0.05)
-            assert threads() == 2
+            assert threads() == 1
             await second.aclose()
             assert [piece async for piece in second] == []
-            await asyncio.to_thread(until, lambda: threads() == 1)
             assert second.result is None
-            go_on.set()
+        await asyncio.to_thread(until, lambda: threads() == 0)
 
     asyncio.run(several())
+
+
+def test_an_error_of_one_text_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    pool, asked = Pool(engine, 3), prompts(3)
+    alone = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
+    answers = [own.stream(prompt, max_new_tokens=20) for own, prompt in zip(pool.engines, asked, strict=True)]
+    broken = pool.engines[1].drafter
+    monkeypatch.setattr(broken, "accept", lambda cycle: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        answers[1].run()
+    assert [answers[number].run().token_ids for number in (0, 2)] == [alone[0], alone[2]]
+    monkeypatch.undo()
+    assert pool.engines[1].generate(asked[1], max_new_tokens=20).token_ids == alone[1]
+
+
+def test_one_thread_can_read_several_answers_in_turn() -> None:
+    engine = engine_of()
+    pool, asked = Pool(engine, 3), prompts(3)
+    alone = [engine.generate(prompt, max_new_tokens=30, eos_token_id=[]).token_ids for prompt in asked]
+    answers = [
+        own.stream(prompt, max_new_tokens=30, eos_token_id=[]) for own, prompt in zip(pool.engines, asked, strict=True)
+    ]
+    found: list[list[int]] = [[], [], []]
+    while any(answer.result is None for answer in answers):
+        for tokens, answer in zip(found, answers, strict=True):
+            if (piece := next(answer, None)) is not None:
+                tokens += piece.cycle.tokens
+    assert found == alone
+    assert pool.scheduler.forwards < 60  # some 20 each, one by one, and the prompts
 
 
 def until(holds: Any, seconds: float = 20) -> None:

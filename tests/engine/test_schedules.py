@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from specengine.errors import NumericalError
-from specengine.models.lanes import Gathering
-from specengine.models.native import NativeLM
+from specengine.models.native import NativeLM, RowBatch
 from tests.engine import schedules
 from tests.models.native_engines import needs_extension
 
@@ -18,29 +17,29 @@ pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 
 def rows_of_another_text(patch: pytest.MonkeyPatch) -> None:
     """Two texts get each other's logits."""
-    hand_out = Gathering._hand_out
+    run_lanes = NativeLM.run_lanes
 
-    def wrong(batch: Any, states: Any, logits: Any, best: Any) -> None:
-        hand_out(batch, states, logits, best)
-        first, *others = [one.logits for one in batch if one.logits is not None] or [None]
-        for other in others:
-            if other.shape == first.shape:
-                kept = first.clone()
-                first.copy_(other)
+    def wrong(lm: NativeLM, batch: Sequence[RowBatch]) -> None:
+        run_lanes(lm, batch)
+        logits = [rows.logits for rows in batch if rows.logits is not None]
+        for other in logits[1:]:
+            if other.shape == logits[0].shape:
+                kept = logits[0].clone()
+                logits[0].copy_(other)
                 other.copy_(kept)
 
-    patch.setattr(Gathering, "_hand_out", staticmethod(wrong))
+    patch.setattr(NativeLM, "run_lanes", wrong)
 
 
 def a_slot_too_few(patch: pytest.MonkeyPatch) -> None:
     """One text's rows do not see the last slot of its cache."""
     run_lanes = NativeLM.run_lanes
 
-    def wrong(lm: NativeLM, tokens: Tensor, lanes: Any, **options: Any) -> Any:
-        positions, cache, (start, end, ancestors) = lanes[0]
-        if ancestors is not None and start and cache.memory is None:  # else the memory refuses it
-            start, end = start - 1, end - 1
-        return run_lanes(lm, tokens, [(positions, cache, (start, end, ancestors)), *lanes[1:]], **options)
+    def wrong(lm: NativeLM, batch: Sequence[RowBatch]) -> None:
+        start, end, ancestors = batch[0].seen
+        if ancestors is not None and start and batch[0].cache.memory is None:  # else the memory refuses it
+            batch[0].seen = start - 1, end - 1, ancestors
+        run_lanes(lm, batch)
 
     patch.setattr(NativeLM, "run_lanes", wrong)
 
@@ -49,11 +48,11 @@ def sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Logits of forwards with many rows are off by a bit, as if products were split by the number of rows."""
     run_lanes = NativeLM.run_lanes
 
-    def wrong(lm: NativeLM, tokens: Tensor, lanes: Any, *, logits: Tensor | None = None, **options: Any) -> Any:
-        found = run_lanes(lm, tokens, lanes, logits=logits, **options)
-        if logits is not None and len(tokens) > 4:
-            logits.mul_(1 + 2.0**-23)
-        return found
+    def wrong(lm: NativeLM, batch: Sequence[RowBatch]) -> None:
+        run_lanes(lm, batch)
+        for rows in batch:
+            if rows.logits is not None and sum(len(one.tokens) for one in batch) > 4:
+                rows.logits.mul_(1 + 2.0**-23)
 
     patch.setattr(NativeLM, "run_lanes", wrong)
 

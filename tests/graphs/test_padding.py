@@ -45,7 +45,7 @@ class Recording(RowDraft):
         self.cache.length = len(prompt)
         self.taken.fill_(1)
 
-    def _run(self, rows: Rows, given: PassRows) -> tuple[Tensor, None]:
+    def _run(self, rows: Rows, given: PassRows, shared: object = None) -> tuple[Tensor, None]:
         self.given.append((rows, given))
         return torch.zeros(len(rows) if given.one is None else 1, 3), None
 

@@ -83,7 +83,7 @@ def test_a_client_that_has_gone_ends_its_answer_all_the_same() -> None:
         host, port = waiting.address.removeprefix("http://").split(":")
         opened = socket.create_connection((host, int(port)))
         opened.sendall(request(CHAT | {"max_tokens": 100}))
-        until(lambda: waiting.worker.busy)
+        until(lambda: waiting.worker._answered)
         opened.close()
         gate.open.set()
         gate.open.clear()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
-import torch
 
 from specengine.engine import Client, Pool, TextGeneration, Ticket
-from specengine.models.lanes import PIECE, Gathering, LaneTarget, _Rows
+from specengine.engine.scheduler import PIECE, Scheduler
+from specengine.models.native import LaneTarget
 from specengine.serve.clients import MOST, Clients
 from specengine.serve.worker import Job, Worker
 from tests.models.native_engines import needs_extension
@@ -48,9 +48,9 @@ def order_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     order: list[Any] = []
     answer = Worker._answer
 
-    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> None:
+    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> Any:
         order.append(job.asked.request.user)
-        answer(worker, engine, job, waited)
+        return answer(worker, engine, job, waited)
 
     monkeypatch.setattr(Worker, "_answer", noted)
     return order
@@ -98,9 +98,9 @@ def test_keys_tell_clients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tickets: list[int] = []
     answer = Worker._answer
 
-    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> None:
+    def noted(worker: Worker, engine: Any, job: Job, waited: float) -> Any:
         tickets.append(job.ticket.number)
-        answer(worker, engine, job, waited)
+        return answer(worker, engine, job, waited)
 
     monkeypatch.setattr(Worker, "_answer", noted)
     asked_in_order(users, monkeypatch, ["x", "x", "x", "y"])
@@ -111,7 +111,7 @@ def test_keys_tell_clients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_extension
 def test_room_goes_to_who_was_served_least_and_others_wait_behind() -> None:
     engine = native_engine()
-    room = LaneTarget(Gathering(engine.target.lm)).bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 4, memory=room)  # for one
     placed: list[Any] = []
     make_room = pool._make_room
@@ -138,72 +138,56 @@ def test_room_goes_to_who_was_served_least_and_others_wait_behind() -> None:
     assert not pool.waiting
 
 
-def piece(gathering: Gathering, rows: int, served_so_far: int, *, prompt: bool = True) -> _Rows:
-    owner = LaneTarget(gathering)
-    owner.ticket = Ticket(Client(served_so_far))
-    tokens = torch.zeros(rows, dtype=torch.int64)
-    return _Rows(owner, tokens, tokens, owner.cache, (0, 0, None), (), None, None, prompt)
+class Prompt(NamedTuple):
+    """A prompt with a piece to be run."""
+
+    need: SimpleNamespace
+    ticket: Ticket
 
 
-@needs_extension
+def piece(rows: int, served_so_far: int) -> Any:
+    return Prompt(SimpleNamespace(tokens=[0] * rows), Ticket(Client(served_so_far)))
+
+
 def test_rows_of_prompts_go_to_who_was_served_least() -> None:
-    gathering = Gathering(native_engine().target.lm)
-    heavy, light, tail = (piece(gathering, *given) for given in ((PIECE, 900), (PIECE - 20, 10), (20, 950)))
-    tree = piece(gathering, 5, 0, prompt=False)
-    before = heavy.asked
-    gathering._waiting = [heavy, tree, light, tail]
-    assert gathering._next() == [tree, light, tail]  # what is left of the budget fits the last one
-    assert heavy.asked > before  # it waits anew
-    gathering._waiting = [heavy, tree]
-    assert gathering._next() == [heavy, tree]
-    gathering._waiting = [heavy, light]
-    assert gathering._next() == [heavy, light]  # they hold nobody up
-    gathering._away[tree.owner] = time.perf_counter()
-    assert gathering._next() == [light]
-    same = [piece(gathering, PIECE, 7) for _ in range(3)]
-    gathering._waiting = [same[2], same[0], same[1]]
-    assert gathering._next() == [same[0]]  # the one that was asked for first
+    choose = Scheduler(cast(Any, None))._pieces
+    heavy, light, tail = (piece(*given) for given in ((PIECE, 900), (PIECE - 20, 10), (20, 950)))
+    assert choose([heavy, light, tail], True) == [light, tail]  # what is left of the budget fits the last one
+    assert choose([heavy], True) == [heavy]
+    assert choose([heavy, light], False) == [light, heavy]  # they hold nobody up
+    same = [piece(PIECE, 7) for _ in range(3)]
+    assert choose([same[2], same[0], same[1]], True) == [same[0]]  # the one that was asked for first
 
 
 @needs_extension
 def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least served first, PIECE rows a forward for all of them; each answer is that given alone."""
-    monkeypatch.setattr("specengine.models.lanes.GRACE", 0.5)  # seconds: this thread waits for its turns
     engine = native_engine(4096)
-    pool, run = Pool(engine, 3), Gathering._run
+    pool, run = Pool(engine, 3), Scheduler._run
     prompts = [[(number * i + 3) % 250 for i in range(1500)] for number in (7, 11)]
     alone = [native_engine(4096).generate(prompt, max_new_tokens=4).token_ids for prompt in prompts]
-    batches: list[list[tuple[Any, int]]] = []
-    both = threading.Event()
+    batches: list[list[tuple[int, int]]] = []  # served before, and rows
 
-    def noted(gathering: Gathering, batch: Any) -> None:
-        asked = [request.owner for request in batch if request.prompt]
-        waits = [request.owner for request in gathering._waiting if getattr(request, "prompt", False)]
-        if len({*asked, *waits}) == 2:
-            both.set()
-        if both.is_set():
-            batches.append([(request.owner, len(request.tokens)) for request in batch if request.prompt])
-        run(gathering, batch)
+    def noted(scheduler: Scheduler, lanes: Any, pieces: Any, began: float) -> None:
+        batches.append([(id(answer.ticket), len(answer.need.tokens)) for answer in pieces])
+        run(scheduler, lanes, pieces, began)
 
-    monkeypatch.setattr(Gathering, "_run", noted)
     with pool.engines[0].stream([1, 2, 3], max_new_tokens=3900, eos_token_id=[]) as pieces:
         next(pieces)
+        monkeypatch.setattr(Scheduler, "_run", noted)
+        tickets = [Ticket(Client(count)) for count in (5000, 0)]
         answers = [
-            TextGeneration(own, prompt, {"max_new_tokens": 4}, ticket=Ticket(Client(count)))
-            for own, prompt, count in zip(pool.engines[1:], prompts, (5000, 0), strict=True)
+            TextGeneration(own, prompt, {"max_new_tokens": 4}, ticket=ticket)
+            for own, prompt, ticket in zip(pool.engines[1:], prompts, tickets, strict=True)
         ]
-        threads = [threading.Thread(target=answer.run) for answer in answers]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            next(pieces, None)
-        for thread in threads:
-            thread.join(20)
-    assert [answer.result.token_ids for answer in answers if answer.result is not None] == alone
-    assert both.is_set()
+        while not all(answer.is_ready for answer in answers):
+            next(pieces)
+        found = [answer.run().token_ids for answer in answers]
+    assert found == alone
     counts = [sum(rows for _, rows in batch) for batch in batches]
     assert max(counts) <= PIECE
-    light = pool.engines[2].target
-    owners = [owner for batch in batches[1:] for owner, _ in batch]
-    last = max(place for place, owner in enumerate(owners) if owner is light)
-    assert [owner is light for owner in owners[: last + 1]].count(False) <= 1  # one that had begun before
+    owners = [owner for batch in batches for owner, _ in batch]
+    light = id(tickets[1])
+    last = max(place for place, owner in enumerate(owners) if owner == light)
+    assert all(owner == light for owner in owners[: last + 1])
+    assert owners.count(id(tickets[0])) > 20

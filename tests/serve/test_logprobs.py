@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specengine.engine import SCORED_ROWS
 from specengine.protocol.completion import Completion
 from specengine.protocol.logprobs import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.preparing import CheckedRequest
@@ -169,10 +170,27 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -
         return rate(tokens)
 
     engine.target.rate = leaving  # type: ignore[method-assign]
-    Worker(lambda: engine, 1, Metrics())._answer(engine, job, 0.0)
+    assert list(Worker(lambda: engine, 1, Metrics())._answer(engine, job, 0.0)) == []
     assert len(rated) == 1
     assert delivered == []
     assert len(engine.generate(PROMPT, max_new_tokens=4).token_ids) == 4
+
+
+def test_other_answers_go_on_between_the_pieces_of_a_prompt_that_is_scored() -> None:
+    engine = tiny_engine()
+    count = SCORED_ROWS + 100
+    asked = CheckedRequest(CompletionRequest(prompt=[5] * count, max_tokens=1, echo=True, logprobs=1), Settings(NAME))
+    events = list[str]()
+    rate = engine.target.rate
+
+    def rating(tokens: list[int]) -> Any:
+        events.append("rate")
+        return rate(tokens)
+
+    engine.target.rate = rating  # type: ignore[method-assign]
+    for _ in Worker(lambda: engine, 1, Metrics())._answer(engine, Job(asked, lambda _: None), 0.0):
+        events.append("others")
+    assert events[:3] == ["rate", "others", "rate"]
 
 
 def test_a_prompt_that_was_scored_counts_as_read() -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import bisect
 import json
+import math
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
 import pytest
 
 from specengine import Engine
+from specengine.cycle import Lane
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool, parallel_of
 from specengine.engine import pool as pool_module
 from specengine.engine.pool import slots_of
+from specengine.engine.scheduler import Scheduler
 from specengine.errors import InputError
-from specengine.models.lanes import Gathering
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Added, Metrics
@@ -42,16 +45,27 @@ class Steps:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._allowed = threading.Semaphore(0)
-        run = Gathering._run
+        run = Scheduler._run
 
-        def held(gathering: Gathering, batch: Any) -> None:
+        def held(scheduler: Scheduler, *given: Any) -> None:
             assert self._allowed.acquire(timeout=30)
-            run(gathering, batch)
+            run(scheduler, *given)
 
-        patch.setattr(Gathering, "_run", held)
+        patch.setattr(Scheduler, "_run", held)
 
     def allow(self, count: int) -> None:
         self._allowed.release(count)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Allow steps, one after the other, until it does."""
+
+        def looked() -> bool:
+            if not (found := holds()):
+                self.allow(1)
+                time.sleep(0.02)
+            return found
+
+        until(looked)
 
 
 @pytest.fixture
@@ -60,7 +74,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 def slot_bytes() -> int:
-    return Pool(native_engine(), 1).engines[0].target.slot_bytes  # type: ignore[attr-defined]
+    return Pool(native_engine(), 1).engines[0].target.cache.slot_bytes  # type: ignore[attr-defined]
 
 
 def asked(number: int) -> dict[str, Any]:
@@ -139,7 +153,7 @@ def test_stopping_ends_all_answers() -> None:
     with served(native_engine, parallel=3) as server, ThreadPoolExecutor(3) as many:
         body = TEXT | {"max_tokens": 480, "ignore_eos": True}
         jobs = [many.submit(server.post, body, TEXTS) for _ in range(3)]
-        until(lambda: server.worker.busy)
+        until(lambda: server.worker._answered)
         server.stop()
         assert {job.result().status_code for job in jobs} <= {200, 503}
         began = time.monotonic()
@@ -192,7 +206,7 @@ def test_use_of_caches_is_their_share_of_the_memory() -> None:
     with pool.engines[0].stream("once upon a time", max_new_tokens=40) as pieces:
         next(pieces)
         target: Any = pool.engines[0].target
-        share = target.cache.length * target.slot_bytes / (1 << 20)
+        share = target.cache.length * target.cache.slot_bytes / (1 << 20)
         assert share > 0
         assert f"kv_cache_usage_perc {share}" in metrics.text().decode()
     assert "kv_cache_usage_perc 0.0" in metrics.text().decode()
@@ -206,8 +220,8 @@ def test_rows_of_forward_passes_are_added_over_replicas() -> None:
     added = Added()
     added.take([("a", metrics.text().decode()), ("b", metrics.text().decode())])
     lines = added.text().decode().splitlines()
-    assert f"specengine:iteration_tokens_total_count {2.0 * pool.gathering.forwards}" in lines
-    assert f"specengine:iteration_tokens_total_sum {2.0 * pool.gathering.rows}" in lines
+    assert f"specengine:iteration_tokens_total_count {2.0 * pool.scheduler.forwards}" in lines
+    assert f"specengine:iteration_tokens_total_sum {2.0 * pool.scheduler.rows}" in lines
 
 
 def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,15 +241,17 @@ def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
     monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
-    monkeypatch.setattr(pool_module, "LOOK_AGAIN", 60.0)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         first = many.submit(server.post, long, TEXTS)
         until(lambda: server.metric("num_requests_running") == 1)
-        with pytest.raises(httpx.TimeoutException):
-            server.client.post(TEXTS, json=long, timeout=0.5)
-        until(lambda: server.metric("num_requests_waiting") == 0)
-        until(lambda: len(server.worker._answered) == 1)  # no forward was run meanwhile
+        client = HTTPConnection(server.address.removeprefix("http://"))
+        client.request("POST", TEXTS, json.dumps(long), {"Content-Type": "application/json"})
+        steps.until(lambda: len(server.worker._answered) == 2)
+        assert server.metric("num_requests_waiting") == 1
+        client.close()
+        steps.until(lambda: len(server.worker._answered) == 1)
+        assert server.metric("num_requests_waiting") == 0
         assert server.metric('request_success_total{finished_reason="abort"}') == 1
         steps.allow(1000)
         assert first.result().status_code == 200
@@ -251,9 +267,12 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     with served(native_engine, parallel=2, max_seconds=0.4) as server, ThreadPoolExecutor(2) as many:
         first = many.submit(server.post, long, TEXTS)
         until(lambda: server.metric("num_requests_running") == 1)
-        said = server.post(
-            long | {"stream": stream, "stream_options": {"include_usage": True}} if stream else long, TEXTS
-        )
+        (job,) = server.worker._answered
+        job.ticket.deadline = math.inf
+        late = long | {"stream": True, "stream_options": {"include_usage": True}} if stream else long
+        second = many.submit(server.post, late, TEXTS)
+        steps.until(second.done)
+        said = second.result()
         assert said.status_code == 200
         bodies = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")] or [
             said.json()
@@ -276,31 +295,28 @@ MANY = 16
 LONG = TEXT | {"max_tokens": 60, "ignore_eos": True}
 
 
-def test_an_answer_waits_for_one_forward_and_one_piece_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While 7,000 tokens come in: whoever asks is in the next forward but one, in which a prompt has one piece."""
-    started: list[float] = []
-    late: list[int] = []  # forwards that began after a request was asked for and before it was run
-    pieces: list[int] = []
-    run = Gathering._run
+def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While 7,000 tokens come in, all answers have a cycle in every step, and the prompt one piece."""
+    steps: list[tuple[int, int, int]] = []  # answers with a cycle, those without one, and rows of prompts
+    run = Scheduler._run
 
-    def watched(gathering: Gathering, batch: Any) -> None:
-        late.extend(len(started) - bisect.bisect(started, request.asked) for request in batch)
-        started.append(time.perf_counter())
-        if len(batch) > 1:
-            pieces.append(max(len(request.tokens) for request in batch))
-        run(gathering, batch)
+    def watched(scheduler: Scheduler, lanes: Any, pieces: Any, began: float) -> None:
+        going = [answer for reference in scheduler._answers if (answer := reference()) is not None]
+        left = sum(isinstance(answer.need, Lane) and answer not in lanes for answer in going)
+        steps.append((len(lanes), left, sum(len(answer.need.tokens) for answer in pieces)))
+        run(scheduler, lanes, pieces, began)
 
-    monkeypatch.setattr(Gathering, "_run", watched)
+    monkeypatch.setattr(Scheduler, "_run", watched)
     with served(lambda: native_engine(8192), parallel=3) as server, ThreadPoolExecutor(3) as many:
-        answers = [many.submit(server.post, LONG | {"max_tokens": 1500, "seed": seed}, TEXTS) for seed in range(2)]
-        until(lambda: len(pieces) > 0)
-        pieces.clear()
+        answers = [many.submit(server.post, LONG | {"max_tokens": 600, "seed": seed}, TEXTS) for seed in range(2)]
+        until(lambda: any(lanes == 2 for lanes, *_ in steps))
         prompt = many.submit(server.post, TEXT | {"prompt": 1000 * "long   ", "max_tokens": 1}, TEXTS)
         assert prompt.result().json()["usage"]["prompt_tokens"] == 7000
         assert all(answer.result().status_code == 200 for answer in answers)
+    assert not any(left for _, left, _ in steps)
+    pieces = [rows for lanes, _, rows in steps if lanes and rows]
     assert pieces.count(64) > 20, "the prompt came in beside the answers"
-    assert max(pieces) == 64
-    assert max(late) <= 1
+    assert max(pieces[2:]) == 64  # the first two answers' own prompts come before
 
 
 def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> None:
@@ -308,13 +324,13 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         gone = threading.Event()
 
         def leave() -> None:
-            asked = LONG | {"stream": True}
+            asked = LONG | {"stream": True, "max_tokens": 400}
             with httpx.Client(base_url=server.address) as own, own.stream("POST", TEXTS, json=asked) as stream:
                 next(stream.iter_lines())
                 gone.wait(20)
 
         leaving = [many.submit(leave) for _ in range(MANY)]
-        until(lambda: server.metric("num_requests_running") == MANY)
+        steps.until(lambda: server.metric("num_requests_running") == MANY)
         waiting = [many.submit(server.post, LONG, TEXTS) for _ in range(2)]
         until(lambda: server.metric("num_requests_waiting") == 2)
         steps.allow(6)
@@ -335,7 +351,8 @@ def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, i
     drain = 20.0 if in_time else 0.3
     with served(native_engine, parallel=MANY, drain_seconds=drain) as server, ThreadPoolExecutor(MANY + 2) as many:
         jobs = [many.submit(httpx.post, server.address + TEXTS, json=LONG, timeout=60) for _ in range(MANY + 2)]
-        until(lambda: server.metric("num_requests_running") == MANY and server.metric("num_requests_waiting") == 2)
+        full = lambda: server.metric("num_requests_running") == MANY and server.metric("num_requests_waiting") == 2  # noqa: E731
+        steps.until(full)
         server.stop()
         if in_time:
             until(lambda: server.worker.state == "stopping")

@@ -1,0 +1,358 @@
+"""One loop over several answers: a step runs one cycle of each, and pieces of the prompts that are taken in.
+
+An answer is a generator (`Engine.steps`). It yields its lane to have a cycle run, rows of its prompt to have them run,
+None while it waits, and each cycle. A generator per answer, and not a list of states, because an answer's life is told
+in one place then, alone and with others: room, prompt, cycles, and what it gives back at its end, whatever ends it.
+Drafts and trees of all lanes are run together (`cycle.run_eager`); one thread at a time steps them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specengine.cycle import Lane, result_of, run_eager
+from specengine.models.kv_cache import in_own_dtype
+from specengine.models.native import NativeLM, RowBatch, one_torch_thread
+from specengine.records import Cycle
+
+PIECE, NEAR, LEAST = 64, 2048, 16  # tokens of a prompt that are run at a time beside other texts; see `piece_at`
+MAX_READY = 4  # cycles of an answer that wait for its consumer; a slower one holds up its own answer alone
+POLL = 0.02  # seconds after which a thread whose answer waits for another consumer's looks again
+
+LOOK, TRIED, TIMED = 4, 16, 32  # steps: a way is looked at every so many, tried for so many, and timed by the last
+MIN_GAIN = 0.3  # share of a rate by which the ways must differ to be told apart after one step
+AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
+SOON = 0.5  # seconds of serving after which the other way is tried with a number of texts that is new
+IDLE = 0.1  # seconds between steps, if they take less themselves, after which timing begins anew
+
+
+@dataclass(eq=False)
+class Client:
+    """Who asks; `served`: tokens that were read for it here, and written, as whoever hands those on counts them."""
+
+    served: int = 0
+
+
+class GivenUpError(Exception):
+    """Raised where nobody waits for an answer any more, or its time is over."""
+
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An answer's place in every line: who asks, and for how long.
+
+    client    whoever was served least goes first, and of one client's answers the one that was asked for first
+    deadline  time.perf_counter() after which the answer waits no longer
+    """
+
+    client: Client = field(default_factory=Client)
+    deadline: float = math.inf
+    cancelled: bool = field(default=False, init=False)
+    number: int = field(default_factory=_numbers.__next__, init=False)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return the place in a line, lowest first. It changes as clients are served."""
+        return self.client.served, self.number
+
+    def cancel(self) -> None:
+        """End the waiting, with the step under way. May be called from any thread."""
+        self.cancelled = True
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the answer is not wanted any more."""
+        return self.cancelled or time.perf_counter() > self.deadline
+
+
+class SteppedAnswer(Iterator[Cycle]):
+    """One of several answers, as an iterator of its cycles. Asked for one that is not there, it steps all of them.
+
+    So each may have a thread of its own, or all of them one, which asks those that are ready. Letting it go ends it.
+    """
+
+    def __init__(self, scheduler: Scheduler, steps: Generator[Any, Any, None], ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.ready = deque[tuple[Cycle, bool]]()  # cycles that nobody has taken yet, and whether each is the last
+        self.is_over = False  # whether the cycle that was taken is the last
+        self.need: Lane | RowBatch | None = None  # what it wants to be run; None: it waits
+        self.is_ended = False
+        self._error: BaseException | None = None
+        self._scheduler, self._steps = scheduler, steps
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether there is a cycle, an end or an error to be had without a step."""
+        return bool(self.ready) or self.is_ended
+
+    def __next__(self) -> Cycle:
+        while not self.is_ready:
+            with self._scheduler.turn:
+                if not self.is_ready and not self._scheduler.step():
+                    self._scheduler.turn.wait(POLL)
+        if self.ready:
+            cycle, self.is_over = self.ready.popleft()
+            return cycle
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        raise StopIteration
+
+    def go_on(self, result: Any = None) -> None:
+        """Hand the answer what became of what it needed, a record or an error, and run it to its next need."""
+        self.need = cycle = None
+        goes_on = False
+        try:
+            fault = result if isinstance(result, BaseException) else None
+            need = self._steps.send(result) if fault is None else self._steps.throw(fault)
+            if isinstance(need, Cycle):
+                cycle = need
+                need = next(self._steps)
+            self.need = need
+            goes_on = True
+        except StopIteration:
+            pass
+        except BaseException as error:  # raised where the next cycle is asked for
+            self._error = error
+        if cycle is not None:
+            self.ready.append((cycle, not goes_on and self._error is None))
+        self.is_ended = not goes_on
+
+    def close(self) -> None:
+        """End the answer, or its waiting; nothing more comes of it."""
+        with self._scheduler.turn:
+            self._steps.close()
+            self.is_ended, self.need = True, None
+
+    __del__ = close
+
+
+class _Rate:
+    def __init__(self) -> None:
+        self.timed, self.again = -math.inf, AGAIN  # when it was, and the seconds after which it is tried again
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps = 0
+        self._recent = deque[tuple[float, int]](maxlen=TIMED)
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.steps += 1
+        self._recent.append((seconds, tokens))
+
+    @property
+    def tokens(self) -> float:
+        """Return tokens per second, 0 if none was timed. What kept a single step for long says nothing of a way."""
+        longest = 2 * statistics.median(seconds for seconds, _ in self._recent) if self._recent else 1.0
+        spent = sum(min(seconds, longest) for seconds, _ in self._recent)
+        return sum(tokens for _, tokens in self._recent) / spent if spent else 0.0
+
+
+class SharedPace:
+    """Chooses the faster way for several texts: one that rests gains nothing while others' drafts are waited for.
+
+    Both ways are timed, by number of texts, with all that a step takes besides forwards. The slower one is tried for a
+    few steps, ever more seldom: a try costs what the way loses, and drafts first take in what was put off.
+    """
+
+    def __init__(self) -> None:
+        self.rests = False  # whether texts beside others decode plainly
+        self._ended = -math.inf  # when the last step did
+        self._size, self._steady = 0, 0  # texts as a power of two, and steps since that, or the way, has changed
+        self._arrived = False  # whether the way is yet to be chosen by what is known of so many texts
+        self._clocks = dict[int, float]()  # seconds that so many texts were served
+        self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
+
+    def observe(self, texts: int, tokens: int, began: float) -> None:
+        """Take in a step that ends now; go on, or turn, to the way that is faster with so many texts.
+
+        texts: that had a cycle; tokens: that they committed; began: time.perf_counter() at its start.
+        """
+        now, size = time.perf_counter(), (texts + 1).bit_length()  # one bucket when a text has ended before the next
+        last, self._ended = self._ended, now
+        if texts < 2:  # which decides for itself
+            return
+        seconds = now - last
+        self._steady += 1
+        if size != self._size or began - last > max(IDLE, now - began):
+            self._size, self._steady, self._arrived = size, 0, True
+        if self._steady < 1:  # of several numbers of texts, or drafts took in what was put off
+            return
+        own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
+        clock = self._clocks[size] = self._clocks.get(size, 0.0) + seconds
+        own.add(seconds, tokens)
+        own.timed = clock
+        if self._is_left(own, other, size, clock):
+            self.rests ^= True
+            self._steady = -1
+
+    def _is_left(self, own: _Rate, other: _Rate, size: int, clock: float) -> bool:
+        if self._arrived:
+            self._arrived = False
+            if other.timed == -math.inf and own.steps == 1:
+                if (rests := self._known_beside(size)) is not None:
+                    (other if rests == self.rests else own).timed = clock
+                    return rests != self.rests
+                if {way for (way, at), rate in self._rates.items() if at != size and rate.tokens} == {True, False}:
+                    other.timed = clock + SOON - AGAIN  # so many are there for a moment only, mostly
+            return other.tokens > own.tokens and own.steps >= TRIED
+        if own.steps % LOOK:
+            return False
+        if clock - other.timed > other.again:
+            other.restart()
+            return True
+        tried = own.steps == TRIED
+        if own.tokens < other.tokens * (1 if tried else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))):
+            own.again = min(2 * own.again, MAX_AGAIN)
+            return True
+        if tried:
+            own.again = AGAIN
+        return False
+
+    def _known_beside(self, size: int) -> bool | None:
+        """Return whether to rest by other numbers of texts: fewer ones that rest, more ones that draft; or None."""
+        for (rests, other), rate in self._rates.items():
+            against = self._rates.get((not rests, other), _Rate())
+            if (other < size if rests else other > size) and rate.tokens > against.tokens > 0:
+                return rests
+        return None
+
+
+class Scheduler:
+    """Steps all answers of a pool. `turn` is held by the thread that does. Closing an answer takes it out."""
+
+    def __init__(self, lm: NativeLM) -> None:
+        self.forwards, self.rows = 0, 0  # since it was made
+        self._lm = lm
+        self._last_forward: tuple[int, float] | None = None
+        self.pace = SharedPace()
+        self.turn = threading.Condition(threading.RLock())
+        self._answers: list[weakref.ref[SteppedAnswer]] = []
+
+    def add(self, steps: Generator[Any, Any, None], ticket: Ticket) -> SteppedAnswer:
+        """Return an answer that is stepped with the others from now on; steps: as of `Engine.steps`."""
+        answer = SteppedAnswer(self, steps, ticket)
+        with self.turn:
+            self._answers.append(weakref.ref(answer))
+        return answer
+
+    def step(self) -> list[SteppedAnswer]:
+        """Run a cycle of each lane, and of prompts the pieces whose turn it is; return the answers that got on."""
+        began = time.perf_counter()
+        with self.turn, in_own_dtype(one_torch_thread(), "cpu"):
+            under_way = (answer for reference in self._answers if (answer := reference()) is not None)
+            answers = [answer for answer in under_way if not answer.is_ended]
+            self._answers = list(map(weakref.ref, answers))
+            for answer in answers:
+                if not isinstance(answer.need, Lane) and answer.ticket.is_over:
+                    answer.go_on(GivenUpError())
+                elif answer.need is None:
+                    answer.go_on()
+            lanes = [answer for answer in answers if isinstance(answer.need, Lane) and len(answer.ready) < MAX_READY]
+            pieces = self._pieces([answer for answer in answers if isinstance(answer.need, RowBatch)], bool(lanes))
+            if lanes or pieces:
+                self._run(lanes, pieces, began)
+            return [*lanes, *pieces, *(answer for answer in answers if answer.is_ended)]
+
+    def _run(self, lanes: list[SteppedAnswer], pieces: list[SteppedAnswer], began: float) -> None:
+        rows: list[Any] = [answer.need for answer in pieces]
+        before = self._lm.seconds
+        try:
+            results = run_eager([answer.need for answer in lanes], rows)  # type: ignore[misc]
+        except BaseException as error:  # of the only lane, or an interrupt: raised by every answer
+            results = [error] * len(lanes)
+            for piece in rows:
+                piece.error = error
+        cycles = [result for result in results if isinstance(result, Cycle)]
+        self.forwards += 1
+        nodes = sum(len(cycle.tree) for cycle in cycles)
+        self.rows += nodes + sum(len(piece.tokens) for piece in rows)
+        self._last_forward = None if rows else (nodes, self._lm.seconds - before)  # rows of prompts have no logits
+        for answer, result in zip(lanes, results, strict=True):
+            answer.go_on(result)
+        for answer, piece in zip(pieces, rows, strict=True):
+            answer.ticket.client.served += len(piece.tokens) if piece.error is None else 0
+            answer.go_on(piece.error)
+        self.pace.observe(len(lanes), sum(len(cycle.tokens) for cycle in cycles), began)
+
+    def take_last_forward(self) -> tuple[int, float] | None:
+        """Return rows and seconds of the last forward, of all texts together; None if they were returned before."""
+        last, self._last_forward = self._last_forward, None
+        return last
+
+    def _pieces(self, prompts: list[SteppedAnswer], beside: bool) -> list[SteppedAnswer]:
+        """Return the prompts of which a piece is run: beside answers, PIECE rows of those whose clients had least."""
+        chosen: list[SteppedAnswer] = []
+        left = PIECE if beside else math.inf  # prompts alone hold nobody up
+        for answer in sorted(prompts, key=lambda answer: answer.ticket.rank):
+            rows = len(answer.need.tokens)  # type: ignore[union-attr]
+            if not chosen or rows <= left:
+                chosen.append(answer)
+                left -= rows
+        return chosen
+
+
+def piece_at(length: int) -> int:
+    """Return how many tokens of a prompt are run at a time behind so many: the further behind, the longer one takes."""
+    return max(LEAST, PIECE * NEAR // max(NEAR, length))
+
+
+Task = Generator[None, None, Any]  # yields while what it waits for takes a step
+
+
+def run_tasks(
+    engines: list[Any], scheduler: Scheduler | None, take: Callable[[list[Any], bool], tuple[Any, Task] | None]
+) -> Iterator[Any]:
+    """Run tasks, each on an engine of its own, in this thread; yield the result of each that has ended.
+
+    take: returns an engine of those that are idle, and its task, or None: there is none now, or, asked to wait for one
+    as nothing is under way, there comes none any more. The first error ends all tasks and is raised.
+    """
+    idle = list(engines)
+    tasks: dict[Any, Task] = {}
+    try:
+        while True:
+            while idle and (taken := take(idle, not tasks)) is not None:
+                engine, task = taken
+                idle.remove(engine)
+                tasks[engine] = task
+            if not tasks:
+                return
+            for engine, task in list(tasks.items()):
+                try:
+                    next(task)
+                except StopIteration as end:
+                    del tasks[engine]
+                    idle.append(engine)
+                    yield end.value
+            if scheduler is not None and tasks:
+                scheduler.step()
+    finally:
+        for task in tasks.values():
+            task.close()
+
+
+def run_alone(task: Task) -> Any:
+    """Run a task of an engine that shares nothing, and return its result."""
+    return result_of(task)
+
+
+def finished(generation: Any) -> Task:
+    """Run a TextGeneration to its end, as a task."""
+    while True:
+        while not generation.is_ready:
+            yield
+        if next(generation, None) is None:
+            return
