@@ -171,13 +171,14 @@ def draft_tree(
     policy: TreePolicy | None,
     seconds: Seconds,
     device: torch.device,
+    plan: Plan | None = None,
 ) -> Draft:
     """Draft the tree under `token`; return the part to verify and the whole.
 
     Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
-    `seconds`.
+    `seconds`. plan: the policy's for this cycle, if it was asked already.
     """
-    if drafter is None or policy is None or (plan := policy.plan()).rests:
+    if drafter is None or policy is None or (plan := plan or policy.plan()).rests:
         alone = TokenTree.alone(token, device)
         return Draft(alone, alone)
     return result_of(grow(token, drafter, policy, seconds, device, plan))
