@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     Field,
+    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     PrivateAttr,
     create_model,
@@ -222,6 +223,14 @@ class WithTools(BaseModel):
     @property
     def notes(self) -> list[str]:
         return self._notes
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, described: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = described(core)  # in which tools may be of types that are left out
+        tools = described.resolve_ref_schema(found)["properties"]["tools"]["anyOf"][0]
+        other = {"properties": {"type": {"type": "string", "not": {"enum": [*cls.functions_are]}}}}
+        tools["items"] = {"anyOf": [tools["items"], {"type": "object", "required": ["type"], **other}]}
+        return found
 
     @model_validator(mode="wrap")
     @classmethod

@@ -370,7 +370,10 @@ class _Item:
         self.rated: list[Any] = []
         self.call = call
         self.status = "completed"
-        self.part = {"message": self._text_part, "reasoning": _thought_part}.get(kind)
+        self.part = {
+            "message": self._text_part,
+            "reasoning": lambda text: {"type": "reasoning_text", "text": text},
+        }.get(kind)
 
     def add(self, part: Part) -> str:
         """Take a part; return the text by which this has grown."""
@@ -400,7 +403,3 @@ class _Item:
         content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
         role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
         return item | content | role
-
-
-def _thought_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}

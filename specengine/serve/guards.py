@@ -92,7 +92,7 @@ class Hosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
-        other = next((host for host in given if not self._knows(_name(host))), None)
+        other = next((host for host in given if not (_name(host) in self.names or is_loopback(_name(host)))), None)
         if other is not None:
             message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
             problem = RequestError(403, message, "host", "host_not_allowed")
@@ -100,9 +100,6 @@ class Hosts:
             await problem.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
-
-    def _knows(self, name: str) -> bool:
-        return name in self.names or is_loopback(name)
 
 
 def _name(host: str) -> str:

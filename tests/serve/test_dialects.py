@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -125,6 +126,21 @@ def test_they_are_left_out_with_a_note(own: Saying, path: str) -> None:
     parts = events(own, path, BODIES[path]("Hello") | {"tools": others[:1]})
     assert whole["notes"][0] in json.dumps(parts)
     assert own.prompt == "<|user|>Hello<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/api/chat"])
+def test_the_description_says_which_tools_are_taken(own: Saying, path: str) -> None:
+    described = own.server.client.get("/openapi.json").json()
+    body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    checker = jsonschema.Draft202012Validator(body | {"components": described["components"]})
+    ours = {RESPONSES: {"type": "function", **FUNCTION, "parameters": {"type": "object"}}, MESSAGES: FUNCTION}
+    function = ours.get(path, TOOL)
+    others = [other for other in OTHERS if path != MESSAGES or other["type"] != "custom"]
+    wrong = [{"type": "custom" if path == MESSAGES else "function"}, {"type": 1}, {}, "look_up"]
+    for tool, taken in [*((tool, True) for tool in [function, *others]), *((tool, False) for tool in wrong)]:
+        request = BODIES[path]("Hello") | {"tools": [function, tool], "stream": False}
+        assert checker.is_valid(request) is taken, tool
+        assert own.server.post(request, path).status_code == (200 if taken else 400)
 
 
 def test_a_tool_that_is_left_out_cannot_be_chosen(own: Saying) -> None:
