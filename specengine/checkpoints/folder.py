@@ -45,8 +45,8 @@ def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
 class FolderSource(Source):
     """Read a folder with config.json and safetensors files.
 
-    Of a model that reads pictures too it is the language model: `config` is that one's, `whole` the folder's.
-    UnsupportedModelError where it holds its weights otherwise, CheckpointError where a file is damaged.
+    Takes the language model alone where a model reads pictures too: `config` is its own, `whole` the folder's.
+    Raises UnsupportedModelError for weights that are held otherwise, CheckpointError for a damaged file.
     """
 
     def __init__(
