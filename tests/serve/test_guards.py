@@ -8,18 +8,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.serve import guards
 from specengine.serve.guards import Hosts, parsed
+from specengine.serve.metrics import Metrics
 from specengine.serve.server import MAX_HEADER_BYTES
 from tests.serve.served import CHAT, NAME, Served, served, tiny_engine
 
@@ -69,10 +70,28 @@ def test_names_are_looked_at_where_a_page_could_do_harm(settings: dict[str, Any]
     assert Settings(NAME, **settings).hosts == names
 
 
-def test_a_name_that_is_allowed_is_known() -> None:
-    hosts = Hosts(None, ["localhost", "My.Example"], None)  # type: ignore[arg-type]
-    assert hosts._knows("my.example")
-    assert not hosts._knows("example")
+def passes(names: Sequence[str], *given: str) -> bool:
+    """Return whether a request with these Host headers comes through to the application."""
+    reached = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope)
+
+    async def send(message: Message) -> None:
+        assert message.get("status", 403) == 403
+
+    scope = {"type": "http", "path": "/health", "headers": [(b"host", host.encode()) for host in given]}
+    asyncio.run(Hosts(app, names, Metrics().failed)(scope, receive_nothing, send))
+    return bool(reached)
+
+
+async def receive_nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize(("host", "known"), [("my.example", True), ("example", False), ("not-my.example", False)])
+def test_a_name_that_is_allowed_is_known(host: str, known: bool) -> None:
+    assert passes(["localhost", "My.Example"], host) == known
 
 
 # ---- routes
@@ -222,7 +241,8 @@ def test_a_connection_may_stay_longer_than_a_request(hasty: Served) -> None:
     assert asyncio.run(ask()) == [200] * 4
 
 
-def test_the_first_host_does_not_hide_a_second() -> None:
-    headers = Headers(raw=[(b"host", b"localhost"), (b"host", b"evil.example")])
-    hosts = Hosts(None, ["localhost"], None)  # type: ignore[arg-type]
-    assert [hosts._knows(host) for host in headers.getlist("host")] == [True, False]
+@pytest.mark.parametrize(
+    ("hosts", "known"), [(["localhost", "evil.example"], False), (["localhost", "localhost"], True)]
+)
+def test_the_first_host_does_not_hide_a_second(hosts: list[str], known: bool) -> None:
+    assert passes(["localhost"], *hosts) == known
