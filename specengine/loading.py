@@ -197,7 +197,7 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
 
 
 def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None:
-    """Let texts have so many tokens. InputError where the target's positions end before."""
+    """Let texts have that many tokens. InputError where the target's positions end before."""
     lm = target.lm
     limit = min(target.max_context, lm.max_context)
     fixed = fixed_context(lm.config) if limit == lm.max_context else f"strict attention ends with its window of {limit}"

@@ -1,4 +1,4 @@
-"""The interleaved run: every way answers every prompt once per round, in turn, beside plain decoding's answer.
+"""The interleaved run: every way answers every prompt once per round, in turn, with plain decoding's answer.
 
 Records, as they come: `way` for each that can run, `not run` for each that cannot, `answer` for each measured answer,
 and once a prompt is through a `row` per way, with what its answers are against plain decoding's.
@@ -34,7 +34,7 @@ class Run:
 
     plain    an engine without a draft on the target: it tells prompts' tokens, and near-ties from faults
     options  of Engine.generate but for the length, which every way decodes under
-    turns    so many of a conversation's turns are asked, later ones behind plain decoding's answers
+    turns    this many of a conversation's turns are asked, later ones after plain decoding's answers
     compares whether answers of ways that are not ours are held against plain decoding's: not where they are drawn
     say      called with a line per answered prompt
     """

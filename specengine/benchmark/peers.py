@@ -25,7 +25,7 @@ from specengine.errors import BackendError, InputError, require
 
 PREFIX = "peer:"
 SCRIPT = "answer.py"  # in the folder of the environments: each runs it in its own Python
-MODES: dict[str, tuple[str, ...]] = {  # by engine, beside plain decoding
+MODES: dict[str, tuple[str, ...]] = {  # by engine, besides plain decoding
     "llama.cpp": ("prompt-lookup",),
     "ik_llama.cpp": (),
     "openvino": ("prompt-lookup",),

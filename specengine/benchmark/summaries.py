@@ -107,8 +107,8 @@ def summaries(records: Iterable[Record]) -> list[Record]:
     rounds_apart: the median over prompts of how far the slowest round lies above the fastest, as a share.
 
     latency: where all answers tell when their first token was there, percentiles 50, 90 and 99 over all answers of
-    all rounds, in milliseconds: `first_token`; `between_tokens`, of an answer the time behind its first token divided
-    by its tokens but one; `answer`, the whole time. per_user: the mean over answers of tokens per second behind the
+    all rounds, in milliseconds: `first_token`; `between_tokens`, of an answer the time after its first token divided
+    by its tokens but one; `answer`, the whole time. per_user: the mean over answers of tokens per second after the
     first. As AIPerf defines them, but that the first tokens of a cycle arrive together.
     """
     records = list(records)

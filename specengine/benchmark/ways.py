@@ -38,7 +38,7 @@ class WayDecoder(Protocol):
         """Return an answer of at most `length` new tokens to these token ids."""
 
     def prepare(self, tokens: int) -> None:
-        """Expect prompts and answers of up to so many tokens together."""
+        """Expect prompts and answers of up to that many tokens together."""
 
 
 @dataclass

@@ -204,7 +204,7 @@ class Adapter(NamedTuple):
 
     @property
     def tokenizer(self) -> str:
-        """Return where its tokenizer is: beside the adapter, as trainers save it, else with the model."""
+        """Return where its tokenizer is: next to the adapter, as trainers save it, else with the model."""
         beside = any((Path(self.name) / file).exists() for file in _TOKENIZERS)
         return self.name if beside else self.base
 
@@ -219,7 +219,7 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         return None
     try:
         file = find_adapter_config_file(name, local_files_only=offline)
-    except Exception:  # the Hub's own errors, of many kinds; whoever loads the model says why it cannot be had
+    except Exception:  # the Hub's own errors, of many kinds; loading the model says why it cannot be had
         return None
     if file is None:
         return None

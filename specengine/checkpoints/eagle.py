@@ -108,7 +108,7 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
             if file is not None and name != "config.json":
                 return Path(file).parent
     except OSError:
-        return None  # whoever loads it as a model says why it cannot be had
+        return None  # loading it as a model says why it cannot be had
     return None
 
 
@@ -190,7 +190,7 @@ def save_head(
 ) -> None:
     """Write a head; reading it back gives the same config and the same bits.
 
-    Each file is written beside its place and then moved there. verifier: the model it was made for, whose name some
+    Each file is written next to its place and then moved there. verifier: the model it was made for, whose name some
     layouts need. CheckpointError where that is missing or the layout has no word for a variant.
     """
     chosen, folder = writer(layout), Path(path)

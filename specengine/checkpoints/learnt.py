@@ -32,7 +32,7 @@ from specengine.models.eagle import EagleConfig
 FILE, FORMAT = "use.json", 1
 MAX_TEXTS, MAX_TOKENS = 512, 1 << 18  # of the ring; together some 2 MB
 LONGEST = 2048  # tokens of a text; of a longer one its end is kept
-HELD_BACK = 5  # a text in so many is never trained on
+HELD_BACK = 5  # one text in this many is never trained on
 
 
 class UsedText(NamedTuple):

@@ -1,7 +1,7 @@
 """Find the head that was made for a model or for what it was fine-tuned from, by rows of the embedding table.
 
 A head's folder may hold `target.json`: the sizes of its target and some rows of the target's embeddings. A fine-tune
-moves these rows by little, and appends others behind them; the rows of a model that was trained apart have nothing in
+moves these rows by little, and appends others after them; the rows of a model that was trained apart have nothing in
 common with them, whatever it is called. So neither names nor tokenizers are compared: equal rows are equal ids.
 """
 
@@ -56,7 +56,7 @@ class Match(NamedTuple):
 
 
 def write(folder: Path, lm: Any, name: str) -> None:
-    """Write the record of a head's target beside it. lm: CausalLM or NativeLM."""
+    """Write the record of a head's target next to it. lm: CausalLM or NativeLM."""
     with atomic(folder / FILE) as file:
         file.write_text(json.dumps(record(lm, name), indent=1) + "\n", encoding="utf-8")
 

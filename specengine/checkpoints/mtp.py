@@ -110,7 +110,7 @@ def is_assistant(draft: Any, *, offline: bool = False) -> bool:
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
     except (OSError, ValueError):
-        return False  # whoever loads it as a model says why it cannot be had
+        return False  # loading it as a model says why it cannot be had
     return config.get("model_type") in TYPES
 
 
@@ -155,7 +155,7 @@ def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Te
 
 
 def _in_file(source: GGUFSource) -> dict[str, Tensor]:
-    """Return the same of a GGUF file, which keeps the head in the block behind the model's own."""
+    """Return the same of a GGUF file, which keeps the head in the block after the model's own."""
     names = _names_in_file(source.config)
     has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
     return {key: source.made_of(stored, key) for key, stored in names.items() if has[key] and has["fc.weight"]}

@@ -105,7 +105,7 @@ def _silence(*streams: TextIO) -> None:
     """Discard what Python still flushes at its exit to streams whose reader has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
-        with contextlib.suppress(OSError, ValueError):  # no file behind it
+        with contextlib.suppress(OSError, ValueError):  # without a file
             os.dup2(nowhere, stream.fileno())
 
 

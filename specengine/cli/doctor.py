@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cost(costs: Any, rows: int) -> float:
-    """Return the time of verifying so many rows over that of one."""
+    """Return the time of verifying that many rows over that of one."""
     return round((costs.cycle(rows, ()) - costs.overhead) / costs.plain, 3)
 
 
@@ -113,7 +113,7 @@ def _memory(engine: Engine, plain: float) -> dict[str, Any]:
 
 
 def bandwidth(size: int, device: torch.device) -> float:
-    """Return the bytes per second of reading so many bytes, the best of several times."""
+    """Return the bytes per second of reading that many bytes, the best of several times."""
     numbers = torch.ones(size // 4, dtype=torch.float32, device=device)
     seconds = []
     for _ in range(READS):
@@ -155,7 +155,7 @@ def _seen(engine: Engine) -> Seen | None:
 
 
 def _rate(stats: Stats) -> float:
-    """Return the tokens per second behind the prompt."""
+    """Return the tokens per second after the prompt."""
     seconds = stats.elapsed_s - stats.ttft_s
     return stats.num_generated_tokens / seconds if seconds > 0 else 0.0
 

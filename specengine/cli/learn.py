@@ -1,4 +1,4 @@
-"""specengine learn, and learning beside chat and serve: the draft's head goes on training on this user's own texts."""
+"""specengine learn, and learning during chat and serve: the draft's head goes on training on this user's own texts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _learn(recipe: given.EngineArguments, said: Connection) -> None:
 
 
 def _turn(said: Connection) -> None:
-    """Wait as long as was said last. EOFError where whoever says it has gone."""
+    """Wait as long as was said last. EOFError where its sender has gone."""
     going = True
     while said.poll() or not going:
         going = said.recv()

@@ -16,7 +16,7 @@ from specengine.request.declared import flags
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are spelled out, mistakes end in one line, and `--debug` stands before or behind the command."""
+    """Options are spelled out, mistakes end in one line, and `--debug` stands before or after the command."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, left = super().parse_known_args(args, namespace)
-        if left:  # of this command: what stands behind it is its own
+        if left:  # of this command: what stands after it is its own
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             meant = next((text for word in left if (text := did_you_mean(word.partition("=")[0], flags))), "")
             self.error(f"unrecognized arguments: {' '.join(left)}{meant}")

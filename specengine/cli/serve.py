@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def templated(load: Callable[[], Engine], template: str | None, *, own: bool = False) -> Callable[[], Engine]:
     """Return a function that loads the engine with another chat template, if there is one.
 
-    own: with the model's own template, and beside it one for requests with tools, where its own takes none.
+    own: with the model's own template, and next to it one for requests with tools, where its own takes none.
     """
     if own:
         return functools.partial(_with_tools, load)

@@ -99,7 +99,7 @@ def redraws() -> bool:
 
 
 class Progress:
-    """At a terminal, a line on standard error that says which of so many steps is under way, and then is gone."""
+    """At a terminal, a line on standard error that says which of all steps is under way, and then is gone."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0
@@ -260,7 +260,7 @@ class Markdown:
 
 
 def finished(text: str) -> tuple[str, str]:
-    """Split a text behind its last block that an empty line has ended; whole code blocks count as one."""
+    """Split a text after its last block that an empty line has ended; whole code blocks count as one."""
     end, place, fence = 0, 0, ""
     for line in text.splitlines(keepends=True):
         place += len(line)

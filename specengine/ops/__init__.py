@@ -8,7 +8,7 @@ names (`triton,cpp`) to the first that has the op. `bind` reads the variable aga
 CUDA device an implementation that is not asked for by name is compared with its meaning on small inputs first, and left
 out, with a warning, where it raises or differs.
 
-A count is an int32 tensor of one element, on a CPU too, where reading it waits for nobody; entries behind a count are
+A count is an int32 tensor of one element, on a CPU too, where reading it waits for nobody; entries after a count are
 padding. So the same ops serve the eager driver, which reads counts, and the captured one.
 """
 

@@ -1,6 +1,6 @@
 """The kernels of csrc/*.cu, compiled at run time.
 
-NVRTC comes with torch's CUDA wheels; the sources are installed beside specengine (specengine_csrc). A source is
+NVRTC comes with torch's CUDA wheels; the sources are installed next to specengine (specengine_csrc). A source is
 compiled once per process and kind of device, in about a second, and its kernels are launched by the driver's interface
 on torch's stream. BackendError where the sources are refused or the driver reports an error.
 """

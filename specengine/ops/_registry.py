@@ -232,7 +232,7 @@ def _compiled(key: str, device: torch.device) -> None:
 
 
 def refuse_in_captures(name: str, key: str) -> None:
-    """Raise BackendError within a capture: warm-ups run before, so this is a mistake of whoever captures."""
+    """Raise BackendError within a capture: warm-ups run before, so this is the capturing code's mistake."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError(f"{name}: {key} was not tried before the capture; run it once first")
 

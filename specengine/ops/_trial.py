@@ -212,7 +212,7 @@ def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
-    """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, behind a split prefix."""
+    """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, after a split prefix."""
     found = []
     counts = [*(max(1, packed // heads.groups) for packed in PACKED_ROWS), PACKED_ROWS[-1] // heads.groups + 1]
     for rows in dict.fromkeys(counts):

@@ -101,7 +101,7 @@ def cached_attention(
 ) -> Tensor:
     """Return attention with static shapes over a whole cache, as `tree_attention`.
 
-    Each row sees the first `prefix` slots and, of the `seen` slots behind them, those that its words name.
+    Each row sees the first `prefix` slots and, of the `seen` slots after them, those that its words name.
 
     query: [Hq, n, D]; key, value: [Hkv, capacity, D], one floating dtype. words: int64 [n, w], bit j % 64 of word
     j // 64 names slot prefix + j. prefix, live, seen: int32 [1] on the device; rows from `live` on are padding and
@@ -144,7 +144,7 @@ def rope_store(
 
     query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
     positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
-    on the device. Rows from `live` on are padding; if they are stored, they stand behind the others.
+    on the device. Rows from `live` on are padding; if they are stored, they stand after the others.
     Llama's rotation, channel c with channel c + D / 2, in float32 unless a Rotation says more. No host read, so it can
     be captured.
     """
@@ -194,7 +194,7 @@ def order_paths(words: Tensor) -> Paths:
     require("words: int64 [n, words]", words)
     named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int64) & 1).flatten(1)
     rows, most = named.shape
-    places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # behind the end: not named
+    places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # after the end: not named
     ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
     nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(1, places, ids)
     return Paths(nodes[:, :most].contiguous(), named.sum(1).int())

@@ -15,7 +15,7 @@ from specengine.ops.select import defined
 
 MASK64, MASK32 = (1 << 64) - 1, (1 << 32) - 1
 WHOLE = 1 << 40  # the weight of a row's largest score, as an integer: sums are exact in any order
-PART = 31  # bits behind the point of a share
+PART = 31  # bits after the point of a share
 
 
 class Truncation(NamedTuple):
@@ -181,7 +181,7 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
 
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:
-    """Return the uniforms behind `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
+    """Return the uniforms of `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
     index = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
     position &= MASK64
     counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))

@@ -106,7 +106,7 @@ def grow_likely(
     throughput: Throughput,
     limits: Limits,
 ) -> Nodes:
-    """Run in one launch behind those of the best children; a path of NaN is passed over."""
+    """Run in one launch after those of the best children; a path of NaN is passed over."""
     logits, token_ids, normalized, marks = drafted[:4]
     args = _level(tree, counters, counts, notes, throughput, limits, (len(logits), min(PLACES, logits.shape[1])))
     if args is None or (marks is not None and marks.stride(1) != 1):

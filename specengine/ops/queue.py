@@ -18,7 +18,7 @@ from specengine.ops.tree import Nodes, insist
 class Queues(NamedTuple):
     """The queue Q of scored, not yet drawn nodes and the scores of the accepted set G, each the best `budget` of all.
 
-    Ranked by (path log-probability descending, order of creation ascending), behind their ends -inf. accepted, of G,
+    Ranked by (path log-probability descending, order of creation ascending), after their ends -inf. accepted, of G,
     scores, of Q: float32 [budget], paths; log_probs: float32 [budget], edges; parents, depths, tokens: int64 [budget];
     bound: float32 [1]: no candidate at or below it can come to anything, -inf while there is room.
     """
@@ -137,7 +137,7 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     room = budget - (after.accepted > -math.inf).sum(0, keepdim=True)
     waiting = (after.scores > -math.inf).sum(0, keepdim=True)
     filled = torch.minimum(room, waiting) * (going & (expanded == 0) & search.fill)
-    # those drawn stood first in Q, those filled up behind all that were taken
+    # those drawn stood first in Q, those filled up after all that were taken
     source = torch.where(place < nodes, place, place - nodes + count).clamp(max=budget - 1)
     parents, tokens, log_probs = (part[source] for part in (queues.parents, queues.tokens, queues.log_probs))
     return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), Nodes(expand, expanded))

@@ -203,7 +203,7 @@ class Drafted(NamedTuple):
 
 
 def ids_with(step: Drafted | Step, new: list[int]) -> Tensor:
-    """Return the target's ids of the step's columns and of new ones behind them."""
+    """Return the target's ids of the step's columns and of new ones after them."""
     device = step.logits.device if step.token_ids is None else step.token_ids.device
     ids = step.token_ids
     if ids is None:
@@ -255,7 +255,7 @@ class Step:
     hidden      [rows, hidden size], where a rule wants them
     marks       uint8 [rows, draft vocabulary]: COPIED and RECYCLED where such a source has raised a continuation, FREE
                 alone in rows where a grammar forces one; None where there is nothing of the kind
-    further     [positions, draft vocabulary], as `logits`: of the positions behind those of the frontier's only node,
+    further     [positions, draft vocabulary], as `logits`: of the positions after those of the frontier's only node,
                 where the draft gives several at once; None elsewhere, as where copies are mixed in or a grammar forces
     """
 

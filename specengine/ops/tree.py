@@ -391,7 +391,7 @@ class PassRows(NamedTuple):
     """Rows of a draft pass, [n], over a cache.
 
     tokens, positions  int64 [n]
-    words              int64 [n, w]: which slots behind the committed ones each row sees
+    words              int64 [n, w]: which slots after the committed ones each row sees
     slot               int64 [1], of the first row
     sources, targets   int64 [n]: rows of a state buffer that states are read from and written to
     one                int64 [1], the only row whose result is wanted, or None for all; `targets` is of it alone then
@@ -439,7 +439,7 @@ def level_rows(
     seen: Tensor,
     factors: Tensor | None,
 ) -> PassRows:
-    """Return the rows of a pass from some nodes of a tree, whose slots stand behind the `used` ones, which grow.
+    """Return the rows of a pass from some nodes of a tree, whose slots stand after the `used` ones, which grow.
 
     filled, used: int32 [1], committed slots and those of this tree; seen: int64 [nodes + 1, ceil(nodes / 64)], by node
     which of the latter it sees, the last row being what padding writes to; factors: float32 [depths], of the nodes of a
@@ -523,7 +523,7 @@ class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
     Nodes are numbered in the order of their creation, so `parents[i] < i`; the capacity is fixed, `size` grows.
-    Budgets and sizes count the root. All arrays live on one device; entries behind the size are undefined:
+    Budgets and sizes count the root. All arrays live on one device; entries after the size are undefined:
 
     tokens, parents, depths    int64 [capacity]; the root has parent -1 and depth 0
     log_probs                  float32 [capacity]; draft log-probability of the edge to the node, natural log
@@ -690,7 +690,7 @@ class TokenTree:
         return _fill(TokenTree.__new__(TokenTree), extract(self.arrays, *nodes), counters)
 
     def trimmed(self) -> TokenTree:
-        """Return the same nodes without the room behind them, as views. Synchronises with the device if on one."""
+        """Return the same nodes without the room after them, as views. Synchronises with the device if on one."""
         size = len(self)
         if size == self.capacity:
             return self

@@ -40,8 +40,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at im
 
 
 class Words(NamedTuple):
-    """A mask as the kernel reads it. words: int64 [1, n, w], of the slots behind the prefix; lengths: int32 [1] each
-    of prefix, rows and slots behind the prefix; mask: bool [n, L], the same for other inputs."""
+    """A mask as the kernel reads it. words: int64 [1, n, w], of the slots after the prefix; lengths: int32 [1] each
+    of prefix, rows and slots after the prefix; mask: bool [n, L], the same for other inputs."""
 
     words: Tensor
     lengths: tuple[Tensor, Tensor, Tensor]

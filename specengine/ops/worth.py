@@ -17,8 +17,8 @@ from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, a
 
 
 class Prices(NamedTuple):
-    """Costs of a cycle in expected tokens: float32 [nodes + 1], of verifying so many nodes, and [width + 1], of a
-    draft pass from so many; widths: int64 [w], of the passes that are compared, ascending, the last one `width`."""
+    """Costs of a cycle in expected tokens: float32 [nodes + 1], of verifying that many nodes, and [width + 1], of a
+    draft pass from that many; widths: int64 [w], of the passes that are compared, ascending, the last one `width`."""
 
     verify: Tensor
     draft: Tensor
@@ -33,7 +33,7 @@ class Counts(NamedTuple):
 
     hits, tries, table      float32 [groups * SOURCES * DEPTHS * RANKS, KNOTS]; the table is their ratio
     gains, passes, profile  float32 [LEVELS, PLACES], [LEVELS], [LEVELS, PLACES]: summed chances of the children by
-                            place, of so many nodes drafted from of each level, their ratio. Level 0 is the root, then
+                            place, of that many nodes drafted from of each level, their ratio. Level 0 is the root, then
                             nodes by the chance of their own edge, as the children of sure nodes are sure
     group                   int64 [1], the present one
     """
@@ -64,7 +64,7 @@ class Notes(NamedTuple):
 class Throughput(NamedTuple):
     """Seconds and tokens of cycles, and the prices that follow from them.
 
-    verify, draft  float32 [nodes + 1], [width + 1]: seconds of verifying so many nodes, of a pass from so many
+    verify, draft  float32 [nodes + 1], [width + 1]: seconds of verifying that many nodes, of a pass from that many
     prices         the same in expected tokens, at the rate of `recent`
     recent         float32 [2]: tokens committed, and the seconds that they took, newer cycles weighing more
     drafting       float32 [1], seconds of the present tree's passes; verified: int32 [1], its verified nodes
@@ -141,7 +141,7 @@ def relation_of(depth: int, later: bool) -> int:
 
 
 def level_of(chances: Tensor, levels: int) -> Tensor:
-    """Return the levels, int64, of nodes in a profile of so many, by the chances of their edges, 0 to 1."""
+    """Return the levels, int64, of nodes in a profile of that many, by the chances of their edges, 0 to 1."""
     return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
 
 
@@ -305,7 +305,7 @@ def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Coun
 
 @op
 def update_throughput(throughput: Throughput, committed: Tensor) -> None:
-    """Enter a cycle that committed so many tokens, int32 [1], into the throughput, and price seconds anew.
+    """Enter a cycle that committed that many tokens, int32 [1], into the throughput, and price seconds anew.
 
     A second costs what it would bring elsewhere: the tokens of recent cycles by their seconds, at least what decoding
     one token after the other brings. Without a cycle to enter, `committed` is 0: seconds are priced alone.

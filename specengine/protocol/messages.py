@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from specengine.protocol.problems import refused
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Fields that clients keep beside a message, and that say nothing to the model.
+# Fields that clients keep with a message, and that say nothing to the model.
 _NOTES = {
     "additional_kwargs", "annotations", "cache_control", "created", "created_at", "finish_reason", "id", "index",
     "logprobs", "metadata", "model", "phase", "provider_metadata", "provider_options", "provider_specific_fields",
@@ -92,7 +92,7 @@ class FunctionCall(Body, extra="ignore"):
 
 
 class ToolCallGiven(Body, extra="ignore"):
-    """A call that the model made earlier in the conversation; what a client has noted beside it is not read."""
+    """A call that the model made earlier in the conversation; what a client has noted with it is not read."""
 
     id: str | None = None
     type: Literal["function"] | None = None

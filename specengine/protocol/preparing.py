@@ -348,7 +348,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     """Return the options that keep an answer to these fields; RequestError where the fields contradict each other.
 
-    Beside tools, `response_format` is for the answer that calls none.
+    With tools, `response_format` is for the answer that calls none.
     """
     asked = request.constraints
     if len(asked) > 1:

@@ -213,7 +213,7 @@ class TextChoice(ChatChoice):
 
 
 class OpenAIReply(Reply):
-    """OpenAI's shapes. Figures beside the usage (`timings`, `metrics`) are those of one answer, where it is the only
+    """OpenAI's shapes. Figures next to the usage (`timings`, `metrics`) are those of one answer, where it is the only
     one.
     """
 

@@ -94,7 +94,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """`schema` beside the type, as llama.cpp's server and others have it, is that of the answer too."""
+    """`schema` next to the type, as llama.cpp's server and others have it, is that of the answer too."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -170,7 +170,7 @@ class Prediction(Body):
 
 
 def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
-    """Return a base of requests with these fields: a type beside None, and what to say of it in the API's schema.
+    """Return a base of requests with these fields: a type besides None, and what to say of it in the API's schema.
 
     It is for fields that nothing here reads: what gives one its place is its type, by which values are refused.
     """
@@ -178,7 +178,7 @@ def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
     return create_model(name, __base__=Body, **defined)  # type: ignore[call-overload]
 
 
-# Fields that say something to whoever runs a server, and change no token of an answer.
+# Fields that say something to the one who runs a server, and change no token of an answer.
 Unread: Any = base_of(
     "Unread",
     {
@@ -381,7 +381,7 @@ class Sampling(Declared, CommonFields, Neutral):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens to report, beside the chosen one; None: none at all."""
+        """Return how many of the likeliest tokens to report, besides the chosen one; None: none at all."""
         raise NotImplementedError
 
 
@@ -470,7 +470,7 @@ class ChatRequest(WithTools, Sampling):
 
 
 class Infill(NamedTuple):
-    """Texts before and behind the answer, and texts of other files: their names and contents."""
+    """Texts before and after the answer, and texts of other files: their names and contents."""
 
     prefix: str
     suffix: str

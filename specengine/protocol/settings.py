@@ -17,7 +17,7 @@ class Settings:
     host, port          port 0 takes a free one
     api_keys            any of them is accepted as a bearer token; none: nobody is asked
     strict_model        refuse requests that name another model; else the one model answers whatever they call it
-    allowed_hosts       names, beside this machine's own, that clients may call the server by; `*` for all
+    allowed_hosts       names, besides this machine's own, that clients may call the server by; `*` for all
     origins             web origins that browsers may call from (CORS); `*` for all
     parallel            answers at once, on the native forward; each has caches of its own; None: by the memory that is
                         free, and 1 in a replica

@@ -169,7 +169,7 @@ class Mistral(Format):
 
 
 class Llama(Format):
-    """Llama 3.x: {"name": ..., "parameters": {...}} as the whole answer, perhaps behind `<|python_tag|>`."""
+    """Llama 3.x: {"name": ..., "parameters": {...}} as the whole answer, perhaps after `<|python_tag|>`."""
 
     title = '{"name": ..., "parameters": ...} (Llama 3)'
     openings = ("<|python_tag|>",)

@@ -112,7 +112,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> Any:
     """Return the tools to fill the template with: `tools`, or [] for a conversation whose calls it else leaves out.
 
-    [] selects a template for tools that stands beside the plain one: clients leave `tools` out behind a tool's answer.
+    [] selects a template for tools that stands next to the plain one: clients leave `tools` out after a tool's answer.
     RequestError for calls of tools, and their results, that no template of the tokenizer writes.
     """
     called = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
@@ -150,7 +150,7 @@ def special_tokens(tokenizer: Any, marks: Sequence[str]) -> list[int]:
 class ToolReader:
     """Splits a growing answer into text and calls. What only looks like a call stays text.
 
-    most: calls that are told; those behind them are left out
+    most: calls that are told; those after them are left out
     """
 
     def __init__(self, known: Format, schemas: Schemas, most: int = sys.maxsize) -> None:
@@ -210,7 +210,7 @@ class ToolReader:
 
 
 class OneCall:
-    """Ends an answer behind its first call of a tool; one of transformers' stopping criteria, asked once a token."""
+    """Ends an answer after its first call of a tool; one of transformers' stopping criteria, asked once a token."""
 
     def __init__(self, reader: ToolReader, decode: Callable[[list[int]], str]) -> None:
         self._reader, self._texts = reader, TextStream(decode)

@@ -21,7 +21,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     sys.path += [folder for folder in given["path"] if folder not in sys.path]
     answer = {"llguidance": read_grammars, "transformers": fill_templates}[given["package"]](given["folder"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
     _limit(given["memory"] + given["stack"])
     if given["niceness"] and hasattr(os, "nice"):
         os.nice(given["niceness"])

@@ -62,7 +62,7 @@ class CustomGenerate:
                     self.streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         finally:
             if self.streamer is not None:
-                self.streamer.end()  # whoever reads it waits for that, after a failure too
+                self.streamer.end()  # its reader waits for that, after a failure too
         sequences = torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1)
         if not config.return_dict_in_generate:
             return sequences

@@ -266,7 +266,7 @@ class DeclaredOptions:
     Never changes the answer; for the drafts that copy, ngram and any with lookup"""
     logprobs: int | None = option(whole(0), field=RequestField(written=True))
     """the log-probability of each token under the target's own distribution, before temperature and processors, and
-    those of so many of the likeliest tokens at its place; 0 for its own alone"""
+    those of this many of the likeliest tokens at its place; 0 for its own alone"""
     policy: Any = option(field=RequestField(written=True), line=False, as_is=True)
     """for this answer alone: a policy's name, NAME/PRESET or a TreePolicy; by default the engine's own. `plain` decodes
     without the draft. A named policy keeps its state for later calls"""

@@ -1,4 +1,4 @@
-"""Answers that keep to a JSON schema or a grammar: what is allowed and what is forced behind any tokens."""
+"""Answers that keep to a JSON schema or a grammar: what is allowed and what is forced after any tokens."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _limits() -> Any:
 def _deeply(call: Callable[[], T], size: int) -> T:
     """Return the result of `call` on a stack that is deep enough for the library's recursion over references.
 
-    size: characters of the text; a large one is read beside what else runs.
+    size: characters of the text; a large one is read while other work goes on.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -303,7 +303,7 @@ class Constraint:
 
 
 class ConstraintProcessor(LogitsProcessor):
-    """Forbids what `constraint` does not allow behind the tokens since `prompt_length`."""
+    """Forbids what `constraint` does not allow after the tokens since `prompt_length`."""
 
     def __init__(self, constraint: Constraint, prompt_length: int) -> None:
         self.constraint, self.prompt_length = constraint, prompt_length

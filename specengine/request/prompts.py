@@ -43,7 +43,7 @@ def token_ids(  # noqa: PLR0913
     """Return the ids of `prompt`: a string, chat messages, ids, or an id tensor or array [length] or [1, length].
 
     A string becomes one user message where the tokenizer has a chat template, unless `raw`. InputError for an
-    empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token behind the prompt.
+    empty prompt, ids outside the vocabulary, more than one sequence, or no room for a token after the prompt.
     allow_special_text: the text of a special token is that token wherever it stands, as transformers reads it; else it
     is text like any other in what the caller gives, and InputError where the tokenizer cannot write it so.
     tools: functions for the chat template, as in transformers; of messages alone.
@@ -316,7 +316,7 @@ class Room:
     def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
         """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
 
-        A text longer than so many of the longest tokens is refused unread. A long one is read in pieces, up to where
+        A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
         there are too many.
         """
         texts = list(texts)
@@ -337,7 +337,7 @@ class Room:
                 raise self._too_long(field, message, count)
 
     def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
-        """Raise InputError where so many characters fit into no text of so many tokens."""
+        """Raise InputError where a text of that many tokens cannot hold that many characters."""
         longest = self.longest or longest_token(tokenizer)
         if letters > longest * self.tokens:
             message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
@@ -345,7 +345,7 @@ class Room:
             raise self._too_long(field, message, -(-letters // longest))
 
     def _too_long(self, field: str, message: str, tokens: int) -> InputError:
-        """Return the error for a text of at least so many tokens."""
+        """Return the error for a text of at least that many tokens."""
         message = f"{field}: {message}"
         if field != "prompt":
             return InputError(message)
@@ -359,7 +359,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the texts in pieces of at most so many characters, short ones together."""
+    """Yield the texts in pieces of at most that many characters, short ones together."""
     held: list[str] = []
     letters = 0
     for text in texts:

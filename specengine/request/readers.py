@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 28
-STACK_BYTES = 1 << 28  # whoever reads the text afterwards needs more, so that nothing fails there that did not here
+STACK_BYTES = 1 << 28  # reading the text afterwards needs more, so that nothing fails there that did not here
 _START_SECONDS = 120.0  # on a machine that has much else to do
 _QUICK_READERS, _SLOW_READERS = 4, 2  # texts read at once
-_NICENESS = 10  # of slow ones, beside answers
+_NICENESS = 10  # of slow ones, so that answers go first
 
 log = logging.getLogger(__name__)
 

@@ -75,7 +75,7 @@ class Sampler:
 
     Greedy if `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
     whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
-    logprobs: the number of likeliest tokens to report log-probabilities of, beside those of the chosen tokens; None:
+    logprobs: the number of likeliest tokens to report log-probabilities of, besides those of the chosen tokens; None:
     report none. coupled: whether drafts may know the noise, which changes no choice.
     """
 
@@ -289,7 +289,7 @@ class Stopper:
         self.decode, self.complete, self.stops_after = decode, complete, stops_after
         self.tokens: list[int] = []
         self.last_reason: str | None = None
-        self.overhang = 0  # characters of the text behind a stop string that holds a special token's text
+        self.overhang = 0  # characters of the text after a stop string that holds a special token's text
         self._texts = _Tail(decode, self.stop_strings) if decode is not None and self.stop_strings else None
         self._shown = self._showing(decode) if self._texts is not None else None
 
@@ -339,7 +339,7 @@ class _Tail:
         self._longest = max(map(len, strings))
 
     def push(self, token: int, counts: bool = True) -> int | None:
-        """Return the number of characters behind the stop string that ends first, or None if there is none.
+        """Return the number of characters after the stop string that ends first, or None if there is none.
 
         A last token included. The text before was searched when its tokens came. counts: whether a stop string may end
         with this token.

@@ -121,7 +121,7 @@ class Decoder:
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-READS = "encode", "apply_chat_template"  # of a tokenizer, beside calls
+READS = "encode", "apply_chat_template"  # of a tokenizer, besides calls
 
 
 class SharedTokenizer:

@@ -189,7 +189,7 @@ def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict
 
 
 def _drafting(fields: _Fields) -> int:
-    """Return the number of blocks behind the model's own that predict further tokens; nothing reads them."""
+    """Return the number of blocks after the model's own that predict further tokens; nothing reads them."""
     count = fields.value("nextn_predict_layers") or 0
     if type(count) is not int or count < 0:
         raise fields.error("nextn_predict_layers", count, "0 or more")
@@ -262,7 +262,7 @@ def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, ow
 
 
 def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
-    """Return the parameters of rotations of so many channels of a head."""
+    """Return the parameters of rotations of that many channels of a head."""
     theta = fields.positive("rope.freq_base", 10_000.0)
     if _SHORT in fields.file.tensors:
         return _longrope(fields, theta, turned)

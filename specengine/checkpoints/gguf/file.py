@@ -80,7 +80,7 @@ class GGUFFile:
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return a copy of the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`.
 
-        The rows of a stack of matrices are those of one behind those of the other.
+        The rows of a stack of matrices are those of one after those of the other.
         """
         tensor = self.tensors[name]
         each = tensor.nbytes // math.prod(tensor.shape[:-1])
@@ -108,7 +108,7 @@ class GGUFFile:
 def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None = None) -> GGUFFile:
     """Open a file and read all but its tensors' blocks. Raises CheckpointError for any fault in it.
 
-    path: of a whole file, or of any part of a split one, whose other parts lie beside it
+    path: of a whole file, or of any part of a split one, whose other parts lie next to it
     accept: called with the path and the metadata before the tensors are read; raises to refuse the file.
     """
     sources: list[_Source] = []

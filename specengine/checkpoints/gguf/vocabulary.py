@@ -63,7 +63,7 @@ _WITH_PARTS = (
 def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
     """Return the token id that the file gives for a role, as eos_token_id; None where there is none.
 
-    An id outside of the vocabulary, of so many tokens, is as if the file gave none. CheckpointError for other values.
+    An id outside of the vocabulary, of that many tokens, is as if the file gave none. CheckpointError for other values.
     """
     value = file.metadata.get(f"tokenizer.ggml.{key}")
     if value is not None and type(value) is not int:
@@ -278,7 +278,7 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
-    """Return the template, or with named ones beside it (as tool_use) all by name."""
+    """Return the template, or with named ones as well (as tool_use) all by name."""
     found = {key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")}
     wrong = next((key for key, value in found.items() if not isinstance(value, str)), None)
     if wrong is not None:

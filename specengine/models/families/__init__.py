@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
     rope    the key of its parameters in the config's `rope_parameters`; empty if all layers share them, None if the
             layer turns nothing
-    window  how many places a token sees, its own included; None for all
+    window  how many places a token sees, including its own; None for all
     reads   the layer before whose keys and values it reads; None if it has its own
     """
 
@@ -123,7 +123,7 @@ class Scaled(NamedTuple):
 
 
 def _apart(heads: int, sizes: list[int]) -> list[int]:
-    """Return rows that stand by head, so many of each part behind one another, in the order of the parts."""
+    """Return rows that stand by head, that many of each part in a row, in the order of the parts."""
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [
         head * sum(sizes) + start + row
@@ -141,7 +141,7 @@ class QueryFactors(NamedTuple):
     """Factors on turned queries, which grow with the position.
 
     every    how many positions each factor is of
-    factors  those of the first so many positions, of the next, and so on; the last one is of all behind
+    factors  those of the first positions, of the next, and so on; the last one is of all that follow
     """
 
     every: int
@@ -162,8 +162,8 @@ class Attention:
     turns           whether a layer of a config turns channels by position
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
-    sinks           scores of each head beside those of places, of no value; or None
-    gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand behind the head's queries
+    sinks           scores of each head besides those of places, of no value; or None
+    gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand after the head's queries
     head_gates      a gate for each head instead, which multiplies all that it gives
     query_factors   those of a config, or None
     """
@@ -196,7 +196,7 @@ class Attention:
         return Place(rope if self.turns(config, layer) else None, window, self.reads)
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
-        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        """Return the stored row for each row of a module's parts, where these are not one after the other."""
         return {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
 
     @property
@@ -213,7 +213,7 @@ class Attention:
         return (shape.head_dim, 0) if native in ("q_proj", "k_proj") else None
 
     def kept(self, layers: int) -> int:
-        """Return how many layers a cache has for so many layers of this attention."""
+        """Return how many layers a cache has for that many layers of this attention."""
         return layers
 
     def parts(self, shape: Shape) -> Iterator[Part]:
@@ -323,7 +323,7 @@ def latent_factors(config: Any) -> Factors:
 
 @dataclass(frozen=True)
 class Mixer:
-    """Stand in the place of attention or beside it, with a state of all tokens before.
+    """Stand in the place of attention or with it, with a state of all tokens before.
 
     csrc/cpu/recurrent.hpp says how trees run.
     """
@@ -334,7 +334,7 @@ class Mixer:
         return ""
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
-        """Return the stored row for each row of a module's parts, where these are not one behind the other."""
+        """Return the stored row for each row of a module's parts, where these are not one after the other."""
         return {}
 
     def orders_in_files(self) -> dict[str, list[int]]:
@@ -560,7 +560,7 @@ class Routing(NamedTuple):
     """How a router chooses experts for a token, and their weights.
 
     chosen      experts of a token
-    scores      softmax or sigmoid, of the router's logits; behind `normalised ` those chosen are divided by their sum
+    scores      softmax or sigmoid, of the router's logits; after `normalised ` those chosen are divided by their sum
     least       of that sum
     factor      that weights are multiplied by
     groups      of experts of which `kept` are left to choose from, by the sum of their `rated` best scores, 1 or 2
@@ -661,7 +661,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ExpertsWithDense:
-    """Experts beside a gated network: what is normed and added is norm(mlp(norm(x))) + norm(experts(norm(x))).
+    """Experts next to a gated network: what is normed and added is norm(mlp(norm(x))) + norm(experts(norm(x))).
 
     norm, router_norm  of what the experts and their router read; the latter's weights are divided by the root of the
                        hidden size
@@ -689,7 +689,7 @@ class ExpertsWithDense:
 class OwnInputs:
     """Inputs of single layers, `size` channels of each token for each layer.
 
-    They are (norm(projection(x)) + embedding) / sqrt(2) of the first states x, and a layer behind its network adds
+    They are (norm(projection(x)) + embedding) / sqrt(2) of the first states x, and a layer after its network adds
     norm(out(activation(gate(x)) * inputs)).
 
     embedding, projection, norm       modules of the model, with all layers' rows or columns side by side
@@ -729,7 +729,7 @@ class Layer:
     """x += norm(attention(norm(x))), then x += norm(mlp(norm(x))). All linear modules may have biases.
 
     Norms may be None. Those of outputs are of what is added, and RMS norms. A mixer stands in the place of attention,
-    which is None then, or beside it: both read one norm, and are added together. Of a layer without a network that and
+    which is None then, or with it: both read one norm, and are added together. Of a layer without a network that and
     its norm are None, of one with nothing else the others.
 
     beside  experts beside the gated network, or None
@@ -813,7 +813,7 @@ class GGUF:
     """The form in which GGUF files store a family.
 
     architecture  the value of general.architecture, which all other keys begin with
-    keys          keys that this family has beside the common ones -> field of transformers' config
+    keys          keys that this family has besides the common ones -> field of transformers' config
     flags         field of transformers' config -> the tensor of some layer whose presence sets it
     ignored       keys that change nothing where a model reads texts alone
     others        further architectures of this form
@@ -848,10 +848,10 @@ class Family:
 
     layer        of all layers, or a function of a config and a layer's number
     attending    a layer with the attention of a family whose layers differ
-    kinds        the config's `layer_types` beside those of attention
+    kinds        the config's `layer_types` besides those of attention
     sizes        from a config: those that no single field states
     sizes_at     from a config and a layer's number: those of this layer that no field states
-    alone        the fields of a config that has one layer alone, by config and number, beside the lists by layer
+    alone        the fields of a config that has one layer alone, by config and number, besides the lists by layer
     gguf         None where no GGUF file stores the family under a name of its own
     layer_norms  norms are layer norms, with biases if the checkpoint has them; else RMS norms
     parallel     of a config, whether x += attention(norm(x)) + mlp(norm(x)), of one norm

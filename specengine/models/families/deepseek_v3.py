@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, experts behind the first layers, and one for all tokens."""
+"""DeepSeek-V3 and R1: latent attention, experts after the first layers, and one for all tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace

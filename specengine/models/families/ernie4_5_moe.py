@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: neighbouring channels turned together, and experts behind the first layers."""
+"""ERNIE 4.5 with experts: neighbouring channels turned together, and experts after the first layers."""
 
 from typing import Any
 

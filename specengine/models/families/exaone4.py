@@ -1,4 +1,4 @@
-"""EXAONE 4: norms of what is added alone, and of each head. Beside layers with windows the others turn nothing."""
+"""EXAONE 4: norms of what is added alone, and of each head. Next to layers with windows, the others turn nothing."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: experts behind the first layers, and one for all tokens; half of a head turned."""
+"""GLM-4.5 and 4.6: experts after the first layers, and one for all tokens; half of a head turned."""
 
 from typing import Any
 

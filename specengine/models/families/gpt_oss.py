@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks beside the scores of attention, windows in every second layer, and experts with biases."""
+"""GPT-OSS: sinks besides the scores of attention, windows in every second layer, and experts with biases."""
 
 from collections.abc import Callable
 from typing import Any

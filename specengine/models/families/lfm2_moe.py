@@ -1,4 +1,4 @@
-"""LFM2 with experts: the layers of LFM2, and experts behind the first layers."""
+"""LFM2 with experts: the layers of LFM2, and experts after the first layers."""
 
 from dataclasses import replace
 from typing import Any

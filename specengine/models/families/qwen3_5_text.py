@@ -36,7 +36,7 @@ def layer(config: Any, number: int) -> Layer:
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
-    """Recurrent layers are listed, or all but every so many."""
+    """Recurrent layers are listed, or all but every n-th."""
     count, every = fields["num_hidden_layers"], value("full_attention_interval") or 4
     listed = value("attention.recurrent_layers") or [(number + 1) % every for number in range(count)]
     return {

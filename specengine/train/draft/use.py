@@ -251,7 +251,7 @@ class Learner:
         return found._replace(state=kept)
 
     def _read(self, texts: Sequence[Text]) -> tuple[Reading, Tensor]:
-        """Return the target's reading of texts, padded behind their ends, and their answers, bool [texts, length]."""
+        """Return the target's reading of texts, padded after their ends, and their answers, bool [texts, length]."""
         readings = []
         for text in texts:
             self.turn()
@@ -332,7 +332,7 @@ def as_text(text: UsedText) -> Text:
 
 
 def _drawn(texts: Sequence[Text], tokens: float, order: random.Random) -> list[Text]:
-    """Return texts at random with together so many tokens, at least one; such as have too short an answer are left."""
+    """Return texts at random of that many tokens together, at least one; such as have too short an answer are left."""
     usable, found, total = [text for text in texts if text.answers[2:].any()], list[Text](), 0
     while usable and (total < tokens or not found):
         found.append(order.choice(usable))

@@ -32,7 +32,7 @@ MAX_FEATURES = 64
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
 _NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
-# Numbers of rotary sets beside rope_theta: range, and by type the required and the optional ones.
+# Numbers of rotary sets besides rope_theta: range, and by type the required and the optional ones.
 _ROPE_RANGES = {
     "factor": (1.0, 1e6),
     "low_freq_factor": (1e-3, 1e6),
@@ -436,7 +436,7 @@ def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
 
 
 def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
-    """Read the numbers of a rotary set beside its theta; CheckpointError for missing and for unknown ones."""
+    """Read the numbers of a rotary set besides its theta; CheckpointError for missing and for unknown ones."""
     required, optional = _ROPE_REQUIRED[kind], _ROPE_OPTIONAL.get(kind, ())
     known = (*_ROPE_IGNORED, *required, *optional)
     unknown = [name for name in stated.raw if name not in known]

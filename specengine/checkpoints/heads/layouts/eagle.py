@@ -55,7 +55,7 @@ class EagleLayout(Layout):
         return inputs or counted, outputs or inputs
 
     def read_norm_output(self) -> bool:
-        """Read whether logits are read behind the final norm, from a field that this layout does not have."""
+        """Read whether logits are read after the final norm, from a field that this layout does not have."""
         if not self.chosen:
             raise CheckpointError(
                 "norm_output: SpecForge and speculators mean different things by it, and the config does not say which "

@@ -12,5 +12,5 @@ class SpecForge(EagleLayout):
     architectures = ("LlamaForCausalLMEagle3",)
 
     def read_norm_output(self) -> bool:
-        """Read whether logits are read behind the final norm. Speculators means another thing by this field."""
+        """Read whether logits are read after the final norm. Speculators means another thing by this field."""
         return self.fields.flag("norm_output")
