@@ -275,10 +275,10 @@ def _flips(target: Target, generation: TextGeneration, tokens: list[int], refere
     for position, (token, logits) in enumerate(zip(tokens, teacher_forced(target, prompt, tokens), strict=True)):
         if position >= first:
             choice = refuse_no_choice(sampler.choose(logits, history), history.length)
-            wanted = reference[position] if position == first < len(reference) else choice
-            if token != wanted:
-                gaps = (swap_gap(sampler, logits, history, candidate) for candidate in (token, wanted))
-                yield Flip(position, token, wanted, max(gaps))
+            expected = reference[position] if position == first < len(reference) else choice
+            if token != expected:
+                gaps = (swap_gap(sampler, logits, history, candidate) for candidate in (token, expected))
+                yield Flip(position, token, expected, max(gaps))
         history.append(token)
 
 

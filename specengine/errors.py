@@ -209,10 +209,10 @@ SIMILAR = 0.6  # cutoff of difflib's ratio
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: `; did you mean NAME?`, or "" if no name is similar."""
     options = {_bare(option): option for option in known}
-    wanted = _bare(name) if isinstance(name, str) else ""
-    others = [option for option in ELSEWHERE.get(wanted, ()) if option in options]
-    longer = [option for option in options if len(wanted) > 2 and option.startswith(f"{wanted}_")]
-    close = others or longer or difflib.get_close_matches(wanted, options, n=1, cutoff=SIMILAR)
+    bare = _bare(name) if isinstance(name, str) else ""
+    others = [option for option in ELSEWHERE.get(bare, ()) if option in options]
+    longer = [option for option in options if len(bare) > 2 and option.startswith(f"{bare}_")]
+    close = others or longer or difflib.get_close_matches(bare, options, n=1, cutoff=SIMILAR)
     return f"; did you mean {options[close[0]]}?" if close else ""
 
 

@@ -44,15 +44,15 @@ def atomic(file: Path) -> Iterator[Path]:
 
     It has the permissions of any new file of this user.
     """
-    part = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        part.touch()
-        mode = part.stat().st_mode
-        yield part
-        part.chmod(mode)
-        os.replace(part, file)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)
+        os.replace(temporary, file)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:

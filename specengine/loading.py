@@ -123,7 +123,7 @@ def load(
     if options.learn is not None and resolved.graphs:
         raise InputError("learn: accepted without graphs, which read one head's weights; add graphs=False")
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
-    _unwatch(*(lm for lm, given in zip(models, (model, draft), strict=False) if isinstance(given, str | None)))
+    _unwatch(*(lm for lm, argument in zip(models, (model, draft), strict=False) if isinstance(argument, str | None)))
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
     return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
@@ -310,17 +310,17 @@ def _size(lm: Any) -> int:
 
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
-    wanted = options.lookup
-    if wanted and (drafter is None or drafter.about.lookup is False):
+    lookup = options.lookup
+    if lookup and (drafter is None or drafter.about.lookup is False):
         raise InputError(
             f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
             "smaller model"
         )
-    if wanted is None:
+    if lookup is None:
         by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs
         return by_default and (eager or isinstance(drafter, Recycling))  # which the host drafts from in any case
-    return wanted
+    return lookup
 
 
 def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:

@@ -178,22 +178,22 @@ class LoadOptions(Checked):
         return self
 
     def _check_splitting(self) -> None:
-        given = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
-        given |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
-        if alone := [name for name, value in given.items() if value]:
+        others = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
+        others |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
+        if alone := [name for name, value in others.items() if value]:
             raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
 
 
 def _device(device: Any) -> torch.device:
     import torch
 
-    wanted = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
+    refusal = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(wanted) from error
+        raise InputError(refusal) from error
     if chosen.type not in DEVICES:
-        raise InputError(wanted)
+        raise InputError(refusal)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for, but torch sees no CUDA device")
     missing = {"mps": not torch.backends.mps.is_available(), "xpu": not torch.xpu.is_available()}

@@ -51,8 +51,8 @@ def _modules(package: ModuleType | str) -> dict[str, str]:
 
 def plugins(package: str) -> dict[str, metadata.EntryPoint]:
     """Return by name what other installed packages offer besides the variants of `package`, which come first."""
-    own = names(package)
-    return {point.name: point for point in metadata.entry_points(group=package) if point.name not in own}
+    built_in = names(package)
+    return {point.name: point for point in metadata.entry_points(group=package) if point.name not in built_in}
 
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
@@ -67,9 +67,9 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
         offered = plugins(package.__name__)
         if name in offered:
             return _of_plugin(base, offered[name], field)
-        known = [*sorted(modules), *sorted(offered)]
-        listed = ", ".join(known)
-        raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, known)}")
+        accepted = [*sorted(modules), *sorted(offered)]
+        listed = ", ".join(accepted)
+        raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, accepted)}")
     module = importlib.import_module(f"{package.__name__}{modules[name]}")
     classes = [
         value
@@ -135,12 +135,12 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     Values may be strings, as a command line gives them.
     """
     types_by_name = typing.get_type_hints(cls)
-    known = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
+    types = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
     for name in options:
-        if name not in known:
-            listed = ", ".join(known) or "(none)"
-            raise InputError(f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, known)}")
-    values = {name: _convert(value, known[name], f"{field}.{name}") for name, value in options.items()}
+        if name not in types:
+            listed = ", ".join(types) or "(none)"
+            raise InputError(f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, types)}")
+    values = {name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()}
     return cls(**values)
 
 
@@ -159,7 +159,7 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
     try:
         if origin is tuple:
             parts = value.split(",") if isinstance(value, str) and value else value
-            return tuple(_convert(part, arguments[0], field) for part in parts)
+            return tuple(_convert(item, arguments[0], field) for item in parts)
         if expected is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
         if expected is int and (isinstance(value, bool) or float(value) != int(float(value))):

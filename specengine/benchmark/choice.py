@@ -117,9 +117,9 @@ class Comparison:
             folder = embedded.path()
             return PeerModel(embedded.gguf(), folder, embedded.draft_head(str(folder)), cache_dir())
         folder_given = None if self.model is None else Path(self.model)
-        known = folder_given if folder_given is not None and folder_given.is_dir() else None
+        model_folder = folder_given if folder_given is not None and folder_given.is_dir() else None
         head = None if self.draft is None or not Path(self.draft).is_dir() else Path(self.draft)
-        return PeerModel(self.gguf, known, head, cache_dir())
+        return PeerModel(self.gguf, model_folder, head, cache_dir())
 
 
 def _is_peer(name: str) -> bool:

@@ -61,11 +61,11 @@ class Run:
         done = list(done)
         answers = _answers(done)
         rows = {(record["set"], record["id"], record["way"]) for record in done if record["record"] == "row"}
-        known = {record["way"] for record in done if record["record"] == "way"}
+        started = {record["way"] for record in done if record["record"] == "way"}
         lost = {record["way"] for record in done if record["record"] == "not run"}
         self.faults += sum(bool(record.get("fault")) for record in done)
         self.ways = [way for way in self.ways if way.name not in lost]
-        yield from self._start(known, longest(self.plain, items, self.length, self.turns))
+        yield from self._start(started, longest(self.plain, items, self.length, self.turns))
         for number, item in enumerate(items):
             for id_, prompt in self._questions(item, answers):
                 place = item.set, id_
@@ -81,27 +81,27 @@ class Run:
         prompt = tokens_of(self.plain, WARM_UP)
         for way in list(self.ways):
             try:
-                made = [way.start() for _ in range(self.rounds)]
-                for decode in made:
+                decoders = [way.start() for _ in range(self.rounds)]
+                for decode in decoders:
                     decode.prepare(longest)
                     decode(prompt, min(WARM_UP_TOKENS, self.length))
             except Exception as error:
                 yield self._dropped(way, error)
             else:
-                self._decoders[way.name] = made
+                self._decoders[way.name] = decoders
                 if way.name not in known:
-                    yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **made[0].facts}
+                    yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **decoders[0].facts}
 
     def _questions(self, item: Workload, answers: dict[tuple[str, str], Answers]) -> Iterator[tuple[str, list[int]]]:
         """Yield ids and token ids of the turns; each is answered before the next one is made."""
-        said: list[dict[str, str]] = []
+        messages: list[dict[str, str]] = []
         for number, text in enumerate(item.turns[: self.turns], start=1):
             id_ = item.id if number == 1 else f"{item.id}/{number}"
             question = {"role": "user", "content": text}
-            yield id_, tokens_of(self.plain, [*said, question] if said else text)
+            yield id_, tokens_of(self.plain, [*messages, question] if messages else text)
             if number < min(self.turns, len(item.turns)):
                 tokens = answers[item.set, id_][PLAIN][0].tokens
-                said += [question, {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)}]
+                messages += [question, {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)}]
 
     def _asked(self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers) -> Iterator[Record]:
         """Yield the missing answers."""
@@ -123,25 +123,25 @@ class Run:
                 yield {**head, **figures}
 
     def _row(self, place: tuple[str, str], way: Way, prompt: list[int], answers: Answers) -> Record:
-        own = [answers[way.name][round_] for round_ in range(self.rounds)]
-        found = {"record": "row", "way": way.name, "set": place[0], "id": place[1], **row(own)}
+        rounds = [answers[way.name][round_] for round_ in range(self.rounds)]
+        record = {"record": "row", "way": way.name, "set": place[0], "id": place[1], **row(rounds)}
         if answers.get(way.against) and (way.ours or self.compares):
-            found |= self._compared(prompt, answers[way.against][0].tokens, own)
-        if way.ours and found.get("verdict") == "mismatch":
-            found["fault"] = True
+            record |= self._compared(prompt, answers[way.against][0].tokens, rounds)
+        if way.ours and record.get("verdict") == "mismatch":
+            record["fault"] = True
             self.faults += 1
-        return found
+        return record
 
     def _compared(self, prompt: list[int], expected: list[int], answers: Sequence[Answer]) -> Record:
         """Return the first position where an answer leaves plain decoding's, and the worst verdict on these answers."""
         others = {tuple(answer.tokens): answer.tokens for answer in answers if answer.tokens != expected}
         places = [place for tokens in others.values() if (place := first_difference(expected, tokens)) is not None]
-        found: Record = {"diverges_at": min(places, default=None), "verdict": "exact"}
+        record: Record = {"diverges_at": min(places, default=None), "verdict": "exact"}
         for tokens in others.values():
             judged = judge(self.plain, prompt, tokens, expected, max_new_tokens=self.length, **self.options)
-            if found["verdict"] != "mismatch":
-                found |= {"verdict": judged.verdict, "gap": _largest_gap(judged)}
-        return found
+            if record["verdict"] != "mismatch":
+                record |= {"verdict": judged.verdict, "gap": _largest_gap(judged)}
+        return record
 
     def _dropped(self, way: Way, error: Exception, place: tuple[str, str] | None = None) -> Record:
         """Return the record of a way that takes no further part. An error that is not specengine's own is a fault."""
@@ -162,8 +162,8 @@ def tokens_of(plain: Engine, prompt: Prompt) -> list[int]:
 
 def longest(plain: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> int:
     """Return an upper bound on the tokens of the longest conversation with its answers."""
-    asked = [item.turns[:turns] for item in items]
-    return max(sum(len(tokens_of(plain, text)) + length for text in texts) for texts in asked)
+    turns_of = [item.turns[:turns] for item in items]
+    return max(sum(len(tokens_of(plain, text)) + length for text in texts) for texts in turns_of)
 
 
 def _finish(device: torch.device) -> None:
@@ -172,12 +172,12 @@ def _finish(device: torch.device) -> None:
 
 
 def _answers(done: Iterable[Record]) -> dict[tuple[str, str], Answers]:
-    found: dict[tuple[str, str], Answers] = defaultdict(lambda: defaultdict(dict))
+    by_prompt: dict[tuple[str, str], Answers] = defaultdict(lambda: defaultdict(dict))
     for record in done:
         if record["record"] == "answer":
             answer = Answer(**{name: record[name] for name in Answer._fields if name in record})
-            found[record["set"], record["id"]][record["way"]][record["round"]] = answer
-    return found
+            by_prompt[record["set"], record["id"]][record["way"]][record["round"]] = answer
+    return by_prompt
 
 
 def _largest_gap(judged: Judged) -> float | None:

@@ -79,18 +79,18 @@ def python_of(name: str, folder: Path) -> Path:
 
 def way(name: str, folder: Path, model: Model, ends: list[int], context: int) -> Way:
     """Return a peer as a way; context: tokens of the longest prompt and its answer. One process runs all rounds."""
-    made: list[Peer] = []
+    running: list[Peer] = []
 
     def start() -> Peer:
-        if not made:
+        if not running:
             needed = {f"environment {engine_of(name)}": python_of(name, folder), SCRIPT: folder / SCRIPT}
             if missing := [what for what, file in needed.items() if not file.is_file()]:
                 raise BackendError(
                     f"way {name}: {folder} has no {missing[0]}; make it in a checkout with `make peers`, or name a "
                     "folder with --peers"
                 )
-            made.append(Peer(name, _command(name, folder, model, context), ends))
-        return made[0]
+            running.append(Peer(name, _command(name, folder, model, context), ends))
+        return running[0]
 
     return Way(name, start, ours=False)
 
@@ -131,8 +131,8 @@ class Peer:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is nothing to read either
             print(request, file=self._process.stdin, flush=True)
-        found = self._read()
-        return Answer(found["ids"], len(prompt), time.perf_counter() - began, first=found["first"])
+        reply = self._read()
+        return Answer(reply["ids"], len(prompt), time.perf_counter() - began, first=reply["first"])
 
     def prepare(self, tokens: int) -> None:
         """Do nothing: the context was given at the start."""
@@ -142,8 +142,8 @@ class Peer:
         if line := self._process.stdout.readline():
             return json.loads(line)
         self._said.seek(0)
-        said = self._said.read().strip().splitlines()
-        raise BackendError(f"way {self._name}: {said[-1] if said else 'its process ended without a word'}")
+        last_words = self._said.read().strip().splitlines()
+        raise BackendError(f"way {self._name}: {last_words[-1] if last_words else 'its process ended without a word'}")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -70,8 +70,10 @@ class Log:
         if self._file is not None:
             with writing(self._file):
                 if not self._file.stat().st_size:
-                    with atomic(self._file) as part:
-                        part.write_text("".join(json.dumps(each) + "\n" for each in self.records[:2]), encoding="ascii")
+                    with atomic(self._file) as temporary:
+                        temporary.write_text(
+                            "".join(json.dumps(each) + "\n" for each in self.records[:2]), encoding="ascii"
+                        )
                 with self._file.open("a", encoding="ascii", newline="\n") as log:
                     log.write(json.dumps(record) + "\n")
 

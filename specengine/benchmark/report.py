@@ -17,17 +17,17 @@ Columns = Mapping[str, Callable[[Record], str]]  # by header, the cell of a summ
 def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
     """Return tables of the prompts that are done: every way on `set_`, their differences over all sets, every set, and
     the ways that did not run."""
-    found = summaries(records)
+    all_summaries = summaries(records)
     title = f"{'All sets' if set_ == ALL else set_}; {about(records)}"
-    ways = {record["way"]: record for record in found if record["set"] == set_}
-    made = [
+    ways = {record["way"]: record for record in all_summaries if record["set"] == set_}
+    drawn = [
         Table("ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)),
         difference_table(records),
         latency_table(ways),
-        set_table(found, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
+        set_table(all_summaries, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
         not_run_table(records),
     ]
-    return [table for table in made if table.rows]
+    return [table for table in drawn if table.rows]
 
 
 def source(name: str, records: Sequence[Record]) -> str:
@@ -57,9 +57,11 @@ def set_table(found: Sequence[Record], title: str, cell: Callable[[Record], str]
 
 def difference_table(records: Sequence[Record]) -> Table:
     """Return a table of the ways by speed; no rows without two ways, two prompts and times."""
-    found = differences(records)
-    fastest = found[0]["way"] if found else ""
-    rows = [[record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))] for record in found]
+    all_differences = differences(records)
+    fastest = all_differences[0]["way"] if all_differences else ""
+    rows = [
+        [record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))] for record in all_differences
+    ]
     title = (
         "All sets, apart: tokens/s over a faster way's (95 % interval over prompts; with 1 in it, neither is faster)"
     )
@@ -146,10 +148,10 @@ SPREAD = 0.6  # of the places of sets within a way's band
 
 def draw_speeds(records: Sequence[Record], file: Path) -> None:
     """Write an SVG file. InputError as of `write_figure`, and without a row to draw."""
-    found = speeds_by_way(records)
-    if not found:
+    by_way = speeds_by_way(records)
+    if not by_way:
         raise InputError(f"plot: the records have no speed over plain decoding to draw into {file.name}")
-    write_figure(file, "plot", lambda figure: _fill(figure, found), STYLE, layout="constrained")
+    write_figure(file, "plot", lambda figure: _fill(figure, by_way), STYLE, layout="constrained")
 
 
 def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]]:
@@ -157,12 +159,12 @@ def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]
     rows = [record for record in records if record["record"] == "row"]
     dropped = {record["way"] for record in records if record["record"] == "not run"}
     plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
-    found: dict[str, dict[str, list[float]]] = {}
+    by_way: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         base = plain.get((row["set"], row["id"]))
         if row["way"] not in ("plain", *dropped) and base is not None and "seconds" in row:
-            found.setdefault(row["way"], {}).setdefault(row["set"], []).extend(speeds([row], [base]))
-    return found
+            by_way.setdefault(row["way"], {}).setdefault(row["set"], []).extend(speeds([row], [base]))
+    return by_way
 
 
 def _fill(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
@@ -170,12 +172,16 @@ def _fill(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
     figure.set_size_inches(8.0, 1.6 + 0.55 * len(found))
     axes = figure.subplots()
     for place, by_set in enumerate(found.values()):
-        low, middle, high = quartiles([speed for own in by_set.values() for speed in own])
+        low, middle, high = quartiles([speed for speeds_of_set in by_set.values() for speed in speeds_of_set])
         axes.barh(place, high - low, left=low, height=0.8, color="0.88", zorder=1)
         axes.plot([middle, middle], [place - 0.4, place + 0.4], color="0.2", linewidth=1.6, zorder=2)
     for index, set_ in enumerate(sets):
         within = SPREAD * ((index + 0.5) / len(sets) - 0.5)
-        points = [(speed, place + within) for place, own in enumerate(found.values()) for speed in own.get(set_, [])]
+        points = [
+            (speed, place + within)
+            for place, speeds_of_set in enumerate(found.values())
+            for speed in speeds_of_set.get(set_, [])
+        ]
         look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         axes.scatter(*zip(*points, strict=True), s=18, label=set_, zorder=3, **look)
     axes.axvline(1.0, color="k", linewidth=0.8)

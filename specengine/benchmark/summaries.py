@@ -115,14 +115,16 @@ def summaries(records: Iterable[Record]) -> list[Record]:
     rows = [record for record in records if record["record"] == "row"]
     dropped = {record["way"] for record in records if record["record"] == "not run"}
     plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
-    found = []
+    records_of_ways = []
     for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
-        own = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
-        for name in (*dict.fromkeys(row["set"] for row in own), ALL):
-            members = own if name == ALL else [row for row in own if row["set"] == name]
+        way_rows = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
+        for name in (*dict.fromkeys(row["set"] for row in way_rows), ALL):
+            members = way_rows if name == ALL else [row for row in way_rows if row["set"] == name]
             base = [plain[row["set"], row["id"]] for row in members] if plain else []
-            found.append({"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)})
-    return found
+            records_of_ways.append(
+                {"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)}
+            )
+    return records_of_ways
 
 
 def differences(records: Iterable[Record]) -> list[Record]:
@@ -138,16 +140,16 @@ def differences(records: Iterable[Record]) -> list[Record]:
     for row in records:
         if row["record"] == "row" and row["way"] not in dropped and "seconds" in row:
             by_way.setdefault(row["way"], {})[row["set"], row["id"]] = row
-    shared = [key for key in next(iter(by_way.values()), {}) if all(key in own for own in by_way.values())]
+    shared = [key for key in next(iter(by_way.values()), {}) if all(key in of_way for of_way in by_way.values())]
     if len(shared) < 2 or len(by_way) < 2:
         return []
-    rows = {way: [own[key] for key in shared] for way, own in by_way.items()}
+    rows = {way: [of_way[key] for key in shared] for way, of_way in by_way.items()}
     order = sorted(rows, key=lambda way: -_rate(rows[way]))
-    found: list[Record] = [{"record": "difference", "way": order[0], "prompts": len(shared)}]
+    records_of_pairs: list[Record] = [{"record": "difference", "way": order[0], "prompts": len(shared)}]
     for next_, way in pairwise(order):
         over = {"over_fastest": ratio(rows[way], rows[order[0]]), "over_next": ratio(rows[way], rows[next_])}
-        found.append({"record": "difference", "way": way, "prompts": len(shared), **over})
-    return found
+        records_of_pairs.append({"record": "difference", "way": way, "prompts": len(shared), **over})
+    return records_of_pairs
 
 
 def ratio(rows: Sequence[Record], base: Sequence[Record]) -> list[float]:
@@ -155,8 +157,8 @@ def ratio(rows: Sequence[Record], base: Sequence[Record]) -> list[float]:
     generator, pairs = random.Random(0), list(zip(rows, base, strict=True))
     drawn = []
     for _ in range(SAMPLES):
-        own, other = zip(*generator.choices(pairs, k=len(pairs)), strict=True)
-        drawn.append(_rate(own) / _rate(other))
+        ours, other = zip(*generator.choices(pairs, k=len(pairs)), strict=True)
+        drawn.append(_rate(ours) / _rate(other))
     bounds = statistics.quantiles(drawn, n=40)
     return [round(value, 4) for value in (_rate(rows) / _rate(base), bounds[0], bounds[-1])]
 
@@ -173,10 +175,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _counters(rows: list[Record]) -> Record:
-    found: Record = {"prompts": len(rows), "new_tokens": sum(row["new_tokens"] for row in rows)}
+    record: Record = {"prompts": len(rows), "new_tokens": sum(row["new_tokens"] for row in rows)}
     if all("cycles" in row for row in rows):
         total = {name: sum(row[name] for row in rows) for name in COUNTS}
-        found |= {
+        record |= {
             "cycles": total["cycles"],
             "tau": round(total["emitted"] / total["cycles"], 4),
             "delta": round(total["passes"] / total["cycles"], 4),
@@ -184,41 +186,41 @@ def _counters(rows: list[Record]) -> Record:
             "drafted": round(total["drafted"] / total["cycles"], 3),
             "gamma": total["verified"],
         }
-    return found | _differences(rows)
+    return record | _differences(rows)
 
 
 def _differences(rows: list[Record]) -> Record:
     """Return how many answers leave plain decoding's, and by verdict; nothing where they were not compared."""
     if any("diverges_at" not in row for row in rows):
         return {}
-    found: Record = {"diverging": sum(row["diverges_at"] is not None for row in rows)}
+    record: Record = {"diverging": sum(row["diverges_at"] is not None for row in rows)}
     if all("verdict" in row for row in rows):
-        found["verdicts"] = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
-    return found
+        record["verdicts"] = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
+    return record
 
 
 def _times(rows: list[Record], plain: list[Record]) -> Record:
     if any("seconds" not in row for row in (*rows, *plain)):
         return {}
-    found: Record = {"tokens_per_second": round(_rate(rows), 3)}
+    record: Record = {"tokens_per_second": round(_rate(rows), 3)}
     if plain:
-        own = speeds(rows, plain)
-        found["speed_mean"] = round(statistics.mean(own), 4)
-        found["speed_quartiles"] = [round(value, 4) for value in quartiles(own)]
-        found["speed_total"] = round(_rate(rows) / _rate(plain), 4)
+        way_speeds = speeds(rows, plain)
+        record["speed_mean"] = round(statistics.mean(way_speeds), 4)
+        record["speed_quartiles"] = [round(value, 4) for value in quartiles(way_speeds)]
+        record["speed_total"] = round(_rate(rows) / _rate(plain), 4)
     if all(len(row["seconds"]) > 1 for row in rows):
         apart = [max(row["seconds"]) / min(row["seconds"]) - 1 for row in rows]
-        found["rounds_apart"] = round(statistics.median(apart), 4)
+        record["rounds_apart"] = round(statistics.median(apart), 4)
     if all("median_ms" in row for row in rows):
         parts = [part for part in rows[0]["median_ms"] if all(part in row["median_ms"] for row in rows)]
-        found["median_ms"] = {
+        record["median_ms"] = {
             part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in parts
         }
     if all("first" in row for row in rows):
-        found |= _latencies(rows)
+        record |= _latencies(rows)
     if all("policy_share" in row for row in rows):
-        found["policy_share"] = round(statistics.mean(row["policy_share"] for row in rows), 5)
-    return found
+        record["policy_share"] = round(statistics.mean(row["policy_share"] for row in rows), 5)
+    return record
 
 
 def _latencies(rows: Sequence[Record]) -> Record:
@@ -228,10 +230,14 @@ def _latencies(rows: Sequence[Record]) -> Record:
         for first, seconds in zip(row["first"], row["seconds"], strict=True)
     ]
     between = [(seconds - first) / (tokens - 1) for first, seconds, tokens in answers if tokens > 1]
-    found = {"first_token": [a[0] for a in answers], "between_tokens": between, "answer": [a[1] for a in answers]}
+    seconds_by_name = {
+        "first_token": [a[0] for a in answers],
+        "between_tokens": between,
+        "answer": [a[1] for a in answers],
+    }
     per_user = [1 / gap for gap in between if gap > 0]
     return {
-        "latency": {name: _percentiles(values) for name, values in found.items() if values},
+        "latency": {name: _percentiles(values) for name, values in seconds_by_name.items() if values},
         **({"per_user": round(statistics.mean(per_user), 2)} if per_user else {}),
     }
 

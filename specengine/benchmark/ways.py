@@ -73,11 +73,11 @@ class Spec:
     @classmethod
     def of(cls, text: str) -> Spec:
         """Parse a text; InputError for another form. `check` looks at the names in it."""
-        draft, colon, own = text.rpartition(":")
+        draft, colon, rest = text.rpartition(":")
         if draft.endswith(".py"):  # the policy's own file
             draft, colon, file = draft.rpartition(":")
-            own = f"{file}:{own}"
-        policy, options = parse(own)
+            rest = f"{file}:{rest}"
+        policy, options = parse(rest)
         if policy == PLAIN and (colon or options):
             raise InputError(f"way: got {text!r}, but {PLAIN} takes neither a draft nor options")
         if colon and draft in ("", *loading.PLAIN):
@@ -101,14 +101,14 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     """Return NAME[/PRESET][,option=value...] as a name and options; a value may hold commas."""
     name, *parts = spec.split(",")
     options: dict[str, str] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
+    for piece in parts:
+        key, equals, value = piece.partition("=")
         if equals:
             options[key] = value
         elif options:
-            options[list(options)[-1]] += "," + part
+            options[list(options)[-1]] += "," + piece
         else:
-            raise InputError(f"{spec}: got {part!r}, accepted option=value")
+            raise InputError(f"{spec}: got {piece!r}, accepted option=value")
     return name, options
 
 

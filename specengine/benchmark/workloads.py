@@ -43,15 +43,15 @@ def read(places: Iterable[Path] | None, per_set: int | None = None, *, set_by: s
     InputError for what cannot be read as such.
     """
     files = [file for place in places for file in _files(place)] if places is not None else _files(BUILT_IN)
-    found: dict[str, list[Workload]] = {}
+    by_set: dict[str, list[Workload]] = {}
     for file in files:
         for item in _items(file, set_by):
-            found.setdefault(item.set, []).append(item)
-    for name, items in found.items():
+            by_set.setdefault(item.set, []).append(item)
+    for name, items in by_set.items():
         ids = [item.id for item in items]
         if doubled := next((id_ for id_ in ids if ids.count(id_) > 1), None):
             raise InputError(f"prompts: set {name} holds question_id {doubled} twice")
-    return [item for items in found.values() for item in items[:per_set]]
+    return [item for items in by_set.values() for item in items[:per_set]]
 
 
 def digest(items: Sequence[Workload]) -> str:
@@ -66,8 +66,8 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"prompts: {where} is not JSON ({error})") from error
     fields = entry if isinstance(entry, dict) else {"turns": entry}
-    given = fields.get("turns", fields.get("prompt", _of_user(fields.get("messages"))))
-    turns = [given] if isinstance(given, str) else given
+    stated = fields.get("turns", fields.get("prompt", _of_user(fields.get("messages"))))
+    turns = [stated] if isinstance(stated, str) else stated
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise InputError(f'prompts: {where} is neither a string nor an object with "prompt", "turns" or "messages"')
     if any(turn.startswith(MASKED) for turn in turns):

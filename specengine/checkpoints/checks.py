@@ -136,15 +136,15 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
         return
     model = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
-    wanted = {key: list(weight.shape) for key, weight in model.named_parameters()}
+    expected = {key: list(weight.shape) for key, weight in model.named_parameters()}
     differing = []
     for file in safetensors_files(Path(name)):
         try:
             with safe_open(file, framework="pt") as opened:
-                shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys() if key in wanted}  # noqa: SIM118
+                shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys() if key in expected}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"model {name!r}: its weights are damaged, fetch them again ({error})") from error
-        differing += [f"{key} {has}, not {wanted[key]}" for key, has in shapes.items() if has != wanted[key]]
+        differing += [f"{key} {has}, not {expected[key]}" for key, has in shapes.items() if has != expected[key]]
     if differing:
         packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
         raise CheckpointError(

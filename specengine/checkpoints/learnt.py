@@ -69,13 +69,13 @@ class Learnt:
                     raise InputError(f"learn: {folder} holds other files; name a new or an empty folder")
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold what this user wrote
                 self._write({**begun, "head": None})
-            known = self.read()
-        if known.get("format") != FORMAT or "target" not in known:
+            record = self.read()
+        if record.get("format") != FORMAT or "target" not in record:
             raise InputError(f"learn: {folder / FILE} has another format than {FORMAT}; name another folder")
-        was, own = known["target"], begun["target"]
-        if {**was, "model": ""} != {**own, "model": ""}:
-            raise InputError(f"learn: {folder} was begun for {was.get('model')!r}, got {own['model']!r}")
-        if known.get("base") != begun["base"]:
+        was, now = record["target"], begun["target"]
+        if {**was, "model": ""} != {**now, "model": ""}:
+            raise InputError(f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}")
+        if record.get("base") != begun["base"]:
             raise InputError(f"learn: {folder} was begun with another head than {name}'s draft; name another folder")
 
     def read(self) -> dict[str, Any]:
@@ -86,8 +86,8 @@ class Learnt:
             raise InputError(f"learn: {self.folder / FILE} is damaged ({error}); name another folder") from error
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        with atomic(self.folder / FILE) as part:
-            part.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        with atomic(self.folder / FILE) as temporary:
+            temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -112,8 +112,8 @@ class Learnt:
         texts.mkdir(exist_ok=True)
         if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
             return
-        with atomic(texts / f"{time.time_ns():020d}-{content}.json") as part:
-            part.write_text(json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}), encoding="utf-8")
+        with atomic(texts / f"{time.time_ns():020d}-{content}.json") as temporary:
+            temporary.write_text(json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}), encoding="utf-8")
         total = 0
         for number, text in enumerate(reversed(self.texts())):
             total += len(text.tokens)
@@ -122,12 +122,12 @@ class Learnt:
 
     def texts(self) -> list[UsedText]:
         """Return the ring, the oldest first, without files that cannot be read."""
-        found = []
+        texts = []
         for file in sorted((self.folder / "texts").glob("[0-9]*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 read = read_object(file)
-                found.append(UsedText(file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])))
-        return found
+                texts.append(UsedText(file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])))
+        return texts
 
     # ---- rounds
 
@@ -138,11 +138,11 @@ class Learnt:
 
     def rounds(self) -> list[dict[str, Any]]:
         """Return the records of all rounds, without a line that a kill has cut."""
-        file, found = self.folder / "rounds.jsonl", []
+        file, rounds = self.folder / "rounds.jsonl", []
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+                rounds.append(json.loads(line))
+        return rounds
 
     # ---- the head
 
@@ -156,12 +156,12 @@ class Learnt:
         record = self.read()
         if (name := record.get("head")) is None:
             return self.base
-        found = eagle.load_head(self.folder / "heads" / str(name))
-        shape, expected = (replace(config, temperatures=()) for config in (found.config, self.base.config))
-        if digest(found.state) != record.get("digest") or shape != expected:
+        head = eagle.load_head(self.folder / "heads" / str(name))
+        shape, expected = (replace(config, temperatures=()) for config in (head.config, self.base.config))
+        if digest(head.state) != record.get("digest") or shape != expected:
             raise CheckpointError(f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
                                   f"{self.folder} to begin again")  # fmt: skip
-        return found
+        return head
 
     def swap(self, config: EagleConfig, state: Mapping[str, Tensor], **notes: Any) -> None:
         """Put another head into use. notes: for the record."""
@@ -178,8 +178,8 @@ class Learnt:
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """Return a hash of a head's tensors, by their names."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()[:32]
+        sha.update(name.encode())
+        sha.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:32]

@@ -90,8 +90,8 @@ def known() -> Iterator[KnownHead]:
 
 def find(lm: Any) -> Match | None:
     """Return the known head whose target is most like a model, None where none is near. lm: CausalLM or NativeLM."""
-    found = [match for head in known() if (match := _match(head, lm)) is not None]
-    return max(found, key=lambda match: match.likeness, default=None)
+    matches = [match for head in known() if (match := _match(head, lm)) is not None]
+    return max(matches, key=lambda match: match.likeness, default=None)
 
 
 def _match(head: KnownHead, lm: Any) -> Match | None:
@@ -110,10 +110,10 @@ def _match(head: KnownHead, lm: Any) -> Match | None:
     has = int(getattr(lm.config, "hidden_size", 0)), int(lm.layers)
     if has != sizes[:2] or not 0 <= appended <= MAX_APPENDED or not ids or max(ids) >= sizes[2] or min(ids) < 0:
         return None
-    own = _rows(lm, ids)
-    if own.shape != rows.shape:
+    target_rows = _rows(lm, ids)
+    if target_rows.shape != rows.shape:
         return None
-    likeness = float(torch.cosine_similarity(own.float(), rows.float(), dim=1).median())
+    likeness = float(torch.cosine_similarity(target_rows.float(), rows.float(), dim=1).median())
     return Match(head, likeness, appended) if likeness >= NEAR else None
 
 
@@ -128,6 +128,6 @@ def _rows(lm: Any, ids: list[int]) -> Tensor:
     import torch
 
     device = getattr(lm, "device", torch.device("cpu"))
-    found = lm.embed(torch.tensor(ids, dtype=torch.int64, device=device)).detach()[:, :COLUMNS].float().cpu()
-    found = found.nan_to_num(0.0, 0.0, 0.0)
-    return (127 * found / found.abs().amax(1, keepdim=True).clamp(min=1e-30)).round().to(torch.int8)
+    rows = lm.embed(torch.tensor(ids, dtype=torch.int64, device=device)).detach()[:, :COLUMNS].float().cpu()
+    rows = rows.nan_to_num(0.0, 0.0, 0.0)
+    return (127 * rows / rows.abs().amax(1, keepdim=True).clamp(min=1e-30)).round().to(torch.int8)

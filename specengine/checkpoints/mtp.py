@@ -83,13 +83,13 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
 
 def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
     """Give a network its weights in a dtype, its buffers as they are. CheckpointError, which lists them, for others."""
-    wanted = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
+    expected = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
     problems = {
-        "missing": [key for key in wanted if key not in state],
-        "unknown": [key for key in state if key not in wanted],
+        "missing": [key for key in expected if key not in state],
+        "unknown": [key for key in state if key not in expected],
         "of another shape": [
             f"{key} {list(state[key].shape)}, not {list(shape)}"
-            for key, shape in wanted.items()
+            for key, shape in expected.items()
             if key in state and tuple(state[key].shape) != shape
         ],
     }
@@ -97,8 +97,8 @@ def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fa
     if listed:
         raise CheckpointError(f"{fault}; {'; '.join(listed)}")
     buffers = {key for key, _ in net.named_buffers()}
-    made = {key: tensor if key in buffers else tensor.to(dtype) for key, tensor in state.items()}
-    net.load_state_dict(made, assign=True)
+    filled = {key: tensor if key in buffers else tensor.to(dtype) for key, tensor in state.items()}
+    net.load_state_dict(filled, assign=True)
 
 
 def is_assistant(draft: Any, *, offline: bool = False) -> bool:
@@ -123,8 +123,8 @@ def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offlin
     try:
         folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
         if folder is not None and not folder.is_dir():
-            wanted = ["config.json", *WEIGHT_FILES]
-            folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
+            patterns = ["config.json", *WEIGHT_FILES]
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
         config = (
             draft.config
             if isinstance(draft, PreTrainedModel)
@@ -148,7 +148,9 @@ def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offlin
 def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Tensor]:
     """Return the tensors of the head in a folder by their names in MtpLayer; empty where it has none."""
     tensors = (
-        {} if folder is None else {key: kept for file in safetensors_files(folder) for key, kept in tensors_of(file)}
+        {}
+        if folder is None
+        else {key: stored for file in safetensors_files(folder) for key, stored in tensors_of(file)}
     )
     names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
     return fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
@@ -171,8 +173,8 @@ def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
             inside = [one.replace(f"blk.{number}.", above, 1) for one in stored]
             if number:  # of what is one block there
                 inside = [one.replace(".attn_norm.", ".post_attention_norm.") for one in inside]
-            own = name.removeprefix(prefix)
-            block[f"block.{own}" if count == 1 else f"block.{number}.{own}"] = tuple(inside)
+            module = name.removeprefix(prefix)
+            block[f"block.{module}" if count == 1 else f"block.{number}.{module}"] = tuple(inside)
     return block | {key: (above + name,) for key, name in _OUTSIDE.items()}
 
 

@@ -77,19 +77,19 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
         FILLERS.start()  # which takes as long as a small model's weights
     adapter = adapter_of(str(model), offline=options.offline) if named else None
     reason = _not_native(model, options) or (adapter and adapter.reason)
-    asked = _asking(options)
+    requested = _asking(options)
     if reason is None:
         try:
-            return LoadedModel(*_native(model, options, tokenizer, short=bool(asked)))
+            return LoadedModel(*_native(model, options, tokenizer, short=bool(requested)))
         except UnsupportedModelError as error:
-            if asked:
+            if requested:
                 raise
             reason = str(error)
-    elif asked:
-        raise InputError(f"{', '.join(asked)}: the native forward was asked for, but {reason}")
-    own = not isinstance(model, PreTrainedModel)
+    elif requested:
+        raise InputError(f"{', '.join(requested)}: the native forward was asked for, but {reason}")
+    is_own = not isinstance(model, PreTrainedModel)
     try:
-        return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, own)
+        return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, is_own)
     except SpecEngineError as error:
         if named and is_head(str(model)):
             raise InputError(f"model: {model} is a draft head, accepted a whole model; give it as draft=") from error
@@ -98,12 +98,12 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
 
 def _asking(options: LoadOptions) -> list[str]:
     """Return the options that only the native forward has."""
-    given = {
+    requests = {
         "backend": options.backend == "native",
         "quantize": options.quantize is not None,
         "numerics": options.numerics != "auto",
     }
-    return [name for name, asks in given.items() if asks]
+    return [name for name, asks in requests.items() if asks]
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
@@ -352,8 +352,10 @@ def load_tokenizer(options: LoadOptions) -> Any:
     name = os.fspath(tokenizer)
     try:
         if name == models.embedded.NAME or is_gguf(name):
-            own = name == models.embedded.NAME
-            path = models.embedded.gguf(offline=options.offline, progress=options.progress) if own else Path(name)
+            is_default = name == models.embedded.NAME
+            path = (
+                models.embedded.gguf(offline=options.offline, progress=options.progress) if is_default else Path(name)
+            )
             with gguf.read(path) as file:
                 return taking_texts(gguf.tokenizer(file))
         if looks_like_path(name) and not Path(name).exists():
@@ -374,8 +376,8 @@ def default_device() -> torch.device:
 def require_bfloat16(options: LoadOptions, stored: torch.dtype | None) -> None:
     """Raise UnsupportedModelError where bfloat16, asked for or stored, would run on a CUDA device without it."""
     device = options.device or default_device()
-    wanted = stored if options.dtype == "auto" else options.dtype
-    if device.type == "cuda" and wanted is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    dtype = stored if options.dtype == "auto" else options.dtype
+    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         raise UnsupportedModelError(
             f"dtype: bfloat16 needs a CUDA device of compute capability 8.0 or newer, "

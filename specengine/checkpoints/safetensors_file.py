@@ -111,11 +111,11 @@ class Stack(NamedTuple):
             rows = self.flat().read(first * self.shape[1], last * self.shape[1])
             return rows.reshape(last - first, *self.shape[1:])
         each = self.shape[0] // len(self.matrices)
-        found = []
+        pieces = []
         for number in range(first // each, -(-last // each)):
             begin = number * each
-            found.append(self.matrices[number].read(max(first - begin, 0), min(last - begin, each)))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            pieces.append(self.matrices[number].read(max(first - begin, 0), min(last - begin, each)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
 
     renamed: what stands in the names of these files, and what transformers has instead
     """
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     stacks: dict[str, dict[tuple[int, int], Any]] = {}
     for stored, tensor in tensors.items():
         name = stored
@@ -131,21 +131,21 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
             name = name.replace(old, new)
         match = _EXPERT.fullmatch(name)
         if match is None or match[3] not in _PLACES:
-            found[name] = tensor
+            by_name[name] = tensor
             continue
         stack, place = _PLACES[match[3]]
         stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
     for name, matrices in _without_gates(stacks):
         places = 2 if name.endswith(_GATE_UP) else 1
-        wanted = [(expert, place) for expert in range(len(matrices) // places) for place in range(places)]
+        places_of_all = [(expert, place) for expert in range(len(matrices) // places) for place in range(places)]
         shapes = {matrix.shape for matrix in matrices.values()}
-        if sorted(matrices) == wanted and len(shapes) == 1:
+        if sorted(matrices) == places_of_all and len(shapes) == 1:
             rows, inputs = next(iter(shapes))
-            shape = (len(wanted) // places, places * rows, inputs)
-            found[name] = Stack(tuple(matrices[key] for key in wanted), shape)
+            shape = (len(places_of_all) // places, places * rows, inputs)
+            by_name[name] = Stack(tuple(matrices[key] for key in places_of_all), shape)
         else:  # no stack: loading says which tensors are not those of the model
-            found |= {f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()}
-    return found
+            by_name |= {f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()}
+    return by_name
 
 
 def _without_gates(

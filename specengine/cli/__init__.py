@@ -120,5 +120,5 @@ def _follow(parsed: Any) -> int:
 def _function(name: str) -> Callable[[Any], int]:
     """Return the function that `module:function` names. Its import may take seconds, for torch and transformers."""
     module, _, function = name.partition(":")
-    found: Callable[[Any], int] = getattr(importlib.import_module(module), function)
-    return found
+    command: Callable[[Any], int] = getattr(importlib.import_module(module), function)
+    return command

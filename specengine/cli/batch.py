@@ -33,18 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
         require("parallel", arguments.parallel, "1 with replicas", 1 in (arguments.parallel, arguments.replicas))
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
-    found = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
-    settings = settings_of(arguments, found, options | {"seed": seed, "system": arguments.system})
-    _say_other_models(found.items, given.model_name(arguments))
+    requests = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
+    settings = settings_of(arguments, requests, options | {"seed": seed, "system": arguments.system})
+    _say_other_models(requests.items, given.model_name(arguments))
     origin = provenance("specengine", sys.argv[1:])
-    with opened(arguments.out, found.items, origin, settings, [arguments.prompts]) as files:
+    with opened(arguments.out, requests.items, origin, settings, [arguments.prompts]) as files:
         if not isinstance(files, Files):
             say(f"specengine: note: {files} is no file: no figures are kept, and a run that is stopped begins anew")
-        if left := found.items[files.done :]:
+        if remaining := requests.items[files.done :]:
             if files.done:
-                say(f"Going on after the first {files.done} of {len(found.items)} answers")
-            progress = AnswersDone(len(left))
-            with contextlib.closing(_answers(arguments, left, files)) as answers:
+                say(f"Going on after the first {files.done} of {len(requests.items)} answers")
+            progress = AnswersDone(len(remaining))
+            with contextlib.closing(_answers(arguments, remaining, files)) as answers:
                 for answered in answers:
                     files.add(answered)
                     progress.count(answered)
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say_other_models(items: Sequence[Item], own: str) -> None:
     """Say which other models the requests name."""
-    asked = [item.request.model for item in items if item.request is not None]
-    if others := sorted({name for name in asked if name is not None} - {own}):
-        count = sum(name in others for name in asked)
+    names = [item.request.model for item in items if item.request is not None]
+    if others := sorted({name for name in names if name is not None} - {own}):
+        count = sum(name in others for name in names)
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         say(f"specengine: note: {count} requests name another model ({shown}); {own} answers them")
 

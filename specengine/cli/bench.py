@@ -77,15 +77,17 @@ def _verdict(records: list[dict[str, Any]], choice: Comparison, first: Engine, o
     """Return whether the fastest way that drafts pays, by its own name."""
     from specengine.benchmark.summaries import ALL, summaries
 
-    found = [summary for summary in summaries(records) if summary["set"] == ALL and summary["way"] in choice.specs]
-    drafted = [summary for summary in found if summary["way"] != PLAIN and "speed_total" in summary]
+    our_summaries = [
+        summary for summary in summaries(records) if summary["set"] == ALL and summary["way"] in choice.specs
+    ]
+    drafted = [summary for summary in our_summaries if summary["way"] != PLAIN and "speed_total" in summary]
     device = first.target.device.type
     if not drafted:
         return verdict(device, None, None)
     best = max(drafted, key=lambda summary: float(summary["speed_total"]))
-    seen = Seen(best["tau"], best["verified"], best["delta"], best["speed_total"])
-    own = choice.specs[best["way"]].draft is None
-    return f"{best['way']}: {verdict(device, known_costs(first) if own else None, seen, others)}"
+    averages = Seen(best["tau"], best["verified"], best["delta"], best["speed_total"])
+    has_first_draft = choice.specs[best["way"]].draft is None
+    return f"{best['way']}: {verdict(device, known_costs(first) if has_first_draft else None, averages, others)}"
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -118,8 +120,10 @@ def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workl
     from specengine.benchmark.workloads import digest
 
     apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "peers", "set_by", "per_set", "command")
-    given = {name: value for name, value in vars(arguments).items() if name not in apart}
-    texts = {name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in given.items()}
+    settings = {name: value for name, value in vars(arguments).items() if name not in apart}
+    texts = {
+        name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in settings.items()
+    }
     sets = list(dict.fromkeys(item.set for item in items))
     return {
         "record": "settings",

@@ -83,8 +83,8 @@ class Chat:
         if name in self.commands:
             self.commands[name](rest.strip())
         else:
-            known = [*self.commands, "/quit"]
-            say(f"unknown command {name}{did_you_mean(name, known)}: {CHAT_COMMANDS}")
+            accepted = [*self.commands, "/quit"]
+            say(f"unknown command {name}{did_you_mean(name, accepted)}: {CHAT_COMMANDS}")
 
     # ---- commands
 
@@ -97,23 +97,25 @@ class Chat:
 
     def _set(self, rest: str) -> None:
         """List the options; set one; or, without a value, leave it to its default."""
-        known = {each.dest: each for each in flags().values()}
+        options = {each.dest: each for each in flags().values()}
         if not rest:
-            for dest, declared in known.items():
+            for dest, declared in options.items():
                 value = getattr(self.arguments, dest)
                 if value is not None and value != declared.default:
                     say(f"  {dest} {value}")
-            say(f"/set NAME VALUE, /set NAME for its default; names: system, {', '.join(known)}")
+            say(f"/set NAME VALUE, /set NAME for its default; names: system, {', '.join(options)}")
             return
         name, _, text = rest.partition(" ")
         dest, text = name.lstrip("-").replace("-", "_"), text.strip()
         if dest == "system":
             self._set_system(text)
             return
-        if dest not in known:
-            raise InputError(f"set: unknown option {name!r}{did_you_mean(dest, known)}; known are {', '.join(known)}")
+        if dest not in options:
+            raise InputError(
+                f"set: unknown option {name!r}{did_you_mean(dest, options)}; known are {', '.join(options)}"
+            )
         before = getattr(self.arguments, dest)
-        setattr(self.arguments, dest, _value(known[dest], text, before))
+        setattr(self.arguments, dest, _value(options[dest], text, before))
         try:
             given.generation_options(self.arguments)
         except SpecEngineError:
@@ -142,24 +144,24 @@ class Chat:
         seconds = sum(stats.elapsed_s - stats.ttft_s for stats in self.answers)
         if later <= 0 or seconds <= 0:
             return f"{tokens} tokens"
-        seen, costs = Seen.of(self.answers), known_costs(self.engine)
+        averages, costs = Seen.of(self.answers), known_costs(self.engine)
         plain = ""
-        if seen is not None and costs is not None:
-            slower = break_even(costs, seen.nodes, seen.passes) / seen.tokens
+        if averages is not None and costs is not None:
+            slower = break_even(costs, averages.nodes, averages.passes) / averages.tokens
             plain = f"; plain decoding would make about {slower * later / seconds:.1f}, by measured costs"
         return f"{tokens} tokens, {later / seconds:.1f} per second behind the first{plain}"
 
     def _verdict(self) -> str:
-        seen = Seen.of(self.answers) if self.engine.drafter is not None else None
-        return verdict(self.engine.target.device.type, known_costs(self.engine), seen)
+        averages = Seen.of(self.answers) if self.engine.drafter is not None else None
+        return verdict(self.engine.target.device.type, known_costs(self.engine), averages)
 
     def _save(self, rest: str) -> None:
         file = _file("save", rest)
         if file.exists() and _messages(file) is None:
             raise InputError(f"save: {file} is there and holds no conversation; name another file")
         text = json.dumps({"messages": self.session.messages}, ensure_ascii=False)
-        with writing(file, "save"), atomic(file) as part:
-            part.write_text(text + "\n", encoding="utf-8")
+        with writing(file, "save"), atomic(file) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
         say(f"{len(self.session.messages)} messages are in {file}")
 
     def _load(self, rest: str) -> None:

@@ -89,9 +89,9 @@ def _compare(
     width = max(map(len, ("policy", *speculative)))
     progress = Progress(sum(map(len, conversations)) * (1 + len(speculative)))
     for turns in conversations:
-        said = given.messages(arguments)
+        messages = given.messages(arguments)
         for turn in turns:
-            prompt = given.as_prompt(said, turn, raw=arguments.raw)
+            prompt = given.as_prompt(messages, turn, raw=arguments.raw)
             with progress.step(f"plain decoding of {_short(turn)!r}"):
                 expected = plain.generate(prompt, **options)
                 reference = expected.token_ids
@@ -99,12 +99,12 @@ def _compare(
                     reference = huggingface_tokens(plain, prompt, **options)
             for name, engine in speculative.items():
                 with progress.step(f"policy {name} on {_short(turn)!r}"):
-                    found = certify(
+                    report = certify(
                         plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options
                     )
-                say(_line(name.ljust(width), turn, found))
-                yield {"policy": name, "prompt": turn, **found.to_dict()}
-            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
+                say(_line(name.ljust(width), turn, report))
+                yield {"policy": name, "prompt": turn, **report.to_dict()}
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
 
 
 def _line(policy: str, prompt: str, found: Certificate) -> str:

@@ -249,8 +249,8 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _loads(arguments: argparse.Namespace) -> str | None:
-    asked = arguments.model is not None or arguments.draft is not None
-    return names_of(arguments) if asked else None
+    is_loaded = arguments.model is not None or arguments.draft is not None
+    return names_of(arguments) if is_loaded else None
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

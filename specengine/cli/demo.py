@@ -198,8 +198,8 @@ def _verdict(ways: list[TimedWay], engine: Engine, others: float | None) -> str:
     text = f"On this {kind} plain decoding here is {_times(plain.speed / theirs.speed)} transformers' generate"
     if engine.drafter is None:
         return f"{text}, and no draft was asked for."
-    seen = Seen.of(drafted.stats, drafted.speed / plain.speed)
-    return f"{text}. {verdict(device, known_costs(engine), seen, others)}"
+    averages = Seen.of(drafted.stats, drafted.speed / plain.speed)
+    return f"{text}. {verdict(device, known_costs(engine), averages, others)}"
 
 
 def _times(ratio: float) -> str:
@@ -212,21 +212,21 @@ def _compared(way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.
         return "-", []
     if way.tokens == ours.tokens:
         return "yes", []
-    found = flips(plain, arguments.prompt, way.tokens, **_greedy(arguments.max_new_tokens))
+    differing = flips(plain, arguments.prompt, way.tokens, **_greedy(arguments.max_new_tokens))
     tolerance = near_tie_logits(plain.target)
-    faults = sum(flip.gap > tolerance for flip in found)
-    ties = len(found) - faults
-    if faults or not found:
-        return "no", list(_explained(found, plain, tolerance)) or ["it ends elsewhere"]
-    return f"up to {ties} near-tie{'s' if ties > 1 else ''}", list(_explained(found, plain, tolerance))
+    faults = sum(flip.gap > tolerance for flip in differing)
+    ties = len(differing) - faults
+    if faults or not differing:
+        return "no", list(_explained(differing, plain, tolerance)) or ["it ends elsewhere"]
+    return f"up to {ties} near-tie{'s' if ties > 1 else ''}", list(_explained(differing, plain, tolerance))
 
 
 def _explained(found: list[Flip], plain: Engine, tolerance: float) -> Iterator[str]:
     decode = Decoder(plain.tokenizer, special=True)
     for flip in found:
-        token, wanted = (decode([token]) for token in (flip.token, flip.wanted))
+        token, expected = (decode([token]) for token in (flip.token, flip.wanted))
         verdict = "near-tie" if flip.gap <= tolerance else "mismatch"
         yield (
-            f"{verdict} at token {flip.position}, {token!r} instead of {wanted!r}, logit gap {flip.gap:.4f} "
+            f"{verdict} at token {flip.position}, {token!r} instead of {expected!r}, logit gap {flip.gap:.4f} "
             f"(up to {tolerance:g} counts as rounding)"
         )

@@ -57,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.step("Measuring the memory"):
         memory = _memory(engine, costs.plain)
     with progress.step("Answering, with and without the draft"):
-        seen = _seen(engine)
-    passes = seen.passes if seen else 0.0
+        averages = _seen(engine)
+    passes = averages.passes if averages else 0.0
     others = share_of_others(before)
     name = arguments.model or engine.target.name
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": versions(),
         "devices": devices(),
         "model": model_facts(name, engine),
@@ -72,12 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
             {"rows": n, "cost": _cost(costs, n), "tokens to pay": round(break_even(costs, n, passes), 2)} for n in ROWS
         ],
         "draft passes": round(passes, 2),
-        "observed": None if seen is None else {field: round(value, 3) for field, value in seen._asdict().items()},
+        "observed": None
+        if averages is None
+        else {field: round(value, 3) for field, value in averages._asdict().items()},
         "missing": [*_missing(), *_missing_head(engine, name)],
         "load": others,
-        "verdict": verdict(engine.target.device.type, costs, seen, others),
+        "verdict": verdict(engine.target.device.type, costs, averages, others),
     }
-    print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found)))
+    print(as_json(facts, default=str) if arguments.json else "\n".join(_lines(facts)))
     return 0
 
 
@@ -210,12 +212,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found["rows"]:
         yield f"  {row['rows']:>6}{row['cost']:>8.2f} x{row['tokens to pay']:>16.2f}"
     if found["observed"] is not None:
-        seen = found["observed"]
+        observed = found["observed"]
         yield "observed"
-        yield from entry_lines("tokens per pass", f"{seen['tokens']:.2f}")
-        yield from entry_lines("verified tokens", f"{seen['nodes']:.1f} per pass")
-        yield from entry_lines("draft passes", f"{seen['passes']:.1f} per pass")
-        yield from entry_lines("speed", f"{seen['gain']:.2f} times plain decoding")
+        yield from entry_lines("tokens per pass", f"{observed['tokens']:.2f}")
+        yield from entry_lines("verified tokens", f"{observed['nodes']:.1f} per pass")
+        yield from entry_lines("draft passes", f"{observed['passes']:.1f} per pass")
+        yield from entry_lines("speed", f"{observed['gain']:.2f} times plain decoding")
     if found["missing"]:
         yield "missing"
         yield from (f"  {line}" for line in found["missing"])

@@ -46,12 +46,12 @@ def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     shipped = models.embedded.draft_head(models.embedded.NAME) if arguments.head in names else None
     if shipped is not None and not Path(arguments.head).is_dir():
         return shipped, models.embedded.NAME
-    found = head_folder(arguments.head, offline=arguments.offline)
-    if found is None and arguments.head in names:
+    folder = head_folder(arguments.head, offline=arguments.offline)
+    if folder is None and arguments.head in names:
         raise InputError(f"head: {models.embedded.missing_head(models.embedded.NAME)}")
-    if found is None:
+    if folder is None:
         raise InputError(f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}")
-    return found, None
+    return folder, None
 
 
 def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:

@@ -23,8 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     text = given.read_prompt(arguments.prompt)
     prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
     prediction = _read("prediction", arguments.prediction)
-    asked = {name: _read(name, getattr(arguments, name)) for name in ("json_schema", "grammar")}
-    constraint = {name: text for name, text in asked.items() if text is not None}
+    texts = {name: _read(name, getattr(arguments, name)) for name in ("json_schema", "grammar")}
+    constraint = {name: text for name, text in texts.items() if text is not None}
     GenerationOptions.check(constraint)
     options = given.generation_options(arguments) | constraint
     engine = given.load_engine(arguments)

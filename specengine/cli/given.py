@@ -125,11 +125,11 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
     values = {each.name: getattr(arguments, each.dest) for each in flags().values()}
     defaults = {each.name: each.default for each in flags().values() if isinstance(each.default, bool)}
-    given = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
+    options = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
     if getattr(arguments, "raw", False):
-        given["raw"] = True
-    GenerationOptions.check(given)
-    return given
+        options["raw"] = True
+    GenerationOptions.check(options)
+    return options
 
 
 def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration) -> None:

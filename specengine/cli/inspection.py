@@ -44,7 +44,7 @@ PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 
 def run(arguments: argparse.Namespace) -> int:
     there = devices()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": versions(),
         "devices": there,
         "backends": {
@@ -58,35 +58,35 @@ def run(arguments: argparse.Namespace) -> int:
     engine = None
     if arguments.model is not None or arguments.draft is not None:
         engine = Engine.from_pretrained(arguments.model, policy="plain", **given.load_options(arguments))
-        found["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
+        facts["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
-        found["draft"] = _draft(arguments, engine)
-    print(as_json(found, default=str) if arguments.json else "\n".join(_lines(found, ops=arguments.ops)))
+        facts["draft"] = _draft(arguments, engine)
+    print(as_json(facts, default=str) if arguments.json else "\n".join(_lines(facts, ops=arguments.ops)))
     return 0
 
 
 def versions() -> dict[str, str | None]:
     """Return the version of each package, or None where it is not installed."""
-    found: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
+    installed: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def devices() -> dict[str, str]:
     threads = torch.get_num_threads()
-    found = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    by_name = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
     integers = ", ".join(instruction_sets("integer"))
-    found["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
-    found["cpu"] += f"; integer numerics: {integers}" if integers else ""
+    by_name["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
+    by_name["cpu"] += f"; integer numerics: {integers}" if integers else ""
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
-        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
-    return found
+        by_name[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
+    return by_name
 
 
 def cache_state() -> dict[str, str]:
@@ -103,26 +103,26 @@ def cache_state() -> dict[str, str]:
 
 
 def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    variants: dict[str, dict[str, Any]] = {}
     for name in (*registry.names(package), *sorted(registry.plugins(package.__name__))):
         try:
             cls: type = registry.find(package, base, name, field)
         except InputError as error:  # of a plug-in
-            found[name] = {"about": str(error), "options": {}, "default policy": None}
+            variants[name] = {"about": str(error), "options": {}, "default policy": None}
             continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
         policy = {"name": cls.about.policy, **cls.about.options} if issubclass(cls, Drafter) else None
-        found[name] = {"about": about, "options": dict(_options(cls)), "default policy": policy}
+        variants[name] = {"about": about, "options": dict(_options(cls)), "default policy": policy}
         if issubclass(cls, TreePolicy):
-            found[name]["presets"] = cls.presets
-    return found
+            variants[name]["presets"] = cls.presets
+    return variants
 
 
 def _options(cls: type) -> Iterator[tuple[str, Any]]:
     for item in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if item.init:
-            made = item.default_factory
-            yield item.name, item.default if made is dataclasses.MISSING else made()
+            factory = item.default_factory
+            yield item.name, item.default if factory is dataclasses.MISSING else factory()
 
 
 def model_facts(name: str, engine: Engine) -> dict[str, Any]:

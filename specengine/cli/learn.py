@@ -58,23 +58,23 @@ def beside(recipe: given.EngineArguments, idle: Callable[[], bool]) -> Iterator[
 def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool], ended: threading.Event) -> None:
     """Begin to learn where there are new texts and nothing was asked for long, and let it wait where there is."""
     child: Any = None
-    said: Connection | None = None
+    pipe: Connection | None = None
     quiet, going, last = 0.0, True, ""
     while not ended.wait(LOOK):
         quiet = quiet + LOOK if idle() else 0.0
         if child is not None and not child.is_alive():
-            child = said = None
+            child = pipe = None
         if child is None and quiet >= QUIET and len(new := _newer(folder, last)) >= NEW:
             context = multiprocessing.get_context("spawn")
-            theirs, said = context.Pipe(duplex=False)
+            theirs, pipe = context.Pipe(duplex=False)
             child = context.Process(target=_learn, args=(recipe, theirs), daemon=True)
             child.start()
             theirs.close()
             going, last = True, max(new)
-        elif said is not None and going != (quiet >= QUIET):
+        elif pipe is not None and going != (quiet >= QUIET):
             going = not going
             with contextlib.suppress(OSError):  # it has just ended
-                said.send(going)
+                pipe.send(going)
     if child is not None:
         child.terminate()  # which does no harm, wherever it is
         child.join()

@@ -27,12 +27,12 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(loads=lambda arguments: None)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, left = super().parse_known_args(args, namespace)
-        if left:  # of this command: what stands after it is its own
+        parsed, unread = super().parse_known_args(args, namespace)
+        if unread:  # of this command: what stands after it is its own
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            meant = next((text for word in left if (text := did_you_mean(word.partition("=")[0], flags))), "")
-            self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
-        return found, left
+            meant = next((text for word in unread if (text := did_you_mean(word.partition("=")[0], flags))), "")
+            self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
+        return parsed, unread
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -167,11 +167,11 @@ def add_loading(parser: argparse._ActionsContainer, names: Iterable[str]) -> Non
 def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("draft and policy")
     add_draft(group)
-    known = ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
+    accepted = ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
     if several_policies:
-        more: dict[str, Any] = {"action": "append", "help": f"{known} (default: the draft's); repeatable"}
+        more: dict[str, Any] = {"action": "append", "help": f"{accepted} (default: the draft's); repeatable"}
     else:
-        more = {"help": f"{known} (default: the draft's)"}
+        more = {"help": f"{accepted} (default: the draft's)"}
     group.add_argument("--policy", type=policy, metavar="NAME", **more)
     group.add_argument(
         "-o",

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not settings.api_keys and not is_loopback(settings.host):
         say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
 
-    if own := template is None and arguments.model in (None, embedded.NAME):
+    if is_default := template is None and arguments.model in (None, embedded.NAME):
         say("specengine: note: the default model is small: it calls tools when it is made to, and seldom else")
 
     def listening(address: str) -> None:
@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
             torch.set_num_threads(arguments.threads)
         recipe = given.recipe(arguments)
         beside = functools.partial(learn.beside, recipe)
-        server.run(templated(recipe.load, template, own=own), settings, listening, beside)
+        server.run(templated(recipe.load, template, own=is_default), settings, listening, beside)
         return 0
     from specengine.serve import front
 
     def loader(threads: int) -> Callable[[], Engine]:
-        return templated(given.recipe(arguments, threads=threads).load, template, own=own)
+        return templated(given.recipe(arguments, threads=threads).load, template, own=is_default)
 
     front.run(loader, settings, scale, listening)
     return 0

@@ -39,34 +39,34 @@ class Kept:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    found = _all()
+    stored = _all()
     if arguments.json:
-        print(as_json([asdict(kept) for kept in found]))
+        print(as_json([asdict(each) for each in stored]))
         return 0
-    width = max([len(kept.name) for kept in found], default=0)
-    for kind in dict.fromkeys(kept.kind for kept in found):
+    width = max([len(each.name) for each in stored], default=0)
+    for kind in dict.fromkeys(each.kind for each in stored):
         print(kind)
-        for kept in found:
-            if kept.kind == kind:
-                print(f"  {kept.name:<{width}}{_size(kept.size):>10}  {kept.about or kept.path}")
+        for each in stored:
+            if each.kind == kind:
+                print(f"  {each.name:<{width}}{_size(each.size):>10}  {each.about or each.path}")
     return 0
 
 
 def run_clean(arguments: argparse.Namespace) -> int:
     what = arguments.what or KEPT
-    deletable = [kept for kept in _all() if kept.deletable]
-    found = [kept for kept in deletable if Path(kept.path).relative_to(cache_dir()).parts[0] in what]
-    if not found:
+    deletable = [each for each in _all() if each.deletable]
+    chosen = [each for each in deletable if Path(each.path).relative_to(cache_dir()).parts[0] in what]
+    if not chosen:
         say(f"There is nothing to delete in {cache_dir()}")
         return 0
-    for kept in found:
-        say(f"  {kept.path}  {_size(kept.size)}  {kept.about}")
-    total = _size(sum(kept.size for kept in found))
+    for each in chosen:
+        say(f"  {each.path}  {_size(each.size)}  {each.about}")
+    total = _size(sum(each.size for each in chosen))
     if not arguments.yes and not _agreed(f"Delete these, {total}?"):
         say("Nothing was deleted.")
         return 1
-    for kept in found:
-        _delete(Path(kept.path))
+    for each in chosen:
+        _delete(Path(each.path))
     say(f"{total} deleted")
     return 0
 

@@ -166,8 +166,8 @@ def _by_toolkit() -> Iterator[Callable[[str], str]]:
         event.current_buffer.insert_text("\n")
 
     file = _prepared("prompt_toolkit")
-    kept = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
-    asking = toolkit.PromptSession(history=kept, key_bindings=bindings, prompt_continuation=CONTINUED)
+    typed_before = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
+    asking = toolkit.PromptSession(history=typed_before, key_bindings=bindings, prompt_continuation=CONTINUED)
     yield asking.prompt
 
 

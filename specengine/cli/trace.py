@@ -33,17 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
 
         draw_tree(_cycle(traces, arguments)[0], arguments.tree, pruned=arguments.pruned)
         print(arguments.tree)
-    asked = (arguments.query is not None or arguments.cycle is not None) and not arguments.tree
-    if asked or not (arguments.html or arguments.pictures or arguments.tree):
-        _show(traces, arguments, with_summary=not asked)
+    is_for_cycle = (arguments.query is not None or arguments.cycle is not None) and not arguments.tree
+    if is_for_cycle or not (arguments.html or arguments.pictures or arguments.tree):
+        _show(traces, arguments, with_summary=not is_for_cycle)
     return 0
 
 
 def _write_page(traces: Sequence[Trace], file: Path) -> None:
     with writing(file, "html"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as part:
-            part.write_text(page(traces), encoding="utf-8")
+        with atomic(file) as temporary:
+            temporary.write_text(page(traces), encoding="utf-8")
     print(file)
 
 

@@ -42,9 +42,9 @@ def run_requests(arguments: argparse.Namespace) -> int:
     corpus = Corpus.open(arguments.data)
     tokenizer = _load(arguments).tokenizer
     passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]
-    made = requests(arguments.count, passages, arguments.seed)
-    with atomic(arguments.file) as part:
-        part.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in made), encoding="utf-8")
+    texts = requests(arguments.count, passages, arguments.seed)
+    with atomic(arguments.file) as temporary:
+        temporary.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in texts), encoding="utf-8")
     print(arguments.file)
     return 0
 
@@ -94,13 +94,13 @@ def run_classifier(arguments: argparse.Namespace) -> int:
 def _classifier_options(kind: str, given: dict[str, str]) -> tuple[CollectOptions, ClassifierOptions]:
     """Split the options between collecting and training; InputError for an unknown one."""
     collecting = {field.name for field in fields(CollectOptions)}
-    known = collecting | {field.name for field in fields(ClassifierOptions)}
+    accepted = collecting | {field.name for field in fields(ClassifierOptions)}
     for name in given:
-        if name not in known:
-            raise InputError(f"option: unknown option {name!r}, known are {', '.join(sorted(known))}")
+        if name not in accepted:
+            raise InputError(f"option: unknown option {name!r}, known are {', '.join(sorted(accepted))}")
     which = build(CollectOptions, {name: value for name, value in given.items() if name in collecting}, "option")
-    own = {name: value for name, value in given.items() if name not in collecting}
-    return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | own, "option")
+    training_options = {name: value for name, value in given.items() if name not in collecting}
+    return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | training_options, "option")
 
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:

@@ -40,7 +40,7 @@ def _lines(of: type, values: Mapping[str, Any], without: str) -> Iterator[str]:
 def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a paragraph per name with the options that it changes."""
     settings = {
-        name: " ".join(f"{key}={as_typed(value)}" for key, value in given.items()) for name, given in named.items()
+        name: " ".join(f"{key}={as_typed(value)}" for key, value in values.items()) for name, values in named.items()
     }
     return "\n".join(
         [
@@ -175,8 +175,8 @@ def _differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
     """Return the settings in which each recipe differs from the default one."""
     usual = settings[DEFAULT_RECIPE]
     return {
-        name: {key: value for key, value in given.items() if value != usual[key]}
-        for name, given in settings.items()
+        name: {key: value for key, value in values.items() if value != usual[key]}
+        for name, values in settings.items()
         if name != DEFAULT_RECIPE
     }
 
@@ -210,6 +210,6 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
         [
             listing("options of -o for the trees", CollectOptions),
             listing("options of -o for the classifier", ClassifierOptions),
-            changes("other defaults, by --kind", {name: given for name, given in kinds.items() if given}),
+            changes("other defaults, by --kind", {name: options for name, options in kinds.items() if options}),
         ]
     )

@@ -130,14 +130,14 @@ class Corrections:
         off = min(math.log(seconds / expected), MAX_RATIO)  # other programs make a cycle longer, and none shorter
         is_near = abs(off) < MAX_RATIO
         pull = SMOOTHING * 2 * share * (1 - share) * (many - few)  # only the mean of two knots is observed
-        for knot, part, pulled in ((left, 1 - share, pull), (right, share, -pull)):
-            if not part:
+        for knot, weight, pulled in ((left, 1 - share, pull), (right, share, -pull)):
+            if not weight:
                 continue
             gain = max(1 / MAX_TRUST, 1 / (1 + trust[knot]))
-            is_nearer = part >= 0.5  # the other knot is not tried by rows so far from it
+            is_nearer = weight >= 0.5  # the other knot is not tried by rows so far from it
             if is_near:
-                offsets[knot] += pulled + off * part * gain
-                trust[knot] = min(MAX_TRUST, trust[knot] + is_nearer * part * part)
+                offsets[knot] += pulled + off * weight * gain
+                trust[knot] = min(MAX_TRUST, trust[knot] + is_nearer * weight * weight)
             else:  # the price is far away, which says nothing of how two knots share it
                 offsets[knot] += pulled + off * gain
                 trust[knot] = max(trust[knot], is_nearer * FAR_TRUST)

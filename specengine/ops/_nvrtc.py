@@ -143,8 +143,8 @@ def find() -> Path | None:
         return None
     folders = [Path(place) / "lib" for package in PACKAGES for place in _places(package)]
     folders.append(Path(torch.__file__).parent / "lib")  # of wheels that bring their own
-    found = (file for folder in folders for file in sorted(folder.glob("libnvrtc*.so*")))
-    return next((file for file in found if "builtins" not in file.name and ".alt." not in file.name), None)
+    libraries = (file for folder in folders for file in sorted(folder.glob("libnvrtc*.so*")))
+    return next((file for file in libraries if "builtins" not in file.name and ".alt." not in file.name), None)
 
 
 def sources() -> Path | None:
@@ -182,8 +182,8 @@ def compile_source(source: str, target: str) -> bytes:
     insist(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, *arrays), "create")
     try:
         options = [f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", f"--include-path={folder}"]
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if code := nvrtc.nvrtcCompileProgram(program, len(options), given):
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if code := nvrtc.nvrtcCompileProgram(program, len(options), arguments):
             insist(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log")
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
@@ -207,8 +207,8 @@ def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared
 
 
 def start(kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], stream: int, shared: int) -> None:
-    given = [value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values]
-    addresses = (ctypes.c_void_p * len(given))(*(ctypes.addressof(value) for value in given))
+    arguments = [value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values]
+    addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     block = 1, 1, 1, kernel.lanes, 1, 1
     _insist(
         _driver().cuLaunchKernel(function, *block, shared, ctypes.c_void_p(stream), addresses, None),
@@ -221,8 +221,8 @@ def start(kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], st
 def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
     """Return the kernel in the context of the current device, which must be that one."""
     function = ctypes.c_void_p()
-    found = _driver().cuModuleGetFunction(ctypes.byref(function), _module(kernel.source, index), kernel.name.encode())
-    _insist(found, "find", kernel.source)
+    status = _driver().cuModuleGetFunction(ctypes.byref(function), _module(kernel.source, index), kernel.name.encode())
+    _insist(status, "find", kernel.source)
     return function
 
 

@@ -133,8 +133,8 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
 
     On a CUDA device, try those that have not been tried yet. Raises BackendError as the ops themselves do.
     """
-    device, asked = torch.device(device), os.environ.get(VARIABLE, "")
-    return {name: _choose(name, device, asked) for name in OPS}
+    device, requested = torch.device(device), os.environ.get(VARIABLE, "")
+    return {name: _choose(name, device, requested) for name in OPS}
 
 
 def is_served(names: Iterable[str], device: torch.device) -> bool:

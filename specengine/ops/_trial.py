@@ -43,14 +43,14 @@ def differs(names: tuple[str, ...], run: Implementations, device: torch.device, 
 
     A fault is an exception, or a result that differs from the meaning's. inputs: to try, instead of those of the op.
     """
-    for number, given in enumerate(INPUTS[names[-1]](device) if inputs is None else inputs):
-        theirs, means = _copied(given), _copied(given)
+    for number, arguments in enumerate(INPUTS[names[-1]](device) if inputs is None else inputs):
+        theirs, means = _copied(arguments), _copied(arguments)
         with meaning():
-            wanted = _called(names, means)
+            expected = _called(names, means)
         try:
             with meaning({name: run[name] for name in names}):
-                found = _called(names, theirs)
-            reason = _difference(_counted((found, theirs)), _counted((wanted, means)))
+                results = _called(names, theirs)
+            reason = _difference(_counted((results, theirs)), _counted((expected, means)))
         except Exception as error:  # whatever a compiler or a driver says
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if reason:
@@ -61,7 +61,7 @@ def differs(names: tuple[str, ...], run: Implementations, device: torch.device, 
 def run_all(run: Implementations, device: torch.device) -> None:
     """Run each op once, side by side, so that programs are compiled in threads; what fails is left to `differs`."""
     tried = {needed(name, run) for name in run} - {()}
-    side_by_side([(names, run, given) for names in tried for given in INPUTS[names[-1]](device)], device)
+    side_by_side([(names, run, arguments) for names in tried for arguments in INPUTS[names[-1]](device)], device)
 
 
 def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, ...]]], device: torch.device) -> None:
@@ -69,10 +69,10 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
 
     @torch.inference_mode()
     def one(job: tuple[tuple[str, ...], Implementations, tuple[Any, ...]]) -> None:
-        names, run, given = job
+        names, run, arguments = job
         current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         with contextlib.suppress(Exception), current, meaning({name: run[name] for name in names}):
-            _called(names, given)
+            _called(names, arguments)
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # threads have a stream of their own, and the inputs come from this one's
@@ -213,7 +213,7 @@ def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, after a split prefix."""
-    found = []
+    inputs = []
     counts = [*(max(1, packed // heads.groups) for packed in PACKED_ROWS), PACKED_ROWS[-1] // heads.groups + 1]
     for rows in dict.fromkeys(counts):
         parents = torch.tensor(
@@ -221,8 +221,8 @@ def attention_of(heads: Heads, device: torch.device) -> Inputs:
         )
         words = ancestor_words(parents).view(rows, -1).to(device)
         lengths = _count(device, LONG), _count(device, rows), _count(device, rows)
-        found.append((*_wide_rows(heads, rows, device), words, *lengths, heads.size**-0.5))
-    return found
+        inputs.append((*_wide_rows(heads, rows, device), words, *lengths, heads.size**-0.5))
+    return inputs
 
 
 def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:

@@ -110,8 +110,8 @@ def cached_attention(
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    wanted = "words: int64 [rows, words]; prefix: int32 [1]; live: int32 [1]; seen: int32 [1]"
-    require(wanted, words, prefix, live, seen)
+    signature = "words: int64 [rows, words]; prefix: int32 [1]; live: int32 [1]; seen: int32 [1]"
+    require(signature, words, prefix, live, seen)
     if words.shape[0] != rows:
         raise InputError(f"words: got {describe(words)}, accepted int64 [{rows}, words]")
     if run := kernels.cached_attention[query.device]:
@@ -215,8 +215,8 @@ def strict_cached_attention(
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
         raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    wanted = "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
-    require(wanted, *paths, prefix, live)
+    signature = "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
+    require(signature, *paths, prefix, live)
     if len(paths.counts) != rows:
         raise InputError(f"counts: got {describe(paths.counts)}, accepted int32 [{rows}]")
     if run := kernels.strict_cached_attention[query.device]:
@@ -233,10 +233,10 @@ def strict_cached_attention(
         positions = torch.arange(start, start + CHUNK, device=key.device, dtype=torch.int64)
         place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
         slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
-        seen = positions < ends[:, None]
-        slots = slots.masked_fill(~seen, 0)
-        keys, values = (cache[:, slots].to(wide).masked_fill_(~seen[..., None], 0.0) for cache in (key, value))
-        scores = (grouped * keys[:, None]).sum(-1).masked_fill_(~seen, -math.inf)
+        visible = positions < ends[:, None]
+        slots = slots.masked_fill(~visible, 0)
+        keys, values = (cache[:, slots].to(wide).masked_fill_(~visible[..., None], 0.0) for cache in (key, value))
+        scores = (grouped * keys[:, None]).sum(-1).masked_fill_(~visible, -math.inf)
         higher = torch.maximum(peak, scores.amax(-1))
         shift = higher.masked_fill(higher == -math.inf, 0.0)  # of a row that has seen nothing yet
         weights, fade = (scores - shift[..., None]).exp(), (peak - shift).exp()

@@ -66,8 +66,8 @@ def choose_tokens(
     float32 [1], above 0. The division is in float32; only finite values are chosen, the lowest index wins a tie.
     Returns int64 [n], -1 for a row without a finite logit.
     """
-    wanted = "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
-    require(wanted, logits, positions, seed, temperature)
+    signature = "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
+    require(signature, logits, positions, seed, temperature)
     if not logits.shape[1]:
         raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
     for name, value in (("positions", positions), ("temperature", temperature)):
@@ -94,10 +94,10 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     NaN and infinite logits are left out. A row's result depends on no other row: shares are sums of integers.
     Returns float32 [n, V].
     """
-    wanted = (
+    signature = (
         "logits: floating [n, V]; temperature: float32 [1]; top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
     )
-    require(wanted, logits, temperature, *truncation)
+    require(signature, logits, temperature, *truncation)
     if not logits.shape[1]:
         raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
     if run := kernels.truncate[logits.device]:
@@ -105,15 +105,15 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     top_k, top_p, min_p = truncation
     scores = logits.float().masked_fill(~torch.isfinite(logits), -math.inf)
     ordered, columns = defined(scores / temperature).sort(dim=1, descending=True, stable=True)
-    kept = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
+    inside = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
     chances = (ordered - ordered[:, :1]).exp()  # of the likeliest one's; NaN where no score is finite
-    weights = (chances.masked_fill(~kept, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
+    weights = (chances.masked_fill(~inside, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
     sums, share = weights.cumsum(1), (top_p * (1 << PART)).long()
     total = sums[:, -1:]
     limit = (total >> PART) * share + ((total & ((1 << PART) - 1)) * share >> PART)
-    kept &= (sums - weights < limit.clamp(min=1)) | (top_p >= 1)
-    kept &= chances >= min_p
-    return torch.full_like(ordered, -math.inf).scatter(1, columns, ordered.masked_fill(~kept, -math.inf))
+    inside &= (sums - weights < limit.clamp(min=1)) | (top_p >= 1)
+    inside &= chances >= min_p
+    return torch.full_like(ordered, -math.inf).scatter(1, columns, ordered.masked_fill(~inside, -math.inf))
 
 
 @op
@@ -126,8 +126,10 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
     """
     if run := native.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
-    wanted = "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; seed: int64 [1]; scale: float32 [1]"
-    require(wanted, logits, token_ids, positions, seed, scale)
+    signature = (
+        "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; seed: int64 [1]; scale: float32 [1]"
+    )
+    require(signature, logits, token_ids, positions, seed, scale)
     if not logits.shape[1]:
         raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
     if run := kernels.couple[logits.device]:

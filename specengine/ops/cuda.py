@@ -63,12 +63,12 @@ def step_queues(
     counts = torch.empty(2, dtype=torch.int32, device=device)
     drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
     lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
-    given = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()
+    addresses = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()
     out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
     live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
     most = found.scores.shape[0]
     step = _nvrtc.BestFirstStep(
-        (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*given), *search, (_P * 6)(*out)
+        (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*addresses), *search, (_P * 6)(*out)
     )
     _nvrtc.launch(_nvrtc.STEP, (step, *live), device)
     return drawn
@@ -115,12 +115,12 @@ def grow_likely(
     stated, columns = (part.contiguous() for part in top_children(logits, PLACES, normalized))
     nodes = frontier.ids.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
-    found = _nodes(args.width, device)
+    nodes_out = _nodes(args.width, device)
     args.frontier, args.children = _addresses(nodes, frontier.live), _addresses(stated, columns)
-    args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*found)
+    args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*nodes_out)
     args.stride = 0 if marks is None else marks.stride(0)
     _nvrtc.launch(_nvrtc.LEVEL, (args,), device, level_bytes(args))
-    return found
+    return nodes_out
 
 
 def _level(
@@ -173,17 +173,17 @@ def keep_likely(
     shared = keep_bytes(capacity, min(most, len(price) - 1, capacity))
     if shared > MOST_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
         return by_meaning(worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most)
-    kept = _nodes(most, size.device)
+    nodes_out = _nodes(most, size.device)
     args = _nvrtc.KeepArgs(
         tree=_addresses(paths, size),
         capacity=capacity,
         price=price.data_ptr(),
         nodes=len(price) - 1,
         most=most,
-        out=_addresses(*kept, throughput.verified),
+        out=_addresses(*nodes_out, throughput.verified),
     )
     _nvrtc.launch(_nvrtc.KEEP, (args,), size.device, shared)
-    return kept
+    return nodes_out
 
 
 def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:

@@ -45,8 +45,8 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net
     if run := native.classify_paths[path_log_probs.device]:
         return run(path_log_probs, entropies, depth, net)
     _require_network(net, 3)
-    wanted = "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]"
-    require(wanted, path_log_probs, entropies, depth)
+    signature = "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]"
+    require(signature, path_log_probs, entropies, depth)
     probs = path_log_probs.exp()
     return mlp(torch.stack((probs, entropies[:, None].expand_as(probs), depth.float().expand_as(probs)), -1), net)
 
@@ -102,8 +102,8 @@ def beam_observation(
     """
     if run := native.beam_observation[scores.device]:
         return run(scores, depths, live, expansions, context, window)
-    wanted = "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]"
-    require(wanted, scores, depths, live, expansions, context)
+    signature = "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]"
+    require(signature, scores, depths, live, expansions, context)
     if window.pad > 0:
         raise InputError(f"pad: got {window.pad}, accepted 0 or less")
     width, device = window.width, scores.device

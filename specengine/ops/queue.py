@@ -86,12 +86,14 @@ def step_queues(
     if run := native.step_queues[passes.device]:
         parents, tokens, log_probs, drawn_live, expand = run(queues, found, frontier, depths, token_ids, passes, search)
         return Drawn(parents, tokens, log_probs, drawn_live, Nodes(*expand))
-    wanted = "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]"
-    require(wanted, *found)
-    wanted = "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]"
-    require(wanted, *frontier, depths, token_ids, passes)
-    wanted = "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; parents: int64 [n]; depths: int64 [n]"
-    require(f"{wanted}; tokens: int64 [n]; bound: float32 [1]", *queues)
+    signature = "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]"
+    require(signature, *found)
+    signature = "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]"
+    require(signature, *frontier, depths, token_ids, passes)
+    signature = (
+        "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; parents: int64 [n]; depths: int64 [n]"
+    )
+    require(f"{signature}; tokens: int64 [n]; bound: float32 [1]", *queues)
     for name, value in (("batch", search.batch), ("max_depth", search.max_depth)):
         if value < 1:
             raise InputError(f"{name}: got {value}, accepted 1 or more")
@@ -99,8 +101,8 @@ def step_queues(
         return run(queues, found, frontier, depths, token_ids, passes, search)
     going, begins = frontier.live > 0, passes == 1
     fresh = Queues.start(queues.scores.shape[0], passes.device)
-    known = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
-    pushed = _push(known, found, frontier.ids, depths, token_ids)
+    queues_before = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
+    pushed = _push(queues_before, found, frontier.ids, depths, token_ids)
     after, drawn = _draw(pushed, search, going)
     for into, values in zip(queues, after, strict=True):
         into.copy_(torch.where(going, values, into))
@@ -112,11 +114,11 @@ def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, toke
     insist(~scores.isnan().any(), HAS_NAN)
     parents = nodes.index_select(0, found.rows)
     tokens = found.columns if token_ids is None else token_ids.index_select(0, found.columns)
-    given = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
+    pushed = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
     # of equal scores those that were there rank first
     best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
     scores, log_probs, parents, depths, tokens = (
-        torch.cat(pair)[best] for pair in zip(queues[1:6], given, strict=True)
+        torch.cat(pair)[best] for pair in zip(queues[1:6], pushed, strict=True)
     )
     return Queues(queues.accepted, scores, log_probs, parents, depths, tokens, queues.bound)
 
@@ -148,12 +150,12 @@ def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tenso
     budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64)
     ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
     best = order_keys(ranked).topk(budget).indices
-    kept = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
+    accepted_count = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
     source = (place + count).clamp(max=budget - 1)
     scores, log_probs, *rest = (values[source] for values in queues[1:6])
     scores = scores.masked_fill(place + count >= budget, -math.inf)
     after = Queues(ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores))
-    return after, kept
+    return after, accepted_count
 
 
 def _bound(accepted: Tensor, scores: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def best_candidates(
         most = max(1, min(most, int(limit)))
         limit = held(limit)
     log_gate, bound = (None if value is None else held(value, torch.float32) for value in (log_gate, bound))
-    wanted = "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
-    require(f"{wanted}; log_gate: float32 [1]; bound: float32 [1]", logits, scores, live, limit, log_gate, bound)
+    signature = "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
+    require(f"{signature}; log_gate: float32 [1]; bound: float32 [1]", logits, scores, live, limit, log_gate, bound)
     if most < 1 or not logits.shape[1]:
         raise InputError(f"most: got {most} of {logits.shape[1]} columns, accepted 1 or more of 1 column or more")
     if run := kernels.best_candidates[logits.device]:
@@ -95,18 +95,18 @@ def best_candidates(
     live, scores = live.to(device), scores.to(device)
     scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
     log_probs, best = top_children(logits, most, normalized)
-    found = (defined(scores)[:, None] + log_probs).reshape(-1)
-    passes = found > -math.inf
-    if found.numel() and log_gate is not None:
-        least = found.max() + log_gate.to(device)
-        passes &= ~(found < least)  # no gate where inf - inf has no value
+    paths_of_all = (defined(scores)[:, None] + log_probs).reshape(-1)
+    passes = paths_of_all > -math.inf
+    if paths_of_all.numel() and log_gate is not None:
+        least = paths_of_all.max() + log_gate.to(device)
+        passes &= ~(paths_of_all < least)  # no gate where inf - inf has no value
     if bound is not None:
-        passes &= found > bound.to(device)
-    order = order_keys(found.masked_fill(~passes, -math.inf)).topk(min(most, found.shape[0])).indices
+        passes &= paths_of_all > bound.to(device)
+    order = order_keys(paths_of_all.masked_fill(~passes, -math.inf)).topk(min(most, paths_of_all.shape[0])).indices
     count = passes.sum(0, keepdim=True).clamp(max=most)
     if limit is not None:
         count = torch.minimum(count, limit.to(device).clamp(min=0))
-    chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], found[order]
+    chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], paths_of_all[order]
     padding = torch.arange(order.shape[0], device=device, dtype=torch.int64) >= count
     rows, columns, edges, paths = (padded(part.masked_fill(padding, 0), most).to(home) for part in chosen)
     return Candidates(rows, columns, edges, paths, count.int().to(home))
@@ -152,9 +152,9 @@ def mix_rows(
     if logits.dtype is not torch.float16 and (run := native.mix_rows[logits.device]):
         return run(logits, more, left, places, probabilities, normalized)
     require("logits: floating [rows, V]", logits)
-    for name, count, wanted in (("left", len(left), len(logits)), ("probabilities", len(probabilities), len(places))):
-        if count != wanted:
-            raise InputError(f"{name}: got {count}, accepted {wanted}")
+    for name, count, expected in (("left", len(left), len(logits)), ("probabilities", len(probabilities), len(places))):
+        if count != expected:
+            raise InputError(f"{name}: got {count}, accepted {expected}")
     if more < 0:
         raise InputError(f"more: got {more}, accepted 0 or more")
     columns, device = logits.shape[1], logits.device
@@ -193,9 +193,9 @@ class Drafted(NamedTuple):
         if self.copies is None:
             return self
         arrays, nodes, live = (tree[0].cpu(), tree[1].cpu()), frontier.ids.cpu(), frontier.live.cpu()
-        given = self.logits, arrays, nodes, live, self.normalized
+        arguments = self.logits, arrays, nodes, live, self.normalized
         plain = self.logits.is_cpu and self.logits.dtype is not torch.float16
-        changes = self.copies.mix(*given) if plain else mix_copies(self.copies, *given)
+        changes = self.copies.mix(*arguments) if plain else mix_copies(self.copies, *arguments)
         if changes is None:
             return self._replace(copies=None)
         logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED

@@ -154,8 +154,8 @@ def append_nodes(
     """
     if run := native.append_nodes[size.device]:
         return run(tree, size, parents, tokens, log_probs, count, overflow)
-    wanted = "parents: int64 [m]; tokens: int64 [m]; log_probs: float32 [m]; size: int32 [1]; count: int32 [1]"
-    require(f"{wanted}; overflow: int32 [1]", parents, tokens, log_probs, size, count, overflow)
+    signature = "parents: int64 [m]; tokens: int64 [m]; log_probs: float32 [m]; size: int32 [1]; count: int32 [1]"
+    require(f"{signature}; overflow: int32 [1]", parents, tokens, log_probs, size, count, overflow)
     if run := kernels.append_nodes[size.device]:
         return run(tree, size, parents, tokens, log_probs, count, overflow)
     if not parents.shape[0]:
@@ -164,8 +164,8 @@ def append_nodes(
     capacity = all_tokens.shape[0]
     start, fits = size.long(), size + count <= capacity
     overflow |= ~fits
-    node, found = torch.arange(capacity, device=size.device, dtype=torch.int64), count.long() * fits
-    new = (node >= start) & (node < start + found)
+    node, appended = torch.arange(capacity, device=size.device, dtype=torch.int64), count.long() * fits
+    new = (node >= start) & (node < start + appended)
     entry = (node - start).clamp(0, parents.shape[0] - 1)
     above = parents[entry].clamp(0, capacity - 1)
     insist(((parents[entry] >= 0) & (parents[entry] < start) | ~new).all(), NOT_THERE)
@@ -180,8 +180,8 @@ def append_nodes(
     for array, values in written:
         array.copy_(torch.where(new if array.dim() == 1 else new[:, None], values, array))
     place = torch.arange(parents.shape[0], device=size.device, dtype=torch.int64)
-    ids = (start + place).masked_fill(place >= found, 0)
-    size.add_(found)
+    ids = (start + place).masked_fill(place >= appended, 0)
+    size.add_(appended)
     return ids
 
 
@@ -195,8 +195,8 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     """
     if run := native.subtree[nodes.device]:
         return run(parents, ancestors, nodes, live)
-    wanted = "parents: int64 [n]; ancestors: int64 [n, words]; nodes: int64 [m]; live: int32 [1]"
-    require(wanted, parents, ancestors, nodes, live)
+    signature = "parents: int64 [n]; ancestors: int64 [n, words]; nodes: int64 [m]; live: int32 [1]"
+    require(signature, parents, ancestors, nodes, live)
     rows, capacity, device = nodes.shape[0], parents.shape[0], nodes.device
     place = torch.arange(rows, device=device, dtype=torch.int64)
     there, inside = place < live, nodes.clamp(0, capacity - 1)
@@ -313,10 +313,10 @@ def append_children(
     if run := native.append_children[tokens.device]:
         return Nodes(*run(tree, counters, frontier, tokens, log_probs, chosen, most, limit))
     size, _, overflow = counters
-    wanted = "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]"
-    require(wanted, frontier.ids, tokens, log_probs, chosen)
-    wanted = "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]"
-    require(wanted, size, frontier.live, overflow, limit)
+    signature = "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]"
+    require(signature, frontier.ids, tokens, log_probs, chosen)
+    signature = "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]"
+    require(signature, size, frontier.live, overflow, limit)
     children, entries = tokens.shape[1], tokens.numel()
     most = entries if most is None else min(most, entries)
     live, tokens, log_probs = frontier.live * children, tokens.reshape(-1), log_probs.reshape(-1)
@@ -326,10 +326,10 @@ def append_children(
     flags = torch.zeros_like(log_probs)
     if chosen is not None:
         flags = flags.masked_fill(~chosen.reshape(-1), -math.inf)
-    found = select_best(flags, live, most, limit)
-    parents = frontier.ids.index_select(0, found.ids // children)
-    tokens, log_probs = tokens.index_select(0, found.ids), log_probs.index_select(0, found.ids)
-    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, found.live, overflow), found.live)
+    selected = select_best(flags, live, most, limit)
+    parents = frontier.ids.index_select(0, selected.ids // children)
+    tokens, log_probs = tokens.index_select(0, selected.ids), log_probs.index_select(0, selected.ids)
+    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, selected.live, overflow), selected.live)
 
 
 @op
@@ -341,8 +341,8 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     """
     if run := native.walk[tokens.device]:
         return Walked(*run(tokens, parents, chosen, size))
-    wanted = "tokens: int64 [n]; parents: int64 [n]; chosen: int64 [n]; size: int32 [1]"
-    require(wanted, tokens, parents, chosen, size)
+    signature = "tokens: int64 [n]; parents: int64 [n]; chosen: int64 [n]; size: int32 [1]"
+    require(signature, tokens, parents, chosen, size)
     if run := kernels.walk[tokens.device]:
         return run(tokens, parents, chosen, size)
     # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
@@ -420,8 +420,8 @@ def root_rows(
     """
     if run := native.root_rows[held.device]:
         return PassRows(*run(root, held, taken, filled, causal, width, factors))
-    wanted = "root: int64 [m]; held: int64 [h]; taken: int32 [1]; filled: int32 [1]; causal: int64 [n, w]"
-    require(f"{wanted}; factors: float32 [depths]", root, held, taken, filled, causal, factors)
+    signature = "root: int64 [m]; held: int64 [h]; taken: int32 [1]; filled: int32 [1]; causal: int64 [n, w]"
+    require(f"{signature}; factors: float32 [depths]", root, held, taken, filled, causal, factors)
     place = torch.arange(width, device=held.device, dtype=torch.int64)
     last = (taken.long() - 1).clamp(min=0)
     tokens = held[1 : width + 1].scatter(0, last, root[:1])
@@ -447,14 +447,14 @@ def level_rows(
     """
     if run := native.level_rows[size.device]:
         return PassRows(*run(tree, size, frontier, filled, used, seen, factors))
-    wanted = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
-    require(f"{wanted}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
+    signature = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
+    require(f"{signature}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
     spare, place = seen.shape[0] - 1, torch.arange(frontier.ids.shape[0], device=size.device, dtype=torch.int64)
     padding = place >= frontier.live  # reads of the root, and writes where nothing is read
     nodes, into = frontier.ids.masked_fill(padding, 0), frontier.ids.masked_fill(padding, spare)
     parents, depths = tree[1].index_select(0, nodes).clamp(min=0), tree[2].index_select(0, nodes)
-    own = own_bits(spare, size.device).index_select(0, (used + place).clamp(max=spare - 1))
-    words = seen.index_select(0, parents) | own
+    own_words = own_bits(spare, size.device).index_select(0, (used + place).clamp(max=spare - 1))
+    words = seen.index_select(0, parents) | own_words
     seen.index_copy_(0, into, words)
     slot = (filled + used).long()
     used += frontier.live
@@ -648,8 +648,8 @@ class TokenTree:
 
         Returns the new nodes, in creation order; where the capacity is exceeded as `add`.
         """
-        given = self.arrays, self.counters, frontier, tokens, log_probs
-        return self.appended(append_children(*given, chosen=chosen, most=most, limit=limit))
+        arguments = self.arrays, self.counters, frontier, tokens, log_probs
+        return self.appended(append_children(*arguments, chosen=chosen, most=most, limit=limit))
 
     def graft(self, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
         """Append entries from the host, whose parents may be earlier ones: entry i becomes node len(self) + i.
@@ -674,8 +674,8 @@ class TokenTree:
 
     def best(self, nodes: Nodes, most: int) -> Nodes:
         """Select the `most` nodes of these with the largest path log-probabilities, in the order of `nodes`."""
-        found = select_best(self.path_log_probs.index_select(0, nodes.ids), nodes.live, most)
-        return Nodes(nodes.ids.index_select(0, found.ids), found.live) if nodes.ids.shape[0] else found
+        selected = select_best(self.path_log_probs.index_select(0, nodes.ids), nodes.live, most)
+        return Nodes(nodes.ids.index_select(0, selected.ids), selected.live) if nodes.ids.shape[0] else selected
 
     def best_of_all(self, most: int, limit: Tensor | None = None) -> Nodes:
         """Select the nodes of the largest path log-probabilities, ascending; they are closed under parent."""

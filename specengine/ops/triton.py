@@ -54,9 +54,9 @@ def append_nodes(
     m = parents.shape[0]
     if not 0 < m <= frontier.MOST_APPENDED:
         return by_meaning(tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow)
-    given = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
-    ids = torch.empty_like(given[0])
-    frontier.append_nodes(frontier.Tree(*arrays, size), *given, count, ids, overflow)
+    new_nodes = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
+    ids = torch.empty_like(new_nodes[0])
+    frontier.append_nodes(frontier.Tree(*arrays, size), *new_nodes, count, ids, overflow)
     return ids
 
 
@@ -77,11 +77,13 @@ def best_candidates(
             return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
-    given: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
-    given = {name: number for name, number in given.items() if number is not None}
+    bounds: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
+    bounds = {name: number for name, number in bounds.items() if number is not None}
     budget = None if limit is None else limit.clamp(0, most)
-    found = candidate_selection.select_candidates(logits, scores, most, budget=budget, normalized=normalized, **given)
-    return Candidates(found.rows, found.tokens, found.log_probs, found.scores, found.count)
+    selected = candidate_selection.select_candidates(
+        logits, scores, most, budget=budget, normalized=normalized, **bounds
+    )
+    return Candidates(selected.rows, selected.tokens, selected.log_probs, selected.scores, selected.count)
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -129,8 +131,8 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     if tokens.shape[0] > verification.MOST_NODES:
         return by_meaning(tree.walk, tokens, parents, chosen, size)
     path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
-    given = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    verification.walk(*given, size, path, count, bonus)
+    arguments = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
+    verification.walk(*arguments, size, path, count, bonus)
     return Walked(path, count, bonus)
 
 
@@ -154,8 +156,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tens
     if isinstance(mask, Tensor) or not _takes("cached_attention", query, key, value, scale):
         dense = mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
-    seen = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
-    return _cached_attention(query, key, value, seen.words[0], *seen.lengths, scale)
+    visible = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
+    return _cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
 
 
 def cached_attention(
@@ -214,7 +216,7 @@ def _serves(name: str, heads: _trial.Heads, device: torch.device) -> bool:
     names, run = (name,), {name: _cached_attention if name == "cached_attention" else _strict_cached_attention}
     inputs = _trial.OF_HEADS[name](heads, device)
     if torch.cuda.is_initialized():
-        _trial.side_by_side([(names, run, given) for given in inputs], device)
+        _trial.side_by_side([(names, run, arguments) for arguments in inputs], device)
     fault = _trial.differs(names, run, device, inputs)
     if fault:
         warn_of_fault(f"{name} of {heads} on {device}", f"triton is wrong there: {fault}")
@@ -237,8 +239,8 @@ def rope_store(
         return by_meaning(attention.rope_store, query, key, value, positions, turn, slab, slot, live)
     rows = (states.transpose(0, 1) for states in (query, key, value))
     cosines, sines, *norms, eps, stepwise = turn
-    given = (*rows, positions, cosines, sines, slab[0], slab[1], slot, live)
-    return rope_kernel.rope_store(*given, *norms, eps, stepwise=stepwise).transpose(0, 1)
+    arguments = (*rows, positions, cosines, sines, slab[0], slab[1], slot, live)
+    return rope_kernel.rope_store(*arguments, *norms, eps, stepwise=stepwise).transpose(0, 1)
 
 
 def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

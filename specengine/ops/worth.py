@@ -178,10 +178,10 @@ def grow_likely(
         return Nodes(*run(tree, counters, frontier, drafted, counts, notes, throughput, limits))
     size, passes, overflow = counters
     _require_books(tree, counts, notes, throughput)
-    wanted = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
-    require(wanted, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
-    wanted = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
-    require(wanted, frontier.live, size, passes, overflow)
+    signature = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
+    require(signature, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
+    signature = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
+    require(signature, frontier.live, size, passes, overflow)
     drafted = drafted.mixed(tree, frontier)
     if run := kernels.grow_likely[frontier.ids.device]:
         return run(tree, counters, frontier, drafted, counts, notes, throughput, limits)
@@ -191,8 +191,8 @@ def grow_likely(
     tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
     _append_likely(tree, counters, frontier, (tokens, stated, sources), counts, notes, limits)
     waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    found = next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds)
-    return Nodes(found.ids, found.live * (passes < limits.max_passes))
+    selected = next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds)
+    return Nodes(selected.ids, selected.live * (passes < limits.max_passes))
 
 
 def _append_likely(
@@ -218,23 +218,23 @@ def _append_likely(
     edges = chances(flat, cells, counts.table)
     paths = tree[4].index_select(0, under)[:, None].expand(-1, places).reshape(-1) + edges
     paths = torch.where(paths >= limits.least, paths, -math.inf)
-    found = select_best(paths, frontier.live * places, limits.budget)
-    parents = under.index_select(0, found.ids // places)
-    drawn, carried = (values.index_select(0, found.ids) for values in (tokens.reshape(-1), edges))
-    ids = append_nodes(tree, size, parents, drawn, carried, found.live, overflow)
-    made = Nodes(ids, found.live * (overflow == 0))
-    at = _spared(made, notes)
+    selected = select_best(paths, frontier.live * places, limits.budget)
+    parents = under.index_select(0, selected.ids // places)
+    drawn, carried = (values.index_select(0, selected.ids) for values in (tokens.reshape(-1), edges))
+    ids = append_nodes(tree, size, parents, drawn, carried, selected.live, overflow)
+    appended = Nodes(ids, selected.live * (overflow == 0))
+    at = _spared(appended, notes)
     for noted, values in ((notes.stated, flat), (notes.cells, cells), (notes.places, place)):
-        noted.index_copy_(0, at, values.index_select(0, found.ids))
+        noted.index_copy_(0, at, values.index_select(0, selected.ids))
     notes.waiting.index_fill_(0, at, True)
 
 
 def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throughput) -> None:
     """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
-    wanted = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
+    signature = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
     profile = f"float32 [{LEVELS}, {PLACES}]"
-    wanted = f"{wanted}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
-    require(wanted, *counts)
+    signature = f"{signature}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
+    require(signature, *counts)
     require("stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]", *notes)
     if len(notes.stated) <= len(tree[0]):
         raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
@@ -261,8 +261,8 @@ def count_outcomes(
     """
     if run := native.count_outcomes[size.device]:
         return run(tree, size, path, chosen, counts, notes, throughput)
-    wanted = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
-    require(wanted, path.ids, chosen, size, path.live)
+    signature = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
+    require(signature, path.ids, chosen, size, path.live)
     _require_books(tree, counts, notes, throughput)
     if run := kernels.count_outcomes[size.device]:
         return run(tree, size, path, chosen, counts, notes, throughput)
@@ -276,19 +276,21 @@ def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Coun
     there = torch.arange(nodes, device=size.device, dtype=torch.int64)
     there = (there > 0) & (there < size)
     above = parents.masked_fill(~there, 0)
-    wanted = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
-    wanted = wanted.index_copy(0, path.ids.masked_fill(path.padding(), nodes), chosen)[:nodes].index_select(0, above)
-    tried = there & (wanted >= 0)
+    chosen_tokens = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
+    chosen_tokens = chosen_tokens.index_copy(0, path.ids.masked_fill(path.padding(), nodes), chosen)[
+        :nodes
+    ].index_select(0, above)
+    tried = there & (chosen_tokens >= 0)
     at = knot_of(notes.stated[:nodes].masked_fill(~tried, -1.0), KNOTS)
     low = at.long().clamp(max=KNOTS - 2)
     cells = notes.cells[:nodes].masked_fill(~tried, 0)
     knots = torch.cat([low, low + 1]) + (cells * KNOTS).repeat(2)
     weights = torch.cat([1 - (at - low), at - low]) * tried.repeat(2)
     counts.tries.view(-1).index_add_(0, knots, weights)
-    counts.hits.view(-1).index_add_(0, knots, weights * (wanted == tokens).repeat(2))
-    kept = (WINDOW / counts.tries).clamp(max=1.0)
-    counts.tries.mul_(kept)
-    counts.hits.mul_(kept)
+    counts.hits.view(-1).index_add_(0, knots, weights * (chosen_tokens == tokens).repeat(2))
+    decay = (WINDOW / counts.tries).clamp(max=1.0)
+    counts.tries.mul_(decay)
+    counts.hits.mul_(decay)
     torch.div(counts.hits, counts.tries, out=counts.table).clamp_(MIN_CHANCE, MAX_CHANCE)
     drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0))
     shown = there & drafted.index_select(0, above)
@@ -297,9 +299,9 @@ def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Coun
     rows = levels.index_select(0, above) * PLACES + notes.places[:nodes].masked_fill(~shown, 0)
     counts.gains.view(-1).index_add_(0, rows, torch.where(shown, edges.exp(), 0.0))
     counts.passes.index_add_(0, levels, drafted.float())
-    kept = (PASSES / counts.passes).clamp(max=1.0)
-    counts.passes.mul_(kept)
-    counts.gains.mul_(kept[:, None])
+    decay = (PASSES / counts.passes).clamp(max=1.0)
+    counts.passes.mul_(decay)
+    counts.gains.mul_(decay[:, None])
     torch.div(counts.gains, counts.passes[:, None], out=counts.profile)
 
 
@@ -364,10 +366,10 @@ def next_pass(
     """
     if run := native.next_pass[paths.device]:
         return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
-    wanted = (
+    signature = (
         "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; profile: float32 [levels, places]"
     )
-    require(wanted, paths, edges, waiting, size, profile)
+    require(signature, paths, edges, waiting, size, profile)
     require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
     short = min(len(paths), profile.numel(), len(prices.verify) - 1, len(prices.draft) - 1, len(prices.widths)) < 1
     if short or rounds < 1:
@@ -377,9 +379,9 @@ def next_pass(
         )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
-    known = torch.where(place < size, doubled(paths).exp(), 0.0)
+    chances_known = torch.where(place < size, doubled(paths).exp(), 0.0)
     played = _Played(
-        known.expand(len(widths), -1),
+        chances_known.expand(len(widths), -1),
         torch.where(place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0).expand(
             len(widths), -1
         ),
@@ -397,10 +399,10 @@ def next_pass(
         ends.append(_value(played.chances, prices.verify) - played.spent[:, 0])
     best = torch.stack(ends).max(0).values
     taken = (best >= best.max() - WORTH).int().argmax(0, keepdim=True)
-    pays = best.max() > _value(known[None], prices.verify) + WORTH
+    pays = best.max() > _value(chances_known[None], prices.verify) + WORTH
     order, drawn = (part.index_select(0, taken)[0] for part in drawings[0])
-    found = drawn & pays
-    ids, live = torch.where(found, order, paths.shape[0]).sort().values, found.sum(0, keepdim=True).int()
+    selected = drawn & pays
+    ids, live = torch.where(selected, order, paths.shape[0]).sort().values, selected.sum(0, keepdim=True).int()
     ids = padded(ids, most)
     return Nodes(ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live)
 
@@ -437,8 +439,8 @@ def start_search(
     pays = (next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, rounds).live > 0).int()
     if free is not None and pays:
         root = Nodes.of(torch.zeros(1, dtype=torch.int64, device=size.device))
-        found = _free_below(free, tree, size, root, *asked)
-        if found is not None and _is_covered(found, tree, size, counts, throughput):
+        free_nodes = _free_below(free, tree, size, root, *asked)
+        if free_nodes is not None and _is_covered(free_nodes, tree, size, counts, throughput):
             pays.zero_()
     return pays
 
@@ -446,8 +448,8 @@ def start_search(
 def _free_below(free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float) -> Free | None:
     if isinstance(free, Beside):
         return free.below(tree, size, nodes, most, least)
-    found = None if free is None else free(nodes, most, least)
-    return None if found is None else Free(*found)
+    free_nodes = None if free is None else free(nodes, most, least)
+    return None if free_nodes is None else Free(*free_nodes)
 
 
 def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, throughput: Throughput) -> bool:
@@ -510,18 +512,18 @@ def keep_likely(
         if len(waiting) > leaves:
             best = select_best(tree[4].index_select(0, waiting), Nodes.of(waiting).live, leaves)
             waiting = waiting.index_select(0, best.ids[: int(best.live)])
-        found = _free_below(free, tree, size, Nodes.of(waiting), min(more, tree[0].shape[0] - int(size)), least)
-        if found is not None:
-            stated, cells = _read(found, tree, size, counts)
+        free_nodes = _free_below(free, tree, size, Nodes.of(waiting), min(more, tree[0].shape[0] - int(size)), least)
+        if free_nodes is not None:
+            stated, cells = _read(free_nodes, tree, size, counts)
             edges = chances(stated, cells, counts.table).tolist()
-            new = graft(tree, size, found.parents, found.tokens, edges).ids
+            new = graft(tree, size, free_nodes.parents, free_nodes.tokens, edges).ids
             notes.stated[new], notes.cells[new] = stated, cells
     if throughput.experts.numel():
-        kept = _select_related(tree, int(size), throughput, most)
+        selected = _select_related(tree, int(size), throughput, most)
     else:
-        kept = select_worth(tree[4], size, throughput.prices.verify, most)
-    throughput.verified.copy_(kept.live)
-    return kept
+        selected = select_worth(tree[4], size, throughput.prices.verify, most)
+    throughput.verified.copy_(selected.live)
+    return selected
 
 
 def _select_related(tree: Arrays, size: int, throughput: Throughput, most: int) -> Nodes:
@@ -574,11 +576,11 @@ class _Played(NamedTuple):
         scale = self.chances.gather(1, order) * drawn
         children = (scale[..., None] * edges).reshape(widths, -1)
         below = level_of(edges, len(profile)).reshape(widths, -1)
-        left = self.waiting & ~torch.zeros_like(self.waiting).scatter(1, order, drawn)
+        remaining = self.waiting & ~torch.zeros_like(self.waiting).scatter(1, order, drawn)
         return _Played(
             torch.cat([self.chances, children], 1),
             torch.cat([self.levels, below], 1),
-            torch.cat([left, children > 0], 1),
+            torch.cat([remaining, children > 0], 1),
             self.spent + draft[drawn.sum(1, keepdim=True)],
         )
 

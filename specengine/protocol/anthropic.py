@@ -138,14 +138,14 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
     """Return the messages of a turn: results of tools are messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     texts, thoughts = "", ""
     for at, block in enumerate(turn.content):
         where, kind = f"{place}.content[{at}]", block.get("type")
         if kind == "tool_result" and turn.role == "user":
             result = _text(f"{where}.content", block.get("content") or "")
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use" and turn.role == "assistant":
             calls.append(
                 {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
@@ -159,7 +159,7 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
         message["tool_calls"] = calls
     if thoughts:
         message["reasoning_content"] = thoughts
-    return [*made, message] if texts or calls or thoughts or not made else made
+    return [*messages, message] if texts or calls or thoughts or not messages else messages
 
 
 def _text(place: str, content: Any) -> str:
@@ -178,18 +178,18 @@ def _choice(choice: ToolChoice) -> Any:
 
 
 def _format(body: _Asked) -> dict[str, Any] | None:
-    given = body.output_format or (body.output_config or {}).get("format")
-    if not given:
+    stated = body.output_format or (body.output_config or {}).get("format")
+    if not stated:
         return None
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
+    if not isinstance(stated, dict) or stated.get("type") != "json_schema":
         raise refused("output_config.format", "accepted type 'json_schema'")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": stated.get("schema")}}
 
 
 def _thinking(body: _Asked) -> dict[str, Any]:
     kind = (body.thinking or {}).get("type")
-    asked = {} if kind is None else {"enable_thinking": kind != "disabled"}
-    return asked | (body.chat_template_kwargs or {})
+    arguments = {} if kind is None else {"enable_thinking": kind != "disabled"}
+    return arguments | (body.chat_template_kwargs or {})
 
 
 # ---- answers
@@ -246,8 +246,8 @@ class MessagesReply(OneReply):
             self._open, self._count = None, self._count + 1
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        kept = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
-        return {**kept, "content": blocks, **self.notes}
+        fields = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
+        return {**fields, "content": blocks, **self.notes}
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         stopped, reason = self.parts.stopped, _REASONS[self.parts.reason(answer)]
@@ -259,8 +259,8 @@ class MessagesReply(OneReply):
 def _block(part: Part, begun: bool = False) -> dict[str, Any]:
     """Return a block of content; begun: without what its deltas say."""
     if isinstance(part, ToolCall):
-        given = {} if begun else json.loads(part.arguments)
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
+        arguments = {} if begun else json.loads(part.arguments)
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "" if begun else part.text, "signature": ""}
     return {"type": "text", "text": "" if begun else part}

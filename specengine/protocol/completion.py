@@ -120,13 +120,13 @@ def found_again(predicted: Sequence[int], answer: Sequence[int]) -> int:
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place in range(1, len(predicted)):
         places[predicted[place - 1], predicted[place]].append(place)
-    found = at = 0
+    matches = at = 0
     for index, token in enumerate(answer):
         if at < len(predicted) and predicted[at] == token:
-            found, at = found + 1, at + 1
+            matches, at = matches + 1, at + 1
         elif index:
-            known = places.get((answer[index - 1], token), [])
-            first = bisect_left(known, at)
-            if first < len(known):
-                found, at = found + 1, known[first] + 1
-    return found
+            earlier = places.get((answer[index - 1], token), [])
+            first = bisect_left(earlier, at)
+            if first < len(earlier):
+                matches, at = matches + 1, earlier[first] + 1
+    return matches

@@ -78,8 +78,8 @@ def completion_of(body: InfillBody) -> CompletionRequest:
     if body.repeat_penalty is not None:
         fields["repetition_penalty"] = body.repeat_penalty
     others = tuple((other.filename, other.text) for other in body.input_extra or ())
-    made = CompletionRequest.model_validate(declared_values(body) | fields)
-    return made.within(Infill(prefix, body.input_suffix, others))
+    completion = CompletionRequest.model_validate(declared_values(body) | fields)
+    return completion.within(Infill(prefix, body.input_suffix, others))
 
 
 class InfillReply(OneReply):
@@ -88,9 +88,9 @@ class InfillReply(OneReply):
     path = "/infill"
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        said = self._said(text_of_parts(self.parts.of(answers[0])), answers[0])
-        wanted = self.body.response_fields
-        return said if not wanted else {name: said[name] for name in wanted if name in said}
+        reply = self._said(text_of_parts(self.parts.of(answers[0])), answers[0])
+        fields = self.body.response_fields
+        return reply if not fields else {name: reply[name] for name in fields if name in reply}
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
         text = text_of_parts(self.parts.push(piece.text, piece.answer.passed))

@@ -50,8 +50,8 @@ class ChatLogprobs:
 
     def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
         content = [
-            self._one(given.token, given.logprob) | {"top_logprobs": [self._one(*likely) for likely in given.top]}
-            for given in rated
+            self._one(each.token, each.logprob) | {"top_logprobs": [self._one(*likely) for likely in each.top]}
+            for each in rated
         ]
         return {"content": content, "refusal": None}
 
@@ -74,7 +74,7 @@ class TextLogprobs:
 
     def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """Return the shape of these tokens; first: a token before them, without a log-probability."""
-        tokens = [*([] if first is None else [first]), *(given.token for given in rated)]
+        tokens = [*([] if first is None else [first]), *(each.token for each in rated)]
         unknown = [None] * (len(tokens) - len(rated))
         places = [self._place(token) for token in tokens]
         if first is not None:  # a prompt; the answer is a text of its own
@@ -82,8 +82,8 @@ class TextLogprobs:
             self._stream = TextStream(decoder(self._texts.tokenizer))
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [*unknown, *(bounded(given.logprob) for given in rated)],
-            "top_logprobs": [*unknown, *(self._top(given) for given in rated)],
+            "token_logprobs": [*unknown, *(bounded(each.logprob) for each in rated)],
+            "top_logprobs": [*unknown, *(self._top(each) for each in rated)],
             "text_offset": places,
         }
 

@@ -79,16 +79,16 @@ class FunctionCall(Body, extra="ignore"):
     @property
     def parsed(self) -> Any:
         """Return the arguments as templates read them."""
-        given = self.arguments
-        if given is None or (isinstance(given, str) and not given.strip()):
+        arguments = self.arguments
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             return {}
-        if not isinstance(given, str):
-            return given
+        if not isinstance(arguments, str):
+            return arguments
         try:
-            read = json.loads(given)
+            read = json.loads(arguments)
         except (ValueError, RecursionError):
-            return given
-        return read if isinstance(read, dict) else given
+            return arguments
+        return read if isinstance(read, dict) else arguments
 
 
 class ToolCallGiven(Body, extra="ignore"):
@@ -99,9 +99,9 @@ class ToolCallGiven(Body, extra="ignore"):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        known = {} if self.id is None else {"id": self.id}
+        with_id = {} if self.id is None else {"id": self.id}
         return {
-            **known,
+            **with_id,
             "type": "function",
             "function": {"name": self.function.name, "arguments": self.function.parsed},
         }
@@ -138,22 +138,22 @@ class Message(Body, extra="allow"):
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it: text, parsed arguments of calls, `system` for developers."""
         role = "system" if self.role == "developer" else self.role
-        made: dict[str, Any] = {"role": role, "content": self.text}
+        message: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
-            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                made[name] = value
+                message[name] = value
         for name in _THOUGHTS:
             if isinstance(value := (self.model_extra or {}).get(name), str):
-                made["reasoning_content"] = value
-        return made
+                message["reasoning_content"] = value
+        return message
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:
     """Return whether a function has no parameters: they are left out, or an object without properties."""
-    known = {"type", "properties", "required", "title", "description", "$schema", "additionalProperties"}
+    keywords = {"type", "properties", "required", "title", "description", "$schema", "additionalProperties"}
     if not schema:
         return True
-    named = schema.keys() <= known and schema.get("properties") == {} and not schema.get("required")
+    named = schema.keys() <= keywords and schema.get("properties") == {} and not schema.get("required")
     return named and schema.get("additionalProperties") in (None, False)

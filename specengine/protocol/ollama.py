@@ -157,20 +157,20 @@ def is_empty(body: _Asked) -> bool:
 
 def loaded(body: _Asked, model: str) -> dict[str, Any]:
     """Return the answer to a request that asks for nothing."""
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}}
-    kind = said if isinstance(body, ChatBody) else {"response": ""}
+    fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}}
+    kind = fields if isinstance(body, ChatBody) else {"response": ""}
     return {"model": model, "created_at": now(), **kind, "done": True, "done_reason": "load"}
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": turn.role, "content": turn.content or ""}
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content or ""}
     if turn.thinking:
-        made["reasoning_content"] = turn.thinking
+        message["reasoning_content"] = turn.thinking
     if turn.tool_calls:
-        made["tool_calls"] = [{"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls]
+        message["tool_calls"] = [{"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls]
     if turn.tool_name:
-        made["name"] = turn.tool_name
-    return made | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
+        message["name"] = turn.tool_name
+    return message | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
 
 
 def _id(given: Any) -> dict[str, str]:
@@ -232,10 +232,10 @@ class OllamaReply(OneReply):
         extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if calls:
             extra["tool_calls"] = [_call(call) for call in calls]
-        said: Mapping[str, Any] = {"response": text, **extra}
+        fields: Mapping[str, Any] = {"response": text, **extra}
         if isinstance(self.body, ChatBody):
-            said = {"message": {"role": "assistant", "content": text, **extra}}
-        return {"model": self.model, "created_at": now(), **said} | ({"logprobs": rated} if rated else {})
+            fields = {"message": {"role": "assistant", "content": text, **extra}}
+        return {"model": self.model, "created_at": now(), **fields} | ({"logprobs": rated} if rated else {})
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         timings, usage = answer.timings, answer.usage

@@ -154,16 +154,16 @@ class AnswerParts:
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with text joined to text before it, and thoughts to thoughts."""
-    found: list[Part] = []
+    longer: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = longer[-1] if longer else None
         if isinstance(part, str) and isinstance(last, str):
-            found[-1] = last + part
+            longer[-1] = last + part
         elif isinstance(part, Thought) and isinstance(last, Thought):
-            found[-1] = Thought(last.text + part.text)
+            longer[-1] = Thought(last.text + part.text)
         else:
-            found.append(part)
-    return found
+            longer.append(part)
+    return longer
 
 
 def text_of_parts(parts: Sequence[Part]) -> str:

@@ -59,9 +59,9 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 
 def fim_tokens(tokenizer: Any) -> FimTokens:
     """Return the tokens of a model; RequestError where it has none that are known."""
-    known = _vocabulary(tokenizer)
+    vocabulary = _vocabulary(tokenizer)
     for tokens in KNOWN:
-        if all(name in known for name in tokens[:3] if name):
+        if all(name in vocabulary for name in tokens[:3] if name):
             return tokens
     message = "suffix: this model has no tokens for a text between two others (fill in the middle); leave it out"
     raise RequestError(400, message, "suffix", "unsupported_field")
@@ -69,16 +69,16 @@ def fim_tokens(tokenizer: Any) -> FimTokens:
 
 def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     """Return the ids of a prompt, in which special tokens stand only where they belong; RequestError."""
-    tokens, known = fim_tokens(tokenizer), _vocabulary(tokenizer)
+    tokens, vocabulary = fim_tokens(tokenizer), _vocabulary(tokenizer)
 
     def text(given: str) -> list[int]:
         ids = tokenizer(given, add_special_tokens=False, split_special_tokens=True)["input_ids"] if given else []
         return list(ids)
 
     def mark(name: str) -> list[int]:
-        return [known[name]] if name else []
+        return [vocabulary[name]] if name else []
 
-    separator = next((name for name in _FILES if name in known), None)
+    separator = next((name for name in _FILES if name in vocabulary), None)
     ids: list[int] = []
     start = getattr(tokenizer, "bos_token_id", None)
     if start is not None and getattr(tokenizer, "add_bos_token", False):
@@ -94,13 +94,13 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
 
 def fim_ends(tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer between two texts, besides the model's own."""
-    known = _vocabulary(tokenizer)
-    return [known[name] for name in _ENDS if name in known]
+    vocabulary = _vocabulary(tokenizer)
+    return [vocabulary[name] for name in _ENDS if name in vocabulary]
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    found: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return found
+    ids: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return ids
 
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
@@ -132,9 +132,9 @@ class PreparedRequest(NamedTuple):
 
     @property
     def prediction(self) -> list[int]:
-        found = self.options.prediction or []
-        assert not isinstance(found, str)
-        return found
+        ids = self.options.prediction or []
+        assert not isinstance(ids, str)
+        return ids
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class CheckedRequest:
     options: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        most, wanted = self.settings.max_tokens, self.request.wanted_tokens
-        if most is not None and wanted is not None and wanted > most:
-            raise InputError(f"max_new_tokens: got {wanted}, accepted up to {most} on this server")
+        most, requested = self.settings.max_tokens, self.request.wanted_tokens
+        if most is not None and requested is not None and requested > most:
+            raise InputError(f"max_new_tokens: got {requested}, accepted up to {most} on this server")
         object.__setattr__(self, "options", _options(self.request))
         GenerationOptions.check(dict(self.options))
 
@@ -197,8 +197,8 @@ class CheckedRequest:
 
     @property
     def prediction(self) -> str | None:
-        asked = self.request.prediction if isinstance(self.request, ChatRequest) else None
-        return None if asked is None else asked.text or None
+        predicted = self.request.prediction if isinstance(self.request, ChatRequest) else None
+        return None if predicted is None else predicted.text or None
 
     @property
     def answers(self) -> bool:
@@ -250,17 +250,21 @@ class CheckedRequest:
             with limits.lock:
                 self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
                 options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
-        known = format_of(tokenizer) if self._functions else None
-        shown = special_tokens(tokenizer, known.marks) if known is not None else []
+        tool_format = format_of(tokenizer) if self._functions else None
+        shown = special_tokens(tokenizer, tool_format.marks) if tool_format is not None else []
         shown += special_tokens(tokenizer, THOUGHT_MARKS) if isinstance(self.request, ChatRequest) else []
-        if known is not None and isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
+        if (
+            tool_format is not None
+            and isinstance(self.request, ChatRequest)
+            and self.request.parallel_tool_calls is False
+        ):
             schemas = schemas_of(self._functions or [])
-            options["stopping_criteria"] = [OneCall(ToolReader(known, schemas), decoder(engine.tokenizer, shown))]
+            options["stopping_criteria"] = [OneCall(ToolReader(tool_format, schemas), decoder(engine.tokenizer, shown))]
         target = engine.target
-        asked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
-        asked.stops_after = asked.min_new_tokens or 0  # as vLLM does, where transformers' generate would stop
+        checked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
+        checked.stops_after = checked.min_new_tokens or 0  # as vLLM does, where transformers' generate would stop
         still_wanted()
-        return PreparedRequest(ids, asked, shown, engine.constraint(asked))
+        return PreparedRequest(ids, checked, shown, engine.constraint(checked))
 
     @property
     def _functions(self) -> list[dict[str, Any]] | None:
@@ -320,8 +324,8 @@ class CheckedRequest:
         if not more:
             return {}
         config = engine.target.generation_config
-        own = None if config is None or self.request.ignore_eos else config.eos_token_id
-        return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *more]}
+        model_ends = None if config is None or self.request.ignore_eos else config.eos_token_id
+        return {"eos_token_id": [*([model_ends] if isinstance(model_ends, int) else model_ends or []), *more]}
 
 
 def _options(request: Sampling) -> dict[str, Any]:
@@ -350,22 +354,22 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
 
     With tools, `response_format` is for the answer that calls none.
     """
-    asked = request.constraints
-    if len(asked) > 1:
-        name, other = sorted(asked)[:2]
+    constraints = request.constraints
+    if len(constraints) > 1:
+        name, other = sorted(constraints)[:2]
         raise RequestError(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
-    own = next(iter(asked.values()), {})
+    schema = next(iter(constraints.values()), {})
     if not isinstance(request, ChatRequest):
-        return own
-    formats = own if "response_format" in asked else {}
+        return schema
+    formats = schema if "response_format" in constraints else {}
     answer = {"type": "object"} if "json_object" in formats else formats.get("json_schema")
     calls = calls_grammar(request, tokenizer, answer)
-    if calls is not None and asked.keys() - {"response_format"}:
-        name = next(iter(asked))
+    if calls is not None and constraints.keys() - {"response_format"}:
+        name = next(iter(constraints))
         raise RequestError(
             400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name
         )
-    return own if calls is None else {"grammar": calls}
+    return schema if calls is None else {"grammar": calls}
 
 
 def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any] | None = None) -> str | None:
@@ -397,8 +401,8 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
     elif choice == "required" or answer is not None:
         free, several = choice != "required", request.parallel_tool_calls
         more = f'("\\n" {opening} body)*' if several or (free and several is None) else ""
-        told = json.dumps({**(answer or {}), "x-guidance": WRITTEN | STRICT})
-        rules.append(f"start: {opening} body {more} {f'| %json {told}' if free else ''}")
+        text_schema = json.dumps({**(answer or {}), "x-guidance": WRITTEN | STRICT})
+        rules.append(f"start: {opening} body {more} {f'| %json {text_schema}' if free else ''}")
     elif OPENING in added:
         others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
         written = [token for token in others if token not in tokenizer.all_special_tokens]
@@ -417,8 +421,8 @@ def _call(tool: Tool, end: float) -> str:
         schema = {"type": "object"}
     name = json.dumps(function.name, ensure_ascii=False)
     head = json.dumps(f'\n{{"name": {name}, "arguments": ', ensure_ascii=False)
-    given = json.dumps(schema | {"x-guidance": WRITTEN})
-    return rf'{head} %json {given} "}}\n"'
+    arguments = json.dumps(schema | {"x-guidance": WRITTEN})
+    return rf'{head} %json {arguments} "}}\n"'
 
 
 def _readable(schema: dict[str, Any], end: float) -> bool:

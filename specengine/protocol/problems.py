@@ -125,12 +125,12 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Reques
         return RequestError(429, str(error), code="queue_full")
     if isinstance(error, InputError):
         message = str(error)
-        found = _FIELD.match(message)
-        if found is None:
+        match = _FIELD.match(message)
+        if match is None:
             return RequestError(400, message)
-        declared = declarations().get(found[0])
-        field = (names or {}).get(found[0], found[0] if declared is None else declared.field_name)
-        return RequestError(400, field + message[found.end() :], field)
+        declared = declarations().get(match[0])
+        field = (names or {}).get(match[0], match[0] if declared is None else declared.field_name)
+        return RequestError(400, field + message[match.end() :], field)
     if isinstance(error, SpecEngineError):
         return RequestError(500, str(error), code=type(error).__name__)
     return RequestError(500, f"the server failed over this request ({type(error).__name__}); its log says where")
@@ -143,8 +143,10 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         name = shown(place)[1:-1]
-        known = f", accepted {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
-        return RequestError(400, f"{name}: unknown, or not supported by this server{known}", name, "unsupported_field")
+        choices = f", accepted {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
+        return RequestError(
+            400, f"{name}: unknown, or not supported by this server{choices}", name, "unsupported_field"
+        )
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
     if first["type"] == "value_error" and not place:
@@ -162,9 +164,9 @@ def _place(parts: Sequence[Any], named: bool) -> str:
     """Return a place as in messages[2].content, without pydantic's kinds; named: the last part is a client's."""
     place = ""
     for index, part in enumerate(parts):
-        own = named and index == len(parts) - 1
+        is_last = named and index == len(parts) - 1
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part != "body" and (own or (part not in _KINDS and (part.isidentifier() or part.isdecimal()))):
+        elif part != "body" and (is_last or (part not in _KINDS and (part.isidentifier() or part.isdecimal()))):
             place += f".{part}" if place else part
     return place

@@ -133,10 +133,10 @@ class ChatChoice:
 
     def deltas(self, piece: Piece) -> Iterator[Choice]:
         """Yield a choice per part of a piece; the first of them describes the tokens."""
-        told = self._of_tokens(piece.tokens, piece.logprobs)
-        for part in self.parts.push(piece.text, piece.answer.passed) or [""] * bool(told):
-            yield self._choice(self._delta(part)) | told
-            told = {}
+        token_fields = self._of_tokens(piece.tokens, piece.logprobs)
+        for part in self.parts.push(piece.text, piece.answer.passed) or [""] * bool(token_fields):
+            yield self._choice(self._delta(part)) | token_fields
+            token_fields = {}
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         """Yield the text that was held back, then the choice that says why the answer ended."""
@@ -179,21 +179,23 @@ class TextChoice(ChatChoice):
     """One of `choices`: a text that goes on from the prompt."""
 
     def begin(self, answer: Completion) -> list[Choice]:
-        told: Choice = {}
+        token_fields: Choice = {}
         prompt = self._echo(answer)
         if self.request.echoes and self.request.wanted_logprobs is not None:
-            told = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
-        return [self._choice(prompt) | told] if prompt or told else []
+            token_fields = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
+        return [self._choice(prompt) | token_fields] if prompt or token_fields else []
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         yield self._choice(text_of_parts(self.parts.end()), answer.reason)
 
     def message(self, answer: Completion) -> Choice:
         opening = next(iter(self.begin(answer)), self._choice(""))
-        told = self._of_tokens(answer.token_ids, answer.logprobs)
+        token_fields = self._of_tokens(answer.token_ids, answer.logprobs)
         if opening["logprobs"] is not None:
-            told["logprobs"] = {name: opening["logprobs"][name] + rated for name, rated in told["logprobs"].items()}
-        return self._choice(opening["text"] + text_of_parts(self.parts.of(answer)), answer.reason) | told
+            token_fields["logprobs"] = {
+                name: opening["logprobs"][name] + rated for name, rated in token_fields["logprobs"].items()
+            }
+        return self._choice(opening["text"] + text_of_parts(self.parts.of(answer)), answer.reason) | token_fields
 
     def _echo(self, answer: Completion) -> str:
         if not self.request.echoes:

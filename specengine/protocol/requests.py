@@ -143,11 +143,11 @@ class StructuredOutputs(Body):
             None if self.regex is None else _lark(f"/{_SLASH.sub(_escaped, self.regex)}/"),
             None if self.choice is None else _lark(" | ".join(json.dumps(text) for text in self.choice)),
         ]
-        made: dict[str, Any] = {} if self.json_ is None else {"json_schema": self.json_}
+        constraints: dict[str, Any] = {} if self.json_ is None else {"json_schema": self.json_}
         for grammar in grammars:
             if grammar is not None:
-                made["grammar" if "grammar" not in made else "another grammar"] = grammar
-        return made | ({"json_object": True} if self.json_object else {})
+                constraints["grammar" if "grammar" not in constraints else "another grammar"] = grammar
+        return constraints | ({"json_object": True} if self.json_object else {})
 
 
 def _lark(rule: str) -> str:
@@ -242,11 +242,11 @@ class WithTools(BaseModel):
         other = {at: kind for at, kind in enumerate(kinds) if isinstance(kind, str) and kind not in cls.functions_are}
         if other and isinstance(tools, list):
             given = {**given, "tools": [tool for at, tool in enumerate(tools) if at not in other] or None}
-        made = read(given)
-        made._notes = [  # noqa: SLF001
+        read_tool = read(given)
+        read_tool._notes = [  # noqa: SLF001
             f"tools[{at}]: type {kind!r:.60} is left out, accepted functions" for at, kind in other.items()
         ]
-        return made
+        return read_tool
 
 
 # Fields that are taken at the one value that changes nothing.
@@ -273,12 +273,14 @@ def _declared_fields() -> dict[str, Any]:
     """Return pydantic's fields of the options whose declaration has a plain one, by name."""
     fields = {}
     for declared in declarations().values():
-        if (own := declared.field) is None or own.written or declared.reader is None:
+        if (api_field := declared.field) is None or api_field.written or declared.reader is None:
             continue
-        limits: Mapping[str, Any] = declared.reader.limits if own.limits is None else own.limits
+        limits: Mapping[str, Any] = declared.reader.limits if api_field.limits is None else api_field.limits
         kind: Any = declared.reader.kind
-        annotation = kind | None if own.read is None else Annotated[kind | None, AfterValidator(_if_any(own.read))]
-        fields[declared.field_name] = (annotation, Field(None, description=own.about, **limits))
+        annotation = (
+            kind | None if api_field.read is None else Annotated[kind | None, AfterValidator(_if_any(api_field.read))]
+        )
+        fields[declared.field_name] = (annotation, Field(None, description=api_field.about, **limits))
     return fields
 
 
@@ -354,13 +356,13 @@ class Sampling(Declared, CommonFields, Neutral):
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
         """Return the options that constrain the answer, by the field that asks for them."""
-        asked = {name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None}
+        constraints = {name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None}
         if self.grammar is not None:
-            asked["grammar"] = {"grammar": self.grammar}
+            constraints["grammar"] = {"grammar": self.grammar}
         for name in _GUIDED:
             if (value := getattr(self, f"guided_{name}")) is not None:
-                asked[f"guided_{name}"] = StructuredOutputs.model_validate({name: value}).options
-        return {name: options for name, options in asked.items() if options}
+                constraints[f"guided_{name}"] = StructuredOutputs.model_validate({name: value}).options
+        return {name: options for name, options in constraints.items() if options}
 
     def each(self) -> list[Self]:
         """Return a request for each answer that this one asks for, with seeds that follow on each other."""
@@ -430,8 +432,8 @@ class ChatRequest(WithTools, Sampling):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if isinstance(chosen := self.tool_choice, NamedChoice):
-            known = [tool.function.name for tool in self.tools or []]
-            if chosen.function.name not in known:
+            names = [tool.function.name for tool in self.tools or []]
+            if chosen.function.name not in names:
                 raise ValueError(f"tool_choice: {chosen.function.name!r:.60} is not among the tools")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: accepted without add_generation_prompt")
@@ -523,9 +525,9 @@ class CompletionRequest(Sampling):
 
     def within(self, around: Infill) -> Self:
         """Return the same request for an answer between two texts, of which one may be empty."""
-        made = self.model_copy()
-        made._infill = around  # noqa: SLF001
-        return made
+        copy = self.model_copy()
+        copy._infill = around  # noqa: SLF001
+        return copy
 
     @property
     def _prompts(self) -> list[Any]:

@@ -172,8 +172,8 @@ class _Conversation:
                 "reasoning": self._reasoning,
             }.get(kind if isinstance(kind, str) else "")
             if reads is None:
-                kept = "; this server keeps no items" if kind == "item_reference" else ""
-                message = f"got {kind!r:.60}, accepted message, function_call, function_call_output, reasoning{kept}"
+                reason = "; this server keeps no items" if kind == "item_reference" else ""
+                message = f"got {kind!r:.60}, accepted message, function_call, function_call_output, reasoning{reason}"
                 raise refused(f"{place}.type", message)
             reads(place, item)
 
@@ -397,8 +397,8 @@ class _Item:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             call = self.call
-            known = {} if call is None else {"call_id": call.id, "name": call.name}
-            return item | known | {"arguments": text or ""}
+            of_call = {} if call is None else {"call_id": call.id, "name": call.name}
+            return item | of_call | {"arguments": text or ""}
         assert self.part is not None
         content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
         role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}

@@ -122,14 +122,14 @@ class Coder(Format):
 
     def _call(self, name: str, text: str, schemas: Schemas) -> ToolCall:
         schema = schemas.get(name)
-        known = schema.get("properties") if isinstance(schema, Mapping) else None
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         arguments, at = {}, 0
         while text[at:].strip():
             found = self._PARAMETER.match(text, at)
             if found is None:
                 raise ValueError("something stands between parameters")
             value = found[2].removeprefix("\n").removesuffix("\n")
-            arguments[found[1]] = typed(value, known.get(found[1]) if isinstance(known, Mapping) else None)
+            arguments[found[1]] = typed(value, properties.get(found[1]) if isinstance(properties, Mapping) else None)
             at = found.end()
         return call_of({"name": name, "arguments": arguments})
 
@@ -181,8 +181,10 @@ class Llama(Format):
         end = json_end(text, start)
         if end is None:
             return None
-        given = loaded(text[start:end])
-        call = call_of(given, "parameters" if isinstance(given, dict) and "parameters" in given else "arguments")
+        loaded_call = loaded(text[start:end])
+        call = call_of(
+            loaded_call, "parameters" if isinstance(loaded_call, dict) and "parameters" in loaded_call else "arguments"
+        )
         if not tagged and call.name not in schemas:
             raise ValueError("no tool has this name")
         return Read([call], end)
@@ -203,10 +205,10 @@ def json_end(text: str, start: int) -> int | None:
     if at < len(text) and text[at] not in "{[":
         raise ValueError("no object")
     while at < len(text):
-        found = _STRUCTURE.match(text, at)
-        if found is None:
+        match = _STRUCTURE.match(text, at)
+        if match is None:
             return None  # a string that goes on
-        piece, at = found[0], found.end()
+        piece, at = match[0], match.end()
         if piece in ("{", "["):
             depth += 1
         elif piece in ("}", "]"):

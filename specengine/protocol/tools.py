@@ -37,8 +37,8 @@ class StopText:
         if self.found is not None:
             return ""
         self._rest += text
-        found = [(self._rest.find(stop, max(passed - self._sent - len(stop) + 1, 0)), stop) for stop in self.stops]
-        if places := [(place, stop) for place, stop in found if place >= 0]:
+        matches = [(self._rest.find(stop, max(passed - self._sent - len(stop) + 1, 0)), stop) for stop in self.stops]
+        if places := [(place, stop) for place, stop in matches if place >= 0]:
             end, self.found = min(places)
             sent, self._rest = self._rest[:end], ""
             return sent
@@ -86,10 +86,10 @@ def format_of(tokenizer: Any) -> Format:
     if without == with_tools:
         raise RequestError(400, "tools: this model's chat template does not take them", "tools", "unsupported_field")
     same = next((at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b), len(with_tools))
-    for known in FORMATS:
-        if _reads(known, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
-            return known
-    titles = ", ".join(known.title for known in FORMATS)
+    for candidate in FORMATS:
+        if _reads(candidate, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
+            return candidate
+    titles = ", ".join(candidate.title for candidate in FORMATS)
     message = f"tools: the format of this model's calls is not supported; supported: {titles}"
     raise RequestError(400, message, "tools", "unsupported_field")
 
@@ -129,11 +129,11 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
         return texts[0] == texts[1]
 
     for given in (tools, []) if tools is None and isinstance(template, dict) else (tools,):
-        told = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
+        answer = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
         if called is not None and same(given, [_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
             place, kind = f"messages[{called}].tool_calls", "calls"
         elif result is not None and same(
-            given, [_USER, _SAID, told | {"content": "one"}], [_USER, _SAID, told | {"content": "two"}]
+            given, [_USER, _SAID, answer | {"content": "one"}], [_USER, _SAID, answer | {"content": "two"}]
         ):
             place, kind = f"messages[{result}].role", "results"
         else:
@@ -197,9 +197,9 @@ class ToolReader:
                 return 0, ""
             if begun[0] == "{":
                 return 0, self._rest[: len(self._rest) - len(begun) + 1]
-        found = [(self._rest.find(mark), mark) for mark in self.format.openings if mark in self._rest]
-        if found:
-            return min(found)
+        places = [(self._rest.find(mark), mark) for mark in self.format.openings if mark in self._rest]
+        if places:
+            return min(places)
         return len(self._rest) - held_back(self._rest, self.format.openings), ""
 
     def _text(self, parts: list[str | ToolCall], length: int) -> None:

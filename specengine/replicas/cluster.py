@@ -33,7 +33,7 @@ def running(scale: Scale) -> Iterator[None]:
 
     InputError where there is no such cluster, or where it is too small.
     """
-    own: dict[str, Any] = {
+    local_cluster: dict[str, Any] = {
         "num_cpus": max(cores(), scale.most * (scale.threads or 1)),
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
@@ -45,7 +45,7 @@ def running(scale: Scale) -> Iterator[None]:
                 address=scale.address or "local",
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                **({} if scale.address else own),
+                **({} if scale.address else local_cluster),
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
         place = f"no Ray cluster was found at {scale.address}" if scale.address else "Ray does not start"

@@ -18,20 +18,20 @@ MAX_TEXT = 1 << 24  # characters of a filled template
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    sys.path += [folder for folder in given["path"] if folder not in sys.path]
-    answer = {"llguidance": read_grammars, "transformers": fill_templates}[given["package"]](given["folder"])
+    limits = json.loads(sys.argv[1])
+    sys.path += [folder for folder in limits["path"] if folder not in sys.path]
+    answer = {"llguidance": read_grammars, "transformers": fill_templates}[limits["package"]](limits["folder"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
-    _limit(given["memory"] + given["stack"])
-    if given["niceness"] and hasattr(os, "nice"):
-        os.nice(given["niceness"])
+    _limit(limits["memory"] + limits["stack"])
+    if limits["niceness"] and hasattr(os, "nice"):
+        os.nice(limits["niceness"])
 
     def read() -> None:
         print(flush=True)
         for line in sys.stdin:
             print(json.dumps(answer(*json.loads(line))), flush=True)
 
-    threading.stack_size(given["stack"])
+    threading.stack_size(limits["stack"])
     reader = threading.Thread(target=read)
     reader.start()
     reader.join()

@@ -63,17 +63,17 @@ def _compiled(field: str, text: str) -> str:
     try:
         text = _exact(field, text)
         if field == "grammar":
-            made = library().grammar_from("grammar", text)
+            grammar = library().grammar_from("grammar", text)
         else:
-            made = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
-        fault = _fault(made)
+            grammar = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
+        fault = _fault(grammar)
     except InputError:
         raise
     except (ValueError, RecursionError, TimeoutError, MemoryError) as error:
         raise refused(field, str(error)) from error
     if fault:
         raise refused(field, fault)
-    return str(made)
+    return str(grammar)
 
 
 def _fault(made: str) -> str:
@@ -138,13 +138,13 @@ def _check_size(field: str, parts: list[Any]) -> None:
     most = {"properties": MAX_PROPERTIES, "patternProperties": MAX_PATTERNS}
     counted = dict.fromkeys(most, 0)
     while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
+        schema_part = parts.pop()
+        if isinstance(schema_part, dict):
             for name in most:
-                counted[name] += len(found) if isinstance(found := part.get(name), dict) else 0
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
+                counted[name] += len(value) if isinstance(value := schema_part.get(name), dict) else 0
+            parts += schema_part.values()
+        elif isinstance(schema_part, list):
+            parts += schema_part
     for name, accepted in most.items():
         if counted[name] > accepted:
             raise InputError(f"{field}: got {counted[name]} {name}, accepted up to {accepted} in all")
@@ -201,12 +201,12 @@ class Vocabularies:
         matcher = _deeply(lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()), len(made))
         if matcher.is_error():
             raise refused(field, matcher.get_error())
-        found = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)
-        for beginning in ([], found.forced([])):
-            allowed, fault = found.allowed(beginning).any(), found.fault
-            if fault is not None or not (allowed or found.complete(beginning)):
+        constraint = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)
+        for beginning in ([], constraint.forced([])):
+            allowed, fault = constraint.allowed(beginning).any(), constraint.fault
+            if fault is not None or not (allowed or constraint.complete(beginning)):
                 raise fault or refused(field, "no text meets it")
-        return found
+        return constraint
 
     @property
     def _stand_in(self) -> int:
@@ -218,9 +218,9 @@ class Vocabularies:
             raise InputError(f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine")
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
-            given = list(ends) or [self._stand_in]
+            end_ids = list(ends) or [self._stand_in]
             try:
-                self._made[ends] = library().hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=given)
+                self._made[ends] = library().hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=end_ids)
             except ValueError as error:
                 raise InputError(f"{field}: the tokenizer cannot be read for it ({error!s:.200})") from error
         return self._made[ends]
@@ -264,10 +264,10 @@ class Constraint:
         """Return the tokens of the text that must follow, as the tokenizer writes it; [] where there is a choice."""
         if not self._go(tokens):
             return []
-        found = list(self._matcher.compute_ff_tokens())
+        forced_ids = list(self._matcher.compute_ff_tokens())
         if self._gave_up():
             return []
-        return found[: self._matcher.validate_tokens(found)]  # text like a special token's is not that token
+        return forced_ids[: self._matcher.validate_tokens(forced_ids)]  # text like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Return whether this token may follow these."""

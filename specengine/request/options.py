@@ -86,12 +86,14 @@ class GenerationOptions(DeclaredOptions):
     @classmethod
     def check(cls, options: dict[str, Any]) -> GenerationOptions:
         """Return the options as given, each of them checked, before there is a model; InputError as `of` raises it."""
-        known = declarations()
+        declared = declarations()
         for name in options:
-            if name not in known:
-                listed = ", ".join(known)
-                raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, list(known))}")
-        self = cls(**{name: value if known[name].as_is else plain(value) for name, value in options.items()})
+            if name not in declared:
+                listed = ", ".join(declared)
+                raise InputError(
+                    f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, list(declared))}"
+                )
+        self = cls(**{name: value if declared[name].as_is else plain(value) for name, value in options.items()})
         check(self)
         if self.constrains is not None:
             compiled(*self.constrains)
@@ -205,11 +207,11 @@ class GenerationOptions(DeclaredOptions):
         """Take over what is still None; what shapes a draw means nothing where none is asked for."""
         if self.do_sample is None:
             self.do_sample = bool(values.get("do_sample"))
-        known = declarations()
+        declared = declarations()
         for name in IN_CONFIGS:
             if getattr(self, name) is None and (self.do_sample or name not in SHAPES_DRAWS):
                 setattr(self, name, values.get(name))
-                reader = known[name].reader if name in known else None
+                reader = declared[name].reader if name in declared else None
                 if reader is not None and values.get(name) is not None:
                     reader.check(f"generation_config.{name}", values[name])
 
@@ -228,8 +230,8 @@ class GenerationOptions(DeclaredOptions):
             try:
                 alone.sampler(prompt_length, "cpu")
             except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
-                given = shown(getattr(self, name))
-                raise InputError(f"{name}: got {given}, which transformers refuses ({error!s:.300})") from error
+                text = shown(getattr(self, name))
+                raise InputError(f"{name}: got {text}, which transformers refuses ({error!s:.300})") from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
         fits = all(value <= MAX_NUMBER for value in values)  # which NaN is not

@@ -169,8 +169,8 @@ def _from_messages(
         _require_unicode("chat_template_kwargs", text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
-    given = [*texts, *(tools or []), dict(template or {})]
-    if special is not None and any(special.stands_in(text) for text in _strings(given)):
+    values = [*texts, *(tools or []), dict(template or {})]
+    if special is not None and any(special.stands_in(text) for text in _strings(values)):
         return special.encode(texts, room, tools, template)
     tools, options = None if tools is None else list(tools), _ENDED | dict(template or {})
     if fills_itself(tokenizer):
@@ -236,8 +236,8 @@ class SpecialText(NamedTuple):
     def encode(self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template) -> list[int]:
         """Return the ids of the filled template, with special tokens only where the template has put them."""
         options = dict(template or {})
-        given = list(_strings([*messages, *(tools or []), options]))
-        mark = next((char for char in _PRIVATE if not any(char in text for text in given)), None)
+        strings = list(_strings([*messages, *(tools or []), options]))
+        mark = next((char for char in _PRIVATE if not any(char in text for text in strings)), None)
         if mark is None:
             raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
 
@@ -250,20 +250,20 @@ class SpecialText(NamedTuple):
         text = filled(self.tokenizer, marked(messages), tools, "prompt", **_ENDED | marked(options))
         room.require("prompt", [text], self.tokenizer)
         if self._pieces(text) != list(self.tokenizer(text, add_special_tokens=False)["input_ids"]):
-            found = next(text for text in self.texts if any(text in part for part in given))
+            found = next(text for text in self.texts if any(text in part for part in strings))
             raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
         names = re.compile(f"{mark}(\\d+){mark}")
         return self._pieces(text, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
 
     def _pieces(self, text: str, restored: Callable[[str], str] = str) -> list[int]:
         ids, end = [], 0
-        for found in [*self.pattern.finditer(text), None]:
-            piece = text[end:] if found is None else text[end : found.start()]
+        for match in [*self.pattern.finditer(text), None]:
+            piece = text[end:] if match is None else text[end : match.start()]
             if piece:
                 ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)["input_ids"]
-            if found is not None:
-                ids.append(self.tokenizer.convert_tokens_to_ids(found[0]))
-                end = found.end()
+            if match is not None:
+                ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
+                end = match.end()
         return ids
 
 
@@ -360,15 +360,15 @@ def longest_token(tokenizer: Any) -> int:
 
 def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
     """Yield the texts in pieces of at most that many characters, short ones together."""
-    held: list[str] = []
+    waiting: list[str] = []
     letters = 0
     for text in texts:
         for start in range(0, len(text), most):
-            part = text[start : start + most]
-            if letters + len(part) > most:
-                yield "".join(held)
-                held, letters = [], 0
-            held.append(part)
-            letters += len(part)
-    if held:
-        yield "".join(held)
+            cut = text[start : start + most]
+            if letters + len(cut) > most:
+                yield "".join(waiting)
+                waiting, letters = [], 0
+            waiting.append(cut)
+            letters += len(cut)
+    if waiting:
+        yield "".join(waiting)

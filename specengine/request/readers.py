@@ -58,7 +58,7 @@ class ReadingProcess:
             raise NoReaderError
         script = str(Path(__file__).with_name("_reader.py"))
         limits = {"memory": MAX_BYTES, "stack": STACK_BYTES, "niceness": niceness}
-        told = json.dumps(
+        arguments = json.dumps(
             {
                 "package": kind.package,
                 "folder": os.fspath(folders[0]),
@@ -69,7 +69,7 @@ class ReadingProcess:
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, told],
+                [sys.executable, "-I", "-S", script, arguments],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=nothing,
@@ -88,14 +88,14 @@ class ReadingProcess:
         return self._within(seconds, line)
 
     def _within(self, seconds: float, line: bytes) -> bytes:
-        asked, answered = self._process.stdin, self._process.stdout
-        assert asked is not None
+        questions, answered = self._process.stdin, self._process.stdout
+        assert questions is not None
         assert answered is not None
         timer = threading.Timer(seconds, self._end)
         timer.start()
         try:
-            asked.write(line)
-            asked.flush()
+            questions.write(line)
+            questions.flush()
             return answered.readline()
         except OSError:  # it ended before it had read the line
             return b""

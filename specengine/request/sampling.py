@@ -103,14 +103,14 @@ class Sampler:
     @property
     def row_filter(self) -> RowFilter | None:
         """Return what the processors do to a row of logits; None where they read more than the row, or are unknown."""
-        found, rank = RowFilter(), -1
+        row_filter, rank = RowFilter(), -1
         for item in self.processors:
             before, rank = rank, RANKS.get(type(item), -1)
             if rank <= before or any(getattr(item, name, value) != value for name, value in USUAL.items()):
                 return None
             name = RowFilter._fields[rank]
-            found = found._replace(**{name: getattr(item, name)})
-        return found
+            row_filter = row_filter._replace(**{name: getattr(item, name)})
+        return row_filter
 
     @property
     def temperature(self) -> float:
@@ -194,8 +194,8 @@ class Sampler:
             except Exception as error:
                 raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
             if not isinstance(rows, Tensor) or rows.shape != (1, *scores.shape):
-                given = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-                raise ProcessorError(f"logits processor {name} returned {given}, not shape {(1, *scores.shape)}")
+                got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+                raise ProcessorError(f"logits processor {name} returned {got}, not shape {(1, *scores.shape)}")
             best = float(rows.max())
             if best != best or best == float("inf"):
                 raise ProcessorError(f"logits processor {name} returned NaN or infinity at position {history.length}")
@@ -253,9 +253,9 @@ class TopP(LogitsProcessor):
             if before[-1] >= self.top_p or count == row.shape[0]:
                 break
             count = min(8 * count, row.shape[0])
-        kept = (before < self.top_p) | (torch.arange(count, device=row.device, dtype=torch.int64) == 0)
+        inside = (before < self.top_p) | (torch.arange(count, device=row.device, dtype=torch.int64) == 0)
         result = torch.full_like(scores, MINUS_INF)
-        result[0, ids[kept]] = values[kept]
+        result[0, ids[inside]] = values[inside]
         return result
 
 

@@ -75,8 +75,8 @@ def _rewritten(node: Any, divisors: list[Fraction]) -> Any:
     if not isinstance(node, dict):
         return node
     schema = {key: _member(key, value, divisors) for key, value in node.items()}
-    given = schema.get("type")
-    types = [given] if isinstance(given, str) else given if isinstance(given, list) else None
+    stated = schema.get("type")
+    types = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else None
     _keep_format(schema, types)
     _keep_bounds(schema, integer=types is not None and "number" not in types)
     if _is_number(schema.get("multipleOf")):

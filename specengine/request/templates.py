@@ -56,7 +56,7 @@ def _refusing(field: str) -> Iterator[None]:
 def _filled(tokenizer: Any, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
     options = {**tokenizer.special_tokens_map, "tools": tools, **options}
     options["chat_template"] = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    conversation = [{name: part for name, part in message.items() if part is not None} for message in messages]
+    conversation = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         answer = FILLERS.answer([conversation, options], MAX_SECONDS)
     except NoReaderError:

@@ -80,8 +80,8 @@ class Decoder:
     def specials_in(self, strings: Collection[str]) -> frozenset[int]:
         """Return the special tokens, hidden in the text, whose own text stands in one of these strings."""
         texts = special_texts(self.tokenizer).items() if strings else ()
-        found = {token for token, text in texts if text and any(text in string for string in strings)}
-        return frozenset(found - self.shown)
+        specials = {token for token, text in texts if text and any(text in string for string in strings)}
+        return frozenset(specials - self.shown)
 
     def showing(self, tokens: Collection[int]) -> Decoder:
         """Return the same decoder with further special tokens shown."""
@@ -254,20 +254,20 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        before, known = len(self._tokens), self._writes
+        before, written = len(self._tokens), self._writes
         for token in tokens:
-            if known[token] if token in known else self._is_written(token):
+            if written[token] if token in written else self._is_written(token):
                 self._tokens.append(token)
         count = stable = len(self._tokens)
         if count == before:
             return ""
-        if held := count - self._end < HELD_BACK_LIMIT:
+        if waiting := count - self._end < HELD_BACK_LIMIT:
             while stable > self._end and self._is_byte(self._tokens[stable - 1]):
                 stable -= 1
             if stable == self._end:
                 return ""
         now = self._decode(self._tokens[:stable])
-        settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if held else now
+        settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if waiting else now
         if self._lookback:
             return self._firm(now, settled, stable)
         piece = settled[len(self._sent) :]

@@ -281,8 +281,8 @@ class _Layout:
     def below(self, node: int) -> list[int]:
         if node < 0:
             return []
-        own = [-1] if self.cycle.has_own and node == self.cycle.accepted[-1] else []
-        return own + [n for n in self.cycle.children[node] if self.pruned or self.cycle.states[n] != PRUNED]
+        target_nodes = [-1] if self.cycle.has_own and node == self.cycle.accepted[-1] else []
+        return target_nodes + [n for n in self.cycle.children[node] if self.pruned or self.cycle.states[n] != PRUNED]
 
     def depth(self, node: int) -> int:
         return len(self.cycle.accepted) if node < 0 else self.cycle.depths[node]

@@ -83,9 +83,9 @@ def _below(cycle: TracedCycle, node: int, before: str, pruned: bool) -> Iterator
     hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
     folded = len(hidden) > 1 and not pruned
     shown = [child for child in cycle.children[node] if not (folded and child in hidden)]
-    own = cycle.has_own and node == cycle.accepted[-1]
-    lines = len(shown) + own + folded
-    if own:
+    has_own = cycle.has_own and node == cycle.accepted[-1]
+    lines = len(shown) + has_own + folded
+    if has_own:
         lines -= 1
         missed = any(cycle.tokens[child] == cycle.committed[-1] for child in hidden)
         text = f"{cycle.committed_texts[-1]!r} {cycle.committed[-1]}{', drafted but pruned' if missed else ''}"

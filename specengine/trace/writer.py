@@ -99,7 +99,7 @@ def cycle_record(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> dict
 def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycle:
     """Return the traced cycle of a cycle that added `text` to the answer. text_of: returns the text of a token."""
     grown = cycle.tree if cycle.grown is None else cycle.grown
-    kept = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
+    kept_ids = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()
     tokens = grown.tokens.tolist()
     return TracedCycle(
         tokens=tokens,
@@ -107,8 +107,8 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         parents=grown.parents.tolist(),
         probabilities=_probabilities(grown.log_probs),
         path_probabilities=_probabilities(grown.path_log_probs),
-        kept=kept,
-        accepted=[kept[node] for node in cycle.agreed],
+        kept=kept_ids,
+        accepted=[kept_ids[node] for node in cycle.agreed],
         committed=cycle.tokens,
         committed_texts=[text_of(token) for token in cycle.tokens],
         text=text,

@@ -55,9 +55,10 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing, or not text")
-    if architecture not in (known := _stored()):
+    if architecture not in (architectures := _stored()):
         raise UnsupportedModelError(
-            f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: {', '.join(sorted(known))}; "
+            f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: "
+            f"{', '.join(sorted(architectures))}; "
             "load the model from its folder or Hub id of safetensors instead, which transformers runs"
         )
     return architecture
@@ -73,12 +74,12 @@ def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
 
     Those that ask whether a file is one of theirs come first.
     """
-    found: dict[str, list[tuple[str, families.Family, families.GGUF]]] = {}
+    by_architecture: dict[str, list[tuple[str, families.Family, families.GGUF]]] = {}
     for name, family in families.known().items():
-        if (own := family.gguf) is not None:
-            for architecture in (own.architecture, *own.others):
-                found.setdefault(architecture, []).append((name, family, own))
-    return {name: sorted(stored, key=lambda one: one[2].holds is None) for name, stored in found.items()}
+        if (form := family.gguf) is not None:
+            for architecture in (form.architecture, *form.others):
+                by_architecture.setdefault(architecture, []).append((name, family, form))
+    return {name: sorted(stored, key=lambda one: one[2].holds is None) for name, stored in by_architecture.items()}
 
 
 class _Fields:
@@ -120,10 +121,10 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     """
     metadata = _Fields(file)
     stored = _stored()[metadata.architecture]
-    model_type, family, own = next(one for one in stored if one[2].holds is None or one[2].holds(metadata.value))
+    model_type, family, form = next(one for one in stored if one[2].holds is None or one[2].holds(metadata.value))
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if longrope or key in (*own.keys, *own.ignored, *own.read) or metadata.value(key) is None:
+        if longrope or key in (*form.keys, *form.ignored, *form.read) or metadata.value(key) is None:
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
@@ -133,25 +134,27 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
             raise metadata.unsupported(key, f"is not supported: it must be the size of a head with a window, {local}")
     of_layer_norms = metadata.value("attention.layer_norm_epsilon")
     norms = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
-    sizes, eps = _sizes(metadata, family, own), metadata.positive(norms, of_layer_norms)
+    sizes, eps = _sizes(metadata, family, form), metadata.positive(norms, of_layer_norms)
     fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
     inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
-    fields |= {field: tensor in inside for field, tensor in own.flags.items()}
-    fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in own.without.items()}
-    fields |= {field: metadata.value(key) for key, field in own.keys.items()}
-    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, own)}
+    fields |= {field: tensor in inside for field, tensor in form.flags.items()}
+    fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in form.without.items()}
+    fields |= {field: metadata.value(key) for key, field in form.keys.items()}
+    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form)}
     fields |= {
         "tie_word_embeddings": _OUTPUT not in file.tensors,
         "eos_token_id": end_ids(file, sizes["vocabulary"]),
         "bos_token_id": special_id(file, "bos_token_id", sizes["vocabulary"]),
         "pad_token_id": special_id(file, "padding_token_id", sizes["vocabulary"]),
     }
-    made = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     try:
-        fields |= own.finish(fields, metadata.value)
-        return made(**fields, architectures=[made.__name__.replace("Config", "ForCausalLM")])
+        fields |= form.finish(fields, metadata.value)
+        return config_class(**fields, architectures=[config_class.__name__.replace("Config", "ForCausalLM")])
     except Exception as error:  # transformers' own checks, whose errors have no common base
-        raise CheckpointError(f"{file.path}: no {made.__name__} can be built from its metadata: {error}") from error
+        raise CheckpointError(
+            f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
+        ) from error
 
 
 def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
@@ -327,8 +330,10 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
     turns = context * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     with np.errstate(all="ignore"):  # a damaged file's numbers
-        known = stored.shape == smooth.shape and np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4)
-    if not known:
+        as_computed = stored.shape == smooth.shape and np.allclose(
+            stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4
+        )
+    if not as_computed:
         raise UnsupportedModelError(
             f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3 models "
             f"(low {low}, high {high}, context {context}), so their meaning is unknown"
@@ -362,9 +367,9 @@ def require_complete(
     for key, several in names.items():  # of latents, whose matrices older files have as one, as transformers has
         whole = several[0].replace("attn_k_b", "attn_kv_b")
         names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
-        wanted |= _split(config, names[key], turned(config, shape), rows)
+        expected |= _split(config, names[key], turned(config, shape), rows)
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
     stored = {
@@ -375,7 +380,7 @@ def require_complete(
     }
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *rope.values()]
-    kinds = {given.get("rope_type") for given in ropes if isinstance(given, dict)}
+    kinds = {parameters.get("rope_type") for parameters in ropes if isinstance(parameters, dict)}
     for name in (
         *(_ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
         *(_SHORT, _LONG) * ("longrope" in kinds),
@@ -383,13 +388,13 @@ def require_complete(
         stored.pop(name, None)
     differ = [
         f"{name} {list(stored[name])}, not {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if _without_ones(stored.get(name, shape)) != _without_ones(shape)
     ]
     problems = {
-        "missing": [name for name in wanted if name not in stored],
+        "missing": [name for name in expected if name not in stored],
         "of another shape": differ,
-        "not used by this model": [name for name in stored if name not in wanted],
+        "not used by this model": [name for name in stored if name not in expected],
     }
     listed = [f"{what}: {_some(which)}" for what, which in problems.items() if which]
     if listed:
@@ -436,10 +441,10 @@ def is_of_latents(name: str) -> bool:
 
 def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:
     """Return how many rows each module of a file has."""
-    found: dict[str, int] = {}
+    rows: dict[str, int] = {}
     for part in families.known()[config.model_type].parts(config):
-        found[part.name.gguf] = found.get(part.name.gguf, 0) + part.size
-    return found
+        rows[part.name.gguf] = rows.get(part.name.gguf, 0) + part.size
+    return rows
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -462,12 +467,14 @@ def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) ->
     modules: dict[str, dict[str, None]] = {}
     for part in family.parts(config):
         modules.setdefault(part.name.transformers, {})[part.name.gguf] = None
-    found = {}
+    stored_names = {}
     for name in names:
         module, _, kind = name.rpartition(".")
         whole = name in modules
-        found[name] = tuple(modules[name]) if whole else tuple(_stored_name(stored, kind) for stored in modules[module])
-    return found
+        stored_names[name] = (
+            tuple(modules[name]) if whole else tuple(_stored_name(stored, kind) for stored in modules[module])
+        )
+    return stored_names
 
 
 def _stored_name(module: str, kind: str) -> str:

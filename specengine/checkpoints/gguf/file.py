@@ -121,18 +121,18 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
         if accept is not None:
             accept(paths[0], metadata)
         tensors = _read_tensors(cursor, metadata, count, 0)
-        for part, other in enumerate(paths[1:], 1):
+        for number, other in enumerate(paths[1:], 1):
             cursor, inside, count = _opened(other, sources)
-            if (inside.get("split.no"), inside.get("split.count")) != (part, len(paths)):
-                raise CheckpointError(f"{other} does not say that it is part {part + 1} of {len(paths)}")
-            more = _read_tensors(cursor, inside, count, part)
+            if (inside.get("split.no"), inside.get("split.count")) != (number, len(paths)):
+                raise CheckpointError(f"{other} does not say that it is part {number + 1} of {len(paths)}")
+            more = _read_tensors(cursor, inside, count, number)
             if twice := sorted(tensors.keys() & more.keys()):
                 raise CheckpointError(f"{other}: tensor {twice[0][:80]!r} is in another part as well")
             tensors |= more
-        wanted = metadata.get("split.tensors.count", len(tensors))
-        if len(paths) > 1 and wanted != len(tensors):
+        stated = metadata.get("split.tensors.count", len(tensors))
+        if len(paths) > 1 and stated != len(tensors):
             raise CheckpointError(
-                f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(wanted)[:80]}"
+                f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(stated)[:80]}"
             )
         return GGUFFile(sources, metadata, tensors)
     except BaseException:
@@ -230,7 +230,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        data, position, found = self._data, self.position, []
+        data, position, texts = self._data, self.position, []
         for _ in range(count):
             start = position + _LENGTH.size
             if start > len(data):
@@ -238,10 +238,10 @@ class _Cursor:
             position = start + _LENGTH.unpack_from(data, start - _LENGTH.size)[0]
             if position > len(data):
                 self._load(position)
-            found.append(data[start:position])
+            texts.append(data[start:position])
         self.position = position
         try:
-            return [piece.decode() for piece in found]
+            return [piece.decode() for piece in texts]
         except UnicodeDecodeError as error:
             raise self.error(f"is not UTF-8 ({error.reason})") from error
 
@@ -350,7 +350,7 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
             "join them with llama-gguf-split --merge"
         )
     paths = [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-    if missing := [part.name for part in paths if not part.is_file()]:
+    if missing := [part_path.name for part_path in paths if not part_path.is_file()]:
         raise CheckpointError(f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}")
     return paths
 

@@ -92,8 +92,8 @@ def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
     ids = {key: value for key, value in file.metadata.items() if _IS_ID.fullmatch(key) and type(value) is int}
     for key, value in ids.items():
         if not 0 <= value < vocabulary:
-            own = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
-            print(own + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""), file=sys.stderr)
+            note = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
+            print(note + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""), file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -132,17 +132,17 @@ class Tokens:
 
     @cached_property
     def _named_ends(self) -> set[int]:
-        given = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
-        return self._of(*_END_TEXTS) | self._file_marks | {number for number in given if number is not None}
+        stated = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
+        return self._of(*_END_TEXTS) | self._file_marks | {number for number in stated if number is not None}
 
     @cached_property
     def _file_marks(self) -> set[int]:
-        found = set()
+        marks = set()
         for key, texts in _FILE_MARKS.items():
             number = special_id(self.file, key, self.vocabulary)
-            known = [self.ids[text] for text in texts if text in self.ids]
-            found |= {number} if number is not None else set(known[:1])
-        return found
+            by_text = [self.ids[text] for text in texts if text in self.ids]
+            marks |= {number} if number is not None else set(by_text[:1])
+        return marks
 
     @cached_property
     def _parts(self) -> set[int]:
@@ -245,15 +245,15 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
         return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
     apart = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE)  # never made of letters
     whole = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
-    found = [
+    pairs = [
         (score, text[:cut], text[cut:])
         for text, score in zip(tokens.texts, scores, strict=True)
         if text in whole
         for cut in range(1, len(text))
         if text[:cut] in whole and text[cut:] in whole
     ]
-    found.sort(key=lambda merge: (-merge[0], -len(merge[1])))
-    return [(left, right) for _, left, right in found]
+    pairs.sort(key=lambda merge: (-merge[0], -len(merge[1])))
+    return [(left, right) for _, left, right in pairs]
 
 
 def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
@@ -268,8 +268,8 @@ def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
 def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
     first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos) or _is_merged(file)
     last = _flag(file, "add_eos_token", False)
-    for name, wanted in (("bos", first), ("eos", last)):
-        if wanted and ids[f"{name}_token"] is None:
+    for name, adds in (("bos", first), ("eos", last)):
+        if adds and ids[f"{name}_token"] is None:
             raise CheckpointError(
                 f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id names no token"
             )
@@ -279,13 +279,15 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
     """Return the template, or with named ones as well (as tool_use) all by name."""
-    found = {key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")}
-    wrong = next((key for key, value in found.items() if not isinstance(value, str)), None)
+    templates = {
+        key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+    }
+    wrong = next((key for key, value in templates.items() if not isinstance(value, str)), None)
     if wrong is not None:
         raise CheckpointError(f"{file.path}: {wrong[:80]} must be text")
-    if found.keys() <= {_TEMPLATE}:
-        return found.get(_TEMPLATE)
-    return {key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value for key, value in found.items()}
+    if templates.keys() <= {_TEMPLATE}:
+        return templates.get(_TEMPLATE)
+    return {key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value for key, value in templates.items()}
 
 
 def _splits(file: GGUFFile) -> Splits:
@@ -311,8 +313,8 @@ def _flag(file: GGUFFile, name: str, default: bool) -> bool:
 
 
 def _note_unread(file: GGUFFile) -> None:
-    known = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
-    others = [key for key in file.metadata if key.startswith(_GGML) and key not in known]
+    read_keys = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
+    others = [key for key in file.metadata if key.startswith(_GGML) and key not in read_keys]
     if others:
         _note(file, f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others")
 

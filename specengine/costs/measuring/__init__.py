@@ -207,12 +207,12 @@ def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, f
 
     A part that cycles do not have takes 0 seconds.
     """
-    found: dict[str, list[float]] = {name: [] for name in ("first", "root", "level", "end", "finish")}
+    by_part: dict[str, list[float]] = {name: [] for name in ("first", "root", "level", "end", "finish")}
     while True:
         for name, times in driver.rehearse(cycles.root, REHEARSED).items():
-            found[name] += times
-        if time.perf_counter() >= until or len(found["finish"]) >= MAX_CYCLES:
-            return {name: statistics.median(times or [0.0]) for name, times in found.items()}
+            by_part[name] += times
+        if time.perf_counter() >= until or len(by_part["finish"]) >= MAX_CYCLES:
+            return {name: statistics.median(times or [0.0]) for name, times in by_part.items()}
 
 
 def contexts(target: Target) -> tuple[int, int]:
@@ -483,11 +483,11 @@ class SyntheticCycles:
             innermost.reserve(tokens, DRAFT_SLOTS, MAX_PATH)
 
     def _rewind(self) -> None:
-        known, drafter = self._prompt, self.drafter
-        cached = min(self.target.cached(known), len(known) if drafter is None else drafter.cached(known))
-        features = self.target.prefill(known, cached)
+        prompt, drafter = self._prompt, self.drafter
+        cached = min(self.target.cached(prompt), len(prompt) if drafter is None else drafter.cached(prompt))
+        features = self.target.prefill(prompt, cached)
         if drafter is not None:
-            drafter.begin(known, features)
+            drafter.begin(prompt, features)
 
     def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
         self._wait()

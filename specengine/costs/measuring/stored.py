@@ -73,13 +73,15 @@ def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, 
     """
     key = identity(target, drafter, driver)
     name = _place(key)
-    kept = None if fresh else _loaded.get(name) or _read(key)
-    if kept is None or (not getattr(target, "others", 0) and kept.may_improve()):
-        kept = _Kept(measure(target, drafter, driver if target.device.type == "cuda" else None), time.time())
-        if reason := _write(key, kept):
-            kept.costs = dataclasses.replace(kept.costs, source=f"{kept.costs.source}, not stored: {reason}")
-    _loaded[name] = kept
-    return kept.costs
+    stored_costs = None if fresh else _loaded.get(name) or _read(key)
+    if stored_costs is None or (not getattr(target, "others", 0) and stored_costs.may_improve()):
+        stored_costs = _Kept(measure(target, drafter, driver if target.device.type == "cuda" else None), time.time())
+        if reason := _write(key, stored_costs):
+            stored_costs.costs = dataclasses.replace(
+                stored_costs.costs, source=f"{stored_costs.costs.source}, not stored: {reason}"
+            )
+    _loaded[name] = stored_costs
+    return stored_costs.costs
 
 
 def path(key: dict[str, Any]) -> Path:

@@ -124,7 +124,7 @@ class Scaled(NamedTuple):
 
 def _apart(heads: int, sizes: list[int]) -> list[int]:
     """Return rows that stand by head, that many of each part in a row, in the order of the parts."""
-    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
         head * sum(sizes) + start + row
         for start, size in zip(starts, sizes, strict=True)
@@ -651,8 +651,8 @@ class Experts:
                 native = f"mlp.experts.{number}.{kind}_proj"
                 yield Part(f"{native}.weight", name, size)
                 if self.biases:
-                    own = Name(f"{name.transformers}_bias", name.gguf.replace(".weight", ".bias"))
-                    yield Part(f"{native}.bias", own, size)
+                    bias = Name(f"{name.transformers}_bias", name.gguf.replace(".weight", ".bias"))
+                    yield Part(f"{native}.bias", bias, size)
         if self.shared is not None:
             for part in self.shared.parts(replace(shape, inner=self.shared_inner)):
                 yield part._replace(native=part.native.replace("mlp.", "mlp.shared."))
@@ -783,10 +783,10 @@ def scaled_context(config: Any, limit: int) -> int:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     reached = []
-    for given in ropes:
-        kind = given.get("rope_type", given.get("type"))
-        factor: Any = given.get("factor")
-        trained: Any = given.get("original_max_position_embeddings") or limit
+    for parameters in ropes:
+        kind = parameters.get("rope_type", parameters.get("type"))
+        factor: Any = parameters.get("factor")
+        trained: Any = parameters.get("original_max_position_embeddings") or limit
         scaled = kind in SCALED and isinstance(factor, int | float) and limit <= trained
         reached.append(int(min(factor * trained, MAX_CONTEXT)) if scaled else limit)
     return max(min(reached), limit)
@@ -909,8 +909,8 @@ class Family:
 
     def attention_of(self, config: Any) -> Attention:
         """Return the attention of a config's layers that have one, with its sizes."""
-        found = (layer.attention for layer in self.layers_of(config))
-        return next((attention for attention in found if attention is not None), self.attention)
+        attentions = (layer.attention for layer in self.layers_of(config))
+        return next((attention for attention in attentions if attention is not None), self.attention)
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
@@ -923,13 +923,13 @@ class Family:
 
     def keeps(self, config: Any) -> dict[tuple[int, int], int]:
         """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
-        found: dict[tuple[int, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for number, layer in enumerate(self.layers_of(config)):
             if layer.attention is not None and layer.attention.reads is None:
                 shape = self.shape_at(config, number)
                 kind = shape.kv_heads, shape.head_dim
-                found[kind] = found.get(kind, 0) + 1
-        return found
+                counts[kind] = counts.get(kind, 0) + 1
+        return counts
 
     def own_inputs(self, config: Any) -> OwnInputs | None:
         """Return the inputs of single layers, which are alike in all of them."""
@@ -948,8 +948,8 @@ class Family:
 
     def routes(self, config: Any) -> Routes:
         """Return how many experts there are, over all layers."""
-        found = [layer.experts for layer in self.layers_of(config) if layer.experts is not None]
-        return Routes(len(found), sum(each.routing.chosen for each in found), sum(each.count for each in found))
+        experts = [layer.experts for layer in self.layers_of(config) if layer.experts is not None]
+        return Routes(len(experts), sum(each.routing.chosen for each in experts), sum(each.count for each in experts))
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
@@ -960,13 +960,13 @@ class Family:
 
     def orders(self, config: Any) -> dict[str, list[int]]:
         """Return the stored row for each row of the parts of a module, of those that store them by head."""
-        kinds, found = dict[tuple[Layer, Shape], dict[str, list[int]]](), dict[str, list[int]]()
+        kinds, orders = dict[tuple[Layer, Shape], dict[str, list[int]]](), dict[str, list[int]]()
         for number, layer in enumerate(self.layers_of(config)):
             kind = layer, self.shape_at(config, number)
             if kind not in kinds:
                 kinds[kind] = {name: rows for block in layer.firsts for name, rows in block.orders(kind[1]).items()}
-            found |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
-        return found
+            orders |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
+        return orders
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""
@@ -976,8 +976,8 @@ class Family:
             ("model.norm", self.norm, shape.hidden),
             ("lm_head", self.head, shape.vocabulary),
         )
-        if (own := self.own_inputs(config)) is not None:
-            yield from own.parts(shape)
+        if (inputs := self.own_inputs(config)) is not None:
+            yield from inputs.parts(shape)
         for number, layer in enumerate(self.layers_of(config)):
             above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
             for part in layer.parts(self.shape_at(config, number)):

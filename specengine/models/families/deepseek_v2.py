@@ -12,8 +12,12 @@ def layer(config: Any, number: int) -> Layer:
     attention = latent_of(config, neighbours=True)
     if number < config.first_k_dense_replace:
         return Layer(attention=attention)
-    groups, kept = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
-    routing = Routing(config.num_experts_per_tok, "softmax", 0.0, config.routed_scaling_factor, groups, kept, rated=1)
+    groups, kept_groups = (
+        (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    )
+    routing = Routing(
+        config.num_experts_per_tok, "softmax", 0.0, config.routed_scaling_factor, groups, kept_groups, rated=1
+    )
     experts = Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,
@@ -26,10 +30,10 @@ def layer(config: Any, number: int) -> Layer:
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Return what DeepSeek-V3 does, and how groups of experts are left out."""
-    found = third.finish(fields, value)
-    if found["norm_topk_prob"]:
+    added = third.finish(fields, value)
+    if added["norm_topk_prob"]:
         raise ValueError("expert_weights_norm is true, but experts are chosen by softmax")
-    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+    return added | {"topk_method": "group_limited_greedy" if added["n_group"] > 1 else "greedy"}
 
 
 FAMILY = replace(third.FAMILY, layer=layer, gguf=replace(third.STORED, finish=finish), exact=())

@@ -128,7 +128,7 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     types = [SLIDING if slides else "full_attention" for slides in pattern] if isinstance(pattern, list) else None
     local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or 10_000.0}
     heads, widths = value("attention.head_count_kv"), value("feed_forward_length")
-    found: dict[str, Any] = {
+    added: dict[str, Any] = {
         "layer_types": types,
         "rope_parameters": {"full_attention": full, SLIDING: local},
         "global_head_dim": fields["head_dim"],
@@ -141,9 +141,9 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     }
     if isinstance(heads, list) and types is not None:
         by_type = dict(zip(reversed(types), reversed(heads), strict=False))  # the first one of each type
-        found["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
-        found["num_global_key_value_heads"] = by_type.get("full_attention")
-    return found
+        added["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
+        added["num_global_key_value_heads"] = by_type.get("full_attention")
+    return added
 
 
 FAMILY = Family(

@@ -23,14 +23,14 @@ def shared(suffix: str) -> GatedMLP:
 
 def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
-    own = replace(ATTENTION, mlp=shared(""))
+    dense = replace(ATTENTION, mlp=shared(""))
     experts = sparse.layer(config, number).mlp
     if config.num_local_experts and isinstance(experts, Experts):
         inner = config.shared_intermediate_size
-        own = replace(own, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
+        dense = replace(dense, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
     if config.layer_types[number] != RECURRENT:
-        return own
-    return replace(own, attention=None, mixer=mamba(config))
+        return dense
+    return replace(dense, attention=None, mixer=mamba(config))
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

@@ -22,12 +22,14 @@ ATTENTION = replace(
 
 def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
-    found = ATTENTION
+    chosen = ATTENTION
     if not config.use_sandwich_norm:
-        found = replace(found, attention_output_norm=None, mlp_output_norm=None)
+        chosen = replace(chosen, attention_output_norm=None, mlp_output_norm=None)
     if config.layer_types[number] == CONVOLUTION:
-        return replace(found, attention=None, mixer=ShortConvolution(config.conv_L_cache))
-    return found if config.use_attention_gate else replace(found, attention=replace(FAMILY.attention, head_gates=None))
+        return replace(chosen, attention=None, mixer=ShortConvolution(config.conv_L_cache))
+    return (
+        chosen if config.use_attention_gate else replace(chosen, attention=replace(FAMILY.attention, head_gates=None))
+    )
 
 
 FAMILY = Family(

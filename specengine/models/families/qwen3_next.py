@@ -9,13 +9,13 @@ from specengine.models.families import qwen3_5_moe_text as plain
 
 def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
-    own = plain.layer(config, number)
-    if isinstance(own.mixer, GatedDelta):
-        own = replace(own, mixer=replace(own.mixer, fused=True))
-    if not (is_sparse(config, number) and isinstance(own.mlp, Experts)):
-        return replace(own, mlp=GatedMLP())
+    plain_layer = plain.layer(config, number)
+    if isinstance(plain_layer.mixer, GatedDelta):
+        plain_layer = replace(plain_layer, mixer=replace(plain_layer.mixer, fused=True))
+    if not (is_sparse(config, number) and isinstance(plain_layer.mlp, Experts)):
+        return replace(plain_layer, mlp=GatedMLP())
     scores = "normalised softmax" if config.norm_topk_prob else "softmax"
-    return replace(own, mlp=replace(own.mlp, routing=Routing(config.num_experts_per_tok, scores)))
+    return replace(plain_layer, mlp=replace(plain_layer.mlp, routing=Routing(config.num_experts_per_tok, scores)))
 
 
 def is_sparse(config: Any, number: int) -> bool:

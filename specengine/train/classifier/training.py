@@ -94,7 +94,7 @@ def train_classifier(
     """
     options = options or SETTINGS[kind]
     logged = list(trees)
-    learnt, held = _split(logged, options)
+    learnt, held_back = _split(logged, options)
     rows = _joined([rows_of(kind, tree) for tree in learnt])
     sizes: dict[str, Any] = {}
     if kind == "specdecpp":
@@ -102,14 +102,14 @@ def train_classifier(
     torch.manual_seed(options.seed)
     net = KINDS[kind].make(sizes)
     measure = _measure_c2t if kind == "c2t" else _measure_stop
-    held_rows = [rows_of(kind, tree) for tree in held]
+    held_rows = [rows_of(kind, tree) for tree in held_back]
     _require_both(rows, "training")
     _require_both(_joined(held_rows), "held-out")
-    epochs = _fit(net, rows, options, lambda: measure(net, held, held_rows, options), progress)
+    epochs = _fit(net, rows, options, lambda: measure(net, held_back, held_rows, options), progress)
     if kind == "c2t":
         net.load_state_dict(_recall_first(epochs))
     net.eval()
-    figures = measure(net, held, held_rows, options)
+    figures = measure(net, held_back, held_rows, options)
     facts = {
         "depth_base": DEPTH_BASE,
         "top": trees.manifest["top"],
@@ -121,7 +121,7 @@ def train_classifier(
         "trees": {name: trees.manifest.get(name) for name in ("width", "expansions", "length")},
         "counts": {
             "learnt trees": len(learnt),
-            "held-out trees": len(held),
+            "held-out trees": len(held_back),
             "learnt rows": len(rows.labels),
             "learnt positives": int(rows.labels.sum()),
         },
@@ -140,10 +140,10 @@ def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[L
     order = torch.randperm(
         len(logged), generator=torch.Generator().manual_seed(options.seed), dtype=torch.int64, device="cpu"
     ).tolist()
-    held = max(1, round(options.held_back * len(logged)))
+    held_back = max(1, round(options.held_back * len(logged)))
     if len(logged) < 2:
         raise InputError(f"trees: got {len(logged)}, 2 or more are needed")
-    return [logged[i] for i in order[held:]], [logged[i] for i in order[:held]]
+    return [logged[i] for i in order[held_back:]], [logged[i] for i in order[:held_back]]
 
 
 def _fit(
@@ -245,11 +245,11 @@ def _measure_c2t(
         These are one bound on the path probability for all trees, and the same number per tree, as in EAGLE-2.
         """
         at = _threshold(confidence, rate)
-        own = scores(confidence >= at, labels)
-        bounded = scores(paths >= _threshold(paths, own["keep_rate"]), labels)
-        ranked = scores(ranks < round(own["keep_rate"] * len(labels) / len(held)), labels)
+        scored = scores(confidence >= at, labels)
+        bounded = scores(paths >= _threshold(paths, scored["keep_rate"]), labels)
+        ranked = scores(ranks < round(scored["keep_rate"] * len(labels) / len(held)), labels)
         others = {"recall_of_path_bound": bounded["recall"], "recall_of_top_n": ranked["recall"]}
-        return {"beta": round(at, 5), "keep_rate": own["keep_rate"], "recall": own["recall"], **others}
+        return {"beta": round(at, 5), "keep_rate": scored["keep_rate"], "recall": scored["recall"], **others}
 
     return {
         "beta": beta,

@@ -174,8 +174,8 @@ def collect(
             trees.add(number, logged, watched.columns)
             new += len(logged)
             have += len(logged)
-            wanted = f" of {options.trees}" if options.trees else ""
-            progress(f"{have}{wanted} trees, {new / (time.perf_counter() - began):.2f} per second")
+            target_count = f" of {options.trees}" if options.trees else ""
+            progress(f"{have}{target_count} trees, {new / (time.perf_counter() - began):.2f} per second")
         else:
             have += len(trees.read(trees.shard(number)).trees)
     if have < options.trees or not have:

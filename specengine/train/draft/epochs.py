@@ -93,12 +93,12 @@ class Epochs:
         if epoch < len(self._recorded):
             new = self._recorded[epoch]
         else:
-            known = {number for numbers in self.shards for number in numbers}
-            new = [number for number in self._corpus.numbers() if number not in known]
+            taken = {number for numbers in self.shards for number in numbers}
+            new = [number for number in self._corpus.numbers() if number not in taken]
         texts = [text for number in new for text in self._corpus.read(number) if text.answers[2:].any()]
         if epoch == 0:
-            held = min(MAX_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
-            self.held_back, texts = texts[:held], texts[held:]
+            held_back = min(MAX_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
+            self.held_back, texts = texts[:held_back], texts[held_back:]
             if not texts:
                 raise InputError(f"data: {self._corpus.folder} has no text with an answer")
         self.batches += [batch for batch in pack(texts, self._options) if batch.answers[:, 2:].any()]

@@ -163,10 +163,10 @@ def _along_tree(
 
 def _text_labels(labels: Labels, reading: Reading, rows: Tensor) -> Tensor:
     """Return the row in `labels` of the target's distribution at each position, or -1; int64 [batch, length]."""
-    wanted = torch.zeros_like(reading.tokens, dtype=torch.bool)
-    wanted[:, 1:] = rows
+    counted = torch.zeros_like(reading.tokens, dtype=torch.bool)
+    counted[:, 1:] = rows
     where = torch.full_like(reading.tokens, -1)
-    where[wanted] = labels.add(reading.states[wanted])
+    where[counted] = labels.add(reading.states[counted])
     return where
 
 
@@ -332,8 +332,8 @@ class Labels:
             highest = logits.amax(dim=-1)
             if self._ids is not None:
                 logits = logits[:, self._ids]
-            own = logits.max(dim=-1)
-            self._best.append(torch.where(own.values == highest, own.indices, -1))
+            best = logits.max(dim=-1)
+            self._best.append(torch.where(best.values == highest, best.indices, -1))
             self._probabilities.append(logits.float().softmax(dim=-1).to(rows.dtype))
         self._states.append(states)
         first, self._count = self._count, self._count + len(states)

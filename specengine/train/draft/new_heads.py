@@ -93,14 +93,14 @@ def _with_more_tokens(
 
     It gets the most frequent missing tokens of the answers, with their rows of the target's head.
     """
-    size, known = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
-    if "d2t" not in state or size <= known:
+    size, before = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
+    if "d2t" not in state or size <= before:
         return config, state
     rows = model.get_output_embeddings().weight
-    old = state["d2t"].cpu() + torch.arange(known, dtype=torch.int64, device="cpu")
+    old = state["d2t"].cpu() + torch.arange(before, dtype=torch.int64, device="cpu")
     missing = counts.clone()
     missing[old] = -1
-    new = missing.argsort(descending=True, stable=True)[: size - known]
+    new = missing.argsort(descending=True, stable=True)[: size - before]
     ids, order = torch.cat([old, new]).sort()
     name = next(name for name in state if name.endswith("lm_head.weight"))
     added = rows[new.to(rows.device)].to(state[name])
@@ -124,9 +124,9 @@ def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]
         ones = torch.ones_like(features[:, 1:, :1])
         rows = torch.cat([embedded, features[:, :-1], ones, features[:, 1:]], -1).flatten(0, 1)
         products += rows[:, : 2 * size + 1].T @ rows
-    normal, wanted = products.split([2 * size + 1, size], dim=1)
+    normal, targets = products.split([2 * size + 1, size], dim=1)
     normal.diagonal().add_(RIDGE * normal.diagonal().mean())
-    solution = torch.linalg.solve(normal, wanted).T.float()
+    solution = torch.linalg.solve(normal, targets).T.float()
     head.fc.weight.copy_(solution[:, :-1])
     head.fc.bias.copy_(solution[:, -1])
     for name, parameter in head.layers.named_parameters():

@@ -157,15 +157,17 @@ class Branches:
         anchor's last nodes.
         """
         batch, count, width = tokens.shape
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device)[:, None].expand(batch, count, width, 1, width)
+        diagonal = torch.eye(width, dtype=torch.bool, device=tokens.device)[:, None].expand(
+            batch, count, width, 1, width
+        )
         if self._lineage is not None:
             above = parents[..., None, None].expand(-1, -1, -1, *self._lineage.shape[3:])
-            own = torch.cat([self._lineage.gather(2, above), own], dim=3)
-        self._lineage = own
-        depth = own.shape[3]
+            diagonal = torch.cat([self._lineage.gather(2, above), diagonal], dim=3)
+        self._lineage = diagonal
+        depth = diagonal.shape[3]
         # Columns after the text: depth by depth, anchor by anchor. A node only sees columns of its own anchor.
         mine = torch.eye(count, dtype=torch.bool, device=tokens.device)[None, :, None, None, :, None]
-        nodes = (own[:, :, :, :, None] & mine).reshape(batch, count * width, depth * count * width)
+        nodes = (diagonal[:, :, :, :, None] & mine).reshape(batch, count * width, depth * count * width)
         text = self._text.expand(-1, -1, width, -1).reshape(batch, count * width, -1)
         mask = torch.cat([text, nodes], dim=-1)[:, None]
         dtype = self._teacher.model.dtype

@@ -37,7 +37,7 @@ from specengine.train.text.synthesis import write_corpus
 
 LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)  # as the head that ships was trained
 GENERAL = SynthesisOptions(tokens=60_000, rows=16, length=512)  # text by the target itself
-FEWEST = 20, 4  # texts to train on, and held back
+MIN_TEXTS = 20, 4  # texts to train on, and held back
 COMPARED = 64  # held-back texts of the user, the newest
 SHARES = 1.0, 0.6, 0.35  # of the copy in the candidates
 CALIBRATED = 12  # texts that temperatures are fitted to
@@ -174,19 +174,19 @@ class Learner:
         """Train a candidate, compare it, and put it into use where it is better."""
         began = time.monotonic(), time.process_time()
         ring = self.learnt.texts()
-        own, held = ([text for text in ring if text.held_back is back] for back in (False, True))
-        if len(own) < FEWEST[0] or len(held) < FEWEST[1]:
+        learnt_from, held_back = ([text for text in ring if text.held_back is back] for back in (False, True))
+        if len(learnt_from) < MIN_TEXTS[0] or len(held_back) < MIN_TEXTS[1]:
             raise InputError(
-                f"learn: {len(own)} texts to train on and {len(held)} held back are too few, {FEWEST[0]} and "
-                f"{FEWEST[1]} are needed; go on using {self.learnt.folder}"
+                f"learn: {len(learnt_from)} texts to train on and {len(held_back)} held back are too few, "
+                f"{MIN_TEXTS[0]} and {MIN_TEXTS[1]} are needed; go on using {self.learnt.folder}"
             )
         general = self.general()
         trained = [text for number, text in enumerate(general) if number % HELD_BACK]
         current = self.learnt.head()
-        texts = [as_text(text) for text in own]
+        texts = [as_text(text) for text in learnt_from]
         copy = self.trained(current, texts, trained, rate)
         others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
-        mine = [(text.name, as_text(text)) for text in held[-COMPARED:]]
+        mine = [(text.name, as_text(text)) for text in held_back[-COMPARED:]]
         for share in SHARES:
             candidate = mixed(current, copy, share)
             on_own = self.compared(current, candidate, mine)
@@ -333,8 +333,8 @@ def as_text(text: UsedText) -> Text:
 
 def _drawn(texts: Sequence[Text], tokens: float, order: random.Random) -> list[Text]:
     """Return texts at random of that many tokens together, at least one; such as have too short an answer are left."""
-    usable, found, total = [text for text in texts if text.answers[2:].any()], list[Text](), 0
-    while usable and (total < tokens or not found):
-        found.append(order.choice(usable))
-        total += len(found[-1].tokens)
-    return found
+    usable, chosen, total = [text for text in texts if text.answers[2:].any()], list[Text](), 0
+    while usable and (total < tokens or not chosen):
+        chosen.append(order.choice(usable))
+        total += len(chosen[-1].tokens)
+    return chosen

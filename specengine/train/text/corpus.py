@@ -59,20 +59,20 @@ class ShardFolder:
 
         Raise InputError naming the first entry of `manifest` that differs.
         """
-        wanted = {"format": cls.FORMAT, **json.loads(json.dumps(manifest))}
+        expected = {"format": cls.FORMAT, **json.loads(json.dumps(manifest))}
         if (folder / cls.MANIFEST).is_file():
             existing = cls.open(folder)
-            for name in {**existing.manifest, **wanted}:
-                if existing.manifest.get(name) != wanted.get(name):
+            for name in {**existing.manifest, **expected}:
+                if existing.manifest.get(name) != expected.get(name):
                     raise InputError(
                         f"{name}: {cls.contents.subject.format(folder)} begun with {existing.manifest.get(name)!r}, "
-                        f"got {wanted.get(name)!r}; use the same, or another folder"
+                        f"got {expected.get(name)!r}; use the same, or another folder"
                     )
             return existing
         folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / cls.MANIFEST) as temporary:
-            temporary.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-        return cls(folder, wanted)
+            temporary.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+        return cls(folder, expected)
 
     def shard(self, number: int) -> Path:
         return self.folder / f"{number:05d}.safetensors"

@@ -323,8 +323,8 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
             f"it is a {family} head, which drafts a block of positions in one pass over the target's states; "
             'specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3 and MTP. draft="recycling" needs no head'
         )
-    known = [named(name) for name in names()]
-    matching = [layout for layout in known if layout.recognises(raw)] or [named(FALLBACK)]
+    layouts = [named(name) for name in names()]
+    matching = [layout for layout in layouts if layout.recognises(raw)] or [named(FALLBACK)]
     matching = [one for one in matching if not any(other is not one and issubclass(other, one) for other in matching)]
     if len(matching) > 1:
         raise CheckpointError(f"its fields fit several layouts: {', '.join(one.name() for one in matching)}")
@@ -438,11 +438,11 @@ def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
 def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     """Read the numbers of a rotary set besides its theta; CheckpointError for missing and for unknown ones."""
     required, optional = _ROPE_REQUIRED[kind], _ROPE_OPTIONAL.get(kind, ())
-    known = (*_ROPE_IGNORED, *required, *optional)
-    unknown = [name for name in stated.raw if name not in known]
+    accepted = (*_ROPE_IGNORED, *required, *optional)
+    unknown = [name for name in stated.raw if name not in accepted]
     if unknown:
         problem = f"unknown field {shown(unknown[0])} of type {kind}"
-        raise CheckpointError(f"rope_parameters: {problem}, known are {', '.join(known)}")
+        raise CheckpointError(f"rope_parameters: {problem}, known are {', '.join(accepted)}")
     missing = [name for name in required if name not in stated]
     if missing:
         raise CheckpointError(f"rope_parameters: type {kind} needs {missing[0]}")
