@@ -76,7 +76,7 @@ class Run:
                 rates = ", ".join(f"{way.name} {_rate(answers[place][way.name]):.1f}" for way in self.ways)
                 self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")
 
-    def _start(self, known: set[str], longest: int) -> Iterator[Record]:
+    def _start(self, started: set[str], longest: int) -> Iterator[Record]:
         """Make the decoders and try them: errors of a policy or a draft show in its first cycles."""
         prompt = tokens_of(self.plain, WARM_UP)
         for way in list(self.ways):
@@ -89,7 +89,7 @@ class Run:
                 yield self._dropped(way, error)
             else:
                 self._decoders[way.name] = decoders
-                if way.name not in known:
+                if way.name not in started:
                     yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **decoders[0].facts}
 
     def _questions(self, item: Workload, answers: dict[tuple[str, str], Answers]) -> Iterator[tuple[str, list[int]]]:

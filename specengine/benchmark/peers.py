@@ -54,12 +54,12 @@ def check(name: str) -> None:
     require("way", repr(name), ", ".join(NAMES), name in NAMES)
 
 
-def gguf_file(model: str | None, given: Path | None) -> Path | None:
+def gguf_file(model: str | None, file: Path | None) -> Path | None:
     """Return the file that peers run: the one given, the model itself, or None for the embedded model's.
 
     InputError where there is no such file, or none is known of this model.
     """
-    named = given or (Path(model) if model is not None and is_gguf(model) else None)
+    named = file or (Path(model) if model is not None and is_gguf(model) else None)
     if named is None and model is not None and not embedded.is_default(model):
         raise InputError(f"gguf: other engines need a GGUF file of {model}, name it")
     if named is not None and not named.is_file():

@@ -40,16 +40,16 @@ def source(name: str, records: Sequence[Record]) -> str:
     return f"{line}{origin['device']}" + (f"; stopped and resumed {stops} times" if stops else "")
 
 
-def rows_of(found: Mapping[str, Record], labels: Iterable[tuple[str, str]], columns: Columns) -> list[list[str]]:
-    """Return a row per (way, label) whose way has a summary in `found`, which is by way."""
-    return [[label, *(cell(found[way]) for cell in columns.values())] for way, label in labels if way in found]
+def rows_of(by_way: Mapping[str, Record], labels: Iterable[tuple[str, str]], columns: Columns) -> list[list[str]]:
+    """Return a row per (way, label) whose way has a summary in `by_way`, which is by way."""
+    return [[label, *(cell(by_way[way]) for cell in columns.values())] for way, label in labels if way in by_way]
 
 
-def set_table(found: Sequence[Record], title: str, cell: Callable[[Record], str]) -> Table:
+def set_table(all_summaries: Sequence[Record], title: str, cell: Callable[[Record], str]) -> Table:
     """Return a row per way with the cell of each set's summary; no rows where there is one set alone."""
-    cells = {(record["way"], record["set"]): record for record in found}
+    cells = {(record["way"], record["set"]): record for record in all_summaries}
     sets = [name for name in dict.fromkeys(set_ for _, set_ in cells) if name != ALL]
-    prompts = {record["set"]: record["prompts"] for record in found}
+    prompts = {record["set"]: record["prompts"] for record in all_summaries}
     ways = list(dict.fromkeys(way for way, _ in cells)) if len(sets) > 1 else []
     rows = [[way, *(cell(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)] for way in ways]
     return Table("sets", title, ("way", *(f"{set_} [{prompts[set_]}]" for set_ in sets)), rows)
@@ -167,11 +167,11 @@ def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]
     return by_way
 
 
-def _fill(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
-    sets = list(dict.fromkeys(set_ for by_set in found.values() for set_ in by_set))
-    figure.set_size_inches(8.0, 1.6 + 0.55 * len(found))
+def _fill(figure: Any, by_way: dict[str, dict[str, list[float]]]) -> None:
+    sets = list(dict.fromkeys(set_ for by_set in by_way.values() for set_ in by_set))
+    figure.set_size_inches(8.0, 1.6 + 0.55 * len(by_way))
     axes = figure.subplots()
-    for place, by_set in enumerate(found.values()):
+    for place, by_set in enumerate(by_way.values()):
         low, middle, high = quartiles([speed for speeds_of_set in by_set.values() for speed in speeds_of_set])
         axes.barh(place, high - low, left=low, height=0.8, color="0.88", zorder=1)
         axes.plot([middle, middle], [place - 0.4, place + 0.4], color="0.2", linewidth=1.6, zorder=2)
@@ -179,13 +179,13 @@ def _fill(figure: Any, found: dict[str, dict[str, list[float]]]) -> None:
         within = SPREAD * ((index + 0.5) / len(sets) - 0.5)
         points = [
             (speed, place + within)
-            for place, speeds_of_set in enumerate(found.values())
+            for place, speeds_of_set in enumerate(by_way.values())
             for speed in speeds_of_set.get(set_, [])
         ]
         look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         axes.scatter(*zip(*points, strict=True), s=18, label=set_, zorder=3, **look)
     axes.axvline(1.0, color="k", linewidth=0.8)
-    axes.set_yticks(range(len(found)), list(found))
+    axes.set_yticks(range(len(by_way)), list(by_way))
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set(xlabel="tokens per second over plain decoding's; bars are quartiles, lines medians, points prompts")

@@ -242,11 +242,11 @@ def _assistant(assistant: str, plain: Engine, load_options: LoadOptions) -> Any:
     return model
 
 
-def refuse_assistant(assistant: str | None, wanted: bool) -> None:
+def refuse_assistant(assistant: str | None, is_used: bool) -> None:
     """Raise InputError where an assistant is missing, idle, or a path that leads nowhere."""
-    if wanted and assistant is None:
+    if is_used and assistant is None:
         raise InputError(f"assistant: way {ASSISTED} needs a smaller model with the target's tokenizer, name it")
-    if assistant is not None and not wanted:
+    if assistant is not None and not is_used:
         raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
     if assistant is not None and assistant.startswith(("/", ".", "~")) and not Path(assistant).exists():
         raise InputError(f"assistant: {assistant} does not exist")

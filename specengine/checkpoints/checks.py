@@ -157,12 +157,12 @@ def _is_of_mlx(packing: Any) -> bool:
     return isinstance(packing, dict) and {"group_size", "bits"} <= packing.keys() and "quant_method" not in packing
 
 
-def wrapped(wanted: Collection[str], stored: Iterable[str]) -> list[str]:
-    """Return what to do about stored names that are wanted names within others, as wrappers of modules write them."""
+def wrapped(expected: Collection[str], stored: Iterable[str]) -> list[str]:
+    """Return what to do about stored names that are expected names within others, as wrappers of modules write them."""
     for name in stored:
-        if (inner := next((one for one in wanted if name.endswith(f".{one}")), None)) is not None:
+        if (inner := next((one for one in expected if name.endswith(f".{one}")), None)) is not None:
             return [f"names of tensors begin with {name.removesuffix(inner)!r}, which a wrapper adds: remove it"]
-        if (inside := next((one for one in _WRAPPERS if name.replace(one, ".") in wanted), None)) is not None:
+        if (inside := next((one for one in _WRAPPERS if name.replace(one, ".") in expected), None)) is not None:
             return [f"names of tensors hold {inside!r}, which a wrapper adds: {_REMEDY}"]
         if name.partition(".")[0] in _STATES:
             return [f"its tensors lie in {name.partition('.')[0]!r}: save what that holds alone"]

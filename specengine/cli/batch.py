@@ -54,23 +54,23 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if files.failures else 0
 
 
-def _say_other_models(items: Sequence[Item], own: str) -> None:
+def _say_other_models(items: Sequence[Item], name_here: str) -> None:
     """Say which other models the requests name."""
     names = [item.request.model for item in items if item.request is not None]
-    if others := sorted({name for name in names if name is not None} - {own}):
+    if others := sorted({name for name in names if name is not None} - {name_here}):
         count = sum(name in others for name in names)
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        say(f"specengine: note: {count} requests name another model ({shown}); {own} answers them")
+        say(f"specengine: note: {count} requests name another model ({shown}); {name_here} answers them")
 
 
-def settings_of(arguments: argparse.Namespace, found: lines.Prompts, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(arguments: argparse.Namespace, requests: lines.Prompts, options: dict[str, Any]) -> dict[str, Any]:
     """Return all settings that answers or their figures may depend on, JSON-ready."""
     loading = {name: value for name, value in given.load_options(arguments).items() if name != "offline"}
     return {
         "record": "settings",
         "format": 1,
-        "prompts": len(found.items),
-        "digest": found.digest,
+        "prompts": len(requests.items),
+        "digest": requests.digest,
         "model": arguments.model,
         "draft": arguments.draft,
         "policy": arguments.policy,
@@ -119,8 +119,8 @@ class AnswersDone:
             self._said = now
             say(str(self))
 
-    def end(self, kept: str) -> None:
-        say(f"{chr(13) if self._terminal else ''}{self}; {kept}")
+    def end(self, place: str) -> None:
+        say(f"{chr(13) if self._terminal else ''}{self}; {place}")
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self._began

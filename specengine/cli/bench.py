@@ -109,8 +109,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(found: list[Table]) -> None:
-    for table in found:
+def _print(all_tables: list[Table]) -> None:
+    for table in all_tables:
         print(table.markdown(), end="\n\n")
 
 

@@ -107,12 +107,12 @@ def _compare(
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
 
 
-def _line(policy: str, prompt: str, found: Certificate) -> str:
-    position = "-" if found.position is None else str(found.position)
-    gap = "-" if found.gap is None else f"{found.gap:.4f}"
-    answer = found.answer
+def _line(policy: str, prompt: str, report: Certificate) -> str:
+    position = "-" if report.position is None else str(report.position)
+    gap = "-" if report.gap is None else f"{report.gap:.4f}"
+    answer = report.answer
     tau = f"{answer.stats.mean_acceptance_length:.2f}"
-    return _row(policy, found.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt))
+    return _row(policy, report.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt))
 
 
 def _short(prompt: str) -> str:

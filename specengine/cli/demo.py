@@ -140,18 +140,18 @@ def _greedy(max_new_tokens: int) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens, "temperature": 0.0}
 
 
-def _affordable(ways: list[TimedWay], asked: int) -> int:
+def _affordable(ways: list[TimedWay], requested: int) -> int:
     """Warm up, and return how many tokens this machine can time in half of the seconds."""
     slowest = 0.0
     for way in ways:
         for _ in range(2):  # the first run loads what it needs
-            way.run(min(WARM_UP_TOKENS, asked))
+            way.run(min(WARM_UP_TOKENS, requested))
         slowest = max(slowest, way.seconds[-1] / max(1, len(way.tokens)))
         way.seconds.clear()
         way.stats.clear()
-    tokens = min(asked, max(FEWEST_TOKENS, int(ENOUGH_SECONDS / 2 / slowest)))
-    if tokens < asked:
-        say(f"This machine takes its time: {tokens} tokens instead of {asked} are timed")
+    tokens = min(requested, max(FEWEST_TOKENS, int(ENOUGH_SECONDS / 2 / slowest)))
+    if tokens < requested:
+        say(f"This machine takes its time: {tokens} tokens instead of {requested} are timed")
     return tokens
 
 
@@ -221,9 +221,9 @@ def _compared(way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.
     return f"up to {ties} near-tie{'s' if ties > 1 else ''}", list(_explained(differing, plain, tolerance))
 
 
-def _explained(found: list[Flip], plain: Engine, tolerance: float) -> Iterator[str]:
+def _explained(differing: list[Flip], plain: Engine, tolerance: float) -> Iterator[str]:
     decode = Decoder(plain.tokenizer, special=True)
-    for flip in found:
+    for flip in differing:
         token, expected = (decode([token]) for token in (flip.token, flip.wanted))
         verdict = "near-tie" if flip.gap <= tolerance else "mismatch"
         yield (

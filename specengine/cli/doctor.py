@@ -195,33 +195,33 @@ def _missing_head(engine: Engine, model: str) -> list[str]:
 # ---- the report
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
     for title in ("versions", "devices", "model", "draft"):
         yield title
-        for name, value in found[title].items():
+        for name, value in facts[title].items():
             if value != []:
                 yield from entry_lines(name, value)
     yield "speed"
-    yield from entry_lines("threads", found["threads"])
-    share = "not known" if found["load"] is None else f"{found['load']:.0%} of the processors meanwhile"
+    yield from entry_lines("threads", facts["threads"])
+    share = "not known" if facts["load"] is None else f"{facts['load']:.0%} of the processors meanwhile"
     yield from entry_lines("other programs", share)
-    for name, value in found["memory"].items():
+    for name, value in facts["memory"].items():
         yield from entry_lines(name, f"{100 * value:.0f} %" if name.startswith("share") else value)
     yield "rows of a forward"
-    yield f"  {'rows':>6}{'time':>10}{'tokens to pay':>16}   with {found['draft passes']:.1f} draft passes"
-    for row in found["rows"]:
+    yield f"  {'rows':>6}{'time':>10}{'tokens to pay':>16}   with {facts['draft passes']:.1f} draft passes"
+    for row in facts["rows"]:
         yield f"  {row['rows']:>6}{row['cost']:>8.2f} x{row['tokens to pay']:>16.2f}"
-    if found["observed"] is not None:
-        observed = found["observed"]
+    if facts["observed"] is not None:
+        observed = facts["observed"]
         yield "observed"
         yield from entry_lines("tokens per pass", f"{observed['tokens']:.2f}")
         yield from entry_lines("verified tokens", f"{observed['nodes']:.1f} per pass")
         yield from entry_lines("draft passes", f"{observed['passes']:.1f} per pass")
         yield from entry_lines("speed", f"{observed['gain']:.2f} times plain decoding")
-    if found["missing"]:
+    if facts["missing"]:
         yield "missing"
-        yield from (f"  {line}" for line in found["missing"])
-    yield f"\n{found['verdict']}"
+        yield from (f"  {line}" for line in facts["missing"])
+    yield f"\n{facts['verdict']}"
 
 
 # ---- calibrate

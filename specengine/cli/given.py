@@ -155,17 +155,17 @@ def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
     return [*before, {"role": "user", "content": text}] if before else text
 
 
-def read_prompt(given: str | None) -> str:
+def read_prompt(argument: str | None) -> str:
     """Return the prompt of the command line. `-`, or none with a pipe, reads standard input."""
-    if given == "-" or (given is None and not sys.stdin.isatty()):
+    if argument == "-" or (argument is None and not sys.stdin.isatty()):
         try:
             return sys.stdin.read().removeprefix(MARK).removesuffix("\n")
         except UnicodeDecodeError as error:
             place = f"{error.reason} at byte {error.start}"
             raise InputError(f"prompt: standard input is not UTF-8 ({place}); write it as UTF-8") from error
-    if given is None:
+    if argument is None:
         raise InputError("prompt: none was given; pass one, or - to read it from standard input")
-    return given
+    return argument
 
 
 Turns = Sequence[str]

@@ -200,8 +200,8 @@ def _warn(measured: list[Convention]) -> None:
         )
 
 
-def _lines(found: dict[str, Any], *, ops: bool) -> Iterator[str]:
-    shown = found if ops else found | {"backends": {kind: _counted(of) for kind, of in found["backends"].items()}}
+def _lines(facts: dict[str, Any], *, ops: bool) -> Iterator[str]:
+    shown = facts if ops else facts | {"backends": {kind: _counted(of) for kind, of in facts["backends"].items()}}
     for title, entries in shown.items():
         yield f"{title}"
         for name, value in entries.items():

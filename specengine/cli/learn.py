@@ -85,20 +85,20 @@ def _newer(folder: Path, last: str) -> list[str]:
     return [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]
 
 
-def _learn(recipe: given.EngineArguments, said: Connection) -> None:
+def _learn(recipe: given.EngineArguments, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the answer
     _stand_back()
     from specengine.train.draft.use import Learner
 
     with contextlib.suppress(InputError, EOFError):  # too few texts, learnt elsewhere, or there is nobody to learn for
-        Learner(recipe.load(), turn=functools.partial(_turn, said)).learn(math.inf)
+        Learner(recipe.load(), turn=functools.partial(_turn, pipe)).learn(math.inf)
 
 
-def _turn(said: Connection) -> None:
+def _turn(pipe: Connection) -> None:
     """Wait as long as was said last. EOFError where its sender has gone."""
     going = True
-    while said.poll() or not going:
-        going = said.recv()
+    while pipe.poll() or not going:
+        going = pipe.recv()
 
 
 def _stand_back() -> None:

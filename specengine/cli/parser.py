@@ -75,14 +75,14 @@ def part(text: str) -> tuple[int, int]:
     return int(index) - 1, int(count)
 
 
-def one_of(known: Sequence[str], meanings: Mapping[str, str] | None = None) -> Callable[[str], str]:
+def one_of(accepted: Sequence[str], meanings: Mapping[str, str] | None = None) -> Callable[[str], str]:
     """Return a type of NAME or NAME/PRESET. With `meanings` it takes a name alone, and returns its meaning."""
 
     def checked(text: str) -> str:
         name = text.partition("/")[0] if meanings is None else text
-        if name not in known:
+        if name not in accepted:
             raise argparse.ArgumentTypeError(
-                f"unknown name {name!r}, known are {', '.join(known)}{did_you_mean(name, known)}"
+                f"unknown name {name!r}, known are {', '.join(accepted)}{did_you_mean(name, accepted)}"
             )
         return text if meanings is None else meanings[name]
 

@@ -214,10 +214,10 @@ class Markdown:
         self._live: Any = None
 
     @classmethod
-    def where_wanted(cls, asked: bool | None, *, interactive: bool) -> Markdown | None:
+    def where_wanted(cls, requested: bool | None, *, interactive: bool) -> Markdown | None:
         """Return one where it was asked for, or by default at a terminal with rich. MissingExtraError without rich."""
         shown = interactive and why_no_colours() is None
-        if asked is False or (asked is None and not (shown and importlib.util.find_spec("rich"))):
+        if requested is False or (requested is None and not (shown and importlib.util.find_spec("rich"))):
             return None
         try:
             return cls()

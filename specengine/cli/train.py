@@ -91,15 +91,15 @@ def run_classifier(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _classifier_options(kind: str, given: dict[str, str]) -> tuple[CollectOptions, ClassifierOptions]:
+def _classifier_options(kind: str, options: dict[str, str]) -> tuple[CollectOptions, ClassifierOptions]:
     """Split the options between collecting and training; InputError for an unknown one."""
     collecting = {field.name for field in fields(CollectOptions)}
     accepted = collecting | {field.name for field in fields(ClassifierOptions)}
-    for name in given:
+    for name in options:
         if name not in accepted:
             raise InputError(f"option: unknown option {name!r}, known are {', '.join(sorted(accepted))}")
-    which = build(CollectOptions, {name: value for name, value in given.items() if name in collecting}, "option")
-    training_options = {name: value for name, value in given.items() if name not in collecting}
+    which = build(CollectOptions, {name: value for name, value in options.items() if name in collecting}, "option")
+    training_options = {name: value for name, value in options.items() if name not in collecting}
     return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | training_options, "option")
 
 

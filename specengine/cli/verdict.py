@@ -64,36 +64,36 @@ def known_costs(engine: Engine) -> PassCosts | None:
     return stored.find(*parts)
 
 
-def verdict(device: str, costs: PassCosts | None, seen: Seen | None, others: float | None = None) -> str:
+def verdict(device: str, costs: PassCosts | None, averages: Seen | None, others: float | None = None) -> str:
     """Return whether speculation pays and why, in one sentence, and in another one whether the machine was busy.
 
-    device: its type, as torch has it; costs: None where they are not known; seen: None where nothing was drafted;
+    device: its type, as torch has it; costs: None where they are not known; averages: None where nothing was drafted;
     others: share of the processors that other programs took meanwhile, None where it is not known.
     """
-    text = _verdict(device, costs, seen)
+    text = _verdict(device, costs, averages)
     doubt = busy(others) or (None if costs is None else costs.doubt)
     return (
         text
-        if seen is None or doubt is None
+        if averages is None or doubt is None
         else f"{text} This may be otherwise on a quiet machine: {doubt} meanwhile."
     )
 
 
-def _verdict(device: str, costs: PassCosts | None, seen: Seen | None) -> str:
+def _verdict(device: str, costs: PassCosts | None, averages: Seen | None) -> str:
     kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
-    if seen is None:
+    if averages is None:
         return f"Whether speculation pays on this {kind} is not known: no answer was drafted."
-    needed = None if costs is None else break_even(costs, seen.nodes, seen.passes)
-    gain = seen.gain
+    needed = None if costs is None else break_even(costs, averages.nodes, averages.passes)
+    gain = averages.gain
     if gain is None:
         if needed is None:
             return (
-                f"Whether speculation pays on this {kind} is not known: a pass brought {seen.tokens:.2f} tokens, and "
-                "what it costs was not measured (specengine calibrate)."
+                f"Whether speculation pays on this {kind} is not known: a pass brought {averages.tokens:.2f} tokens, "
+                "and what it costs was not measured (specengine calibrate)."
             )
-        gain = seen.tokens / needed
+        gain = averages.tokens / needed
     advice = "; for such texts decode with policy 'plain'" if gain < 1 - SAME else ""
-    return f"{_judged(gain, kind)}: {_why(costs, needed, seen)}{advice}."
+    return f"{_judged(gain, kind)}: {_why(costs, needed, averages)}{advice}."
 
 
 def _judged(gain: float, kind: str) -> str:
@@ -103,16 +103,16 @@ def _judged(gain: float, kind: str) -> str:
     return f"Speculation {pays} on this {kind} ({gain:.2f} times plain decoding)"
 
 
-def _why(costs: PassCosts | None, needed: float | None, seen: Seen) -> str:
-    brought = f"brought {seen.tokens:.2f} tokens"
+def _why(costs: PassCosts | None, needed: float | None, averages: Seen) -> str:
+    brought = f"brought {averages.tokens:.2f} tokens"
     if costs is None or needed is None:
-        return f"a pass over {seen.nodes:.1f} tokens, with {seen.passes:.1f} draft passes, {brought}"
-    if seen.nodes < MOSTLY_PLAIN:
+        return f"a pass over {averages.nodes:.1f} tokens, with {averages.passes:.1f} draft passes, {brought}"
+    if averages.nodes < MOSTLY_PLAIN:
         return (
             f"drafts rarely promised more than they cost, as a pass over {EXAMPLE} tokens takes "
             f"{break_even(costs, EXAMPLE):.1f} times as long as over one, and a pass {brought}"
         )
     return (
-        f"a pass over {seen.nodes:.1f} tokens with {seen.passes:.1f} draft passes takes {needed:.2f} times as long as "
-        f"one of plain decoding, and it {brought}"
+        f"a pass over {averages.nodes:.1f} tokens with {averages.passes:.1f} draft passes takes {needed:.2f} times as long "
+        f"as one of plain decoding, and it {brought}"
     )

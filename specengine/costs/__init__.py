@@ -255,11 +255,11 @@ def interpolated(points: Points, nodes: int) -> float:
     return _at(_sorted(points), nodes)
 
 
-def _at(known: tuple[tuple[int, float], ...], nodes: int) -> float:
-    if len(known) == 1 or nodes <= known[0][0]:
-        return known[0][1]
-    right = next((i for i, (at, _) in enumerate(known) if at >= nodes), len(known) - 1)
-    (x0, y0), (x1, y1) = known[right - 1], known[right]
+def _at(points: tuple[tuple[int, float], ...], nodes: int) -> float:
+    if len(points) == 1 or nodes <= points[0][0]:
+        return points[0][1]
+    right = next((i for i, (at, _) in enumerate(points) if at >= nodes), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
     if nodes > x1:  # beyond the last point, noise must not make more nodes cheaper
         return y1 + max(0.0, y1 - y0) * (nodes - x1) / (x1 - x0)
     return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
@@ -270,11 +270,11 @@ def _sorted(points: Points) -> tuple[tuple[int, float], ...]:
 
 
 @lru_cache(maxsize=64)
-def _column(known: tuple[tuple[int, float], ...], count: int) -> Tensor:
+def _column(points: tuple[tuple[int, float], ...], count: int) -> Tensor:
     """Return costs of 0 to `count` nodes, float32 [count + 1]. Cached: a policy asks for the same points repeatedly."""
     import torch
 
-    seconds = [0.0, *(_at(known, nodes) if known else 0.0 for nodes in range(1, count + 1))]
+    seconds = [0.0, *(_at(points, nodes) if points else 0.0 for nodes in range(1, count + 1))]
     return torch.tensor(seconds, dtype=torch.float32, device="cpu")
 
 

@@ -24,9 +24,9 @@ class _Wanted(NamedTuple):
 
 
 @cache
-def _parsed(wanted: str) -> tuple[_Wanted, ...]:
+def _parsed(signature: str) -> tuple[_Wanted, ...]:
     parts = []
-    for part in wanted.split(";"):
+    for part in signature.split(";"):
         name, kind = part.strip().split(": ")
         dtype, _, sizes = kind.removesuffix("]").partition(" [")
         dtypes = FLOATS if dtype == "floating" else (getattr(torch, dtype),)
@@ -34,14 +34,14 @@ def _parsed(wanted: str) -> tuple[_Wanted, ...]:
     return tuple(parts)
 
 
-def require(wanted: str, *tensors: Tensor | None) -> None:
+def require(signature: str, *tensors: Tensor | None) -> None:
     """Raise InputError where a tensor has another dtype or another shape than the op takes.
 
-    wanted: "NAME: DTYPE [SIZES]" of each tensor, in their order, separated by semicolons. A size is a number, or a name
-    that stands for one size throughout; `floating` is float32, bfloat16 or float16. None is taken.
+    signature: "NAME: DTYPE [SIZES]" of each tensor, in their order, separated by semicolons. A size is a number, or a
+    name that stands for one size throughout; `floating` is float32, bfloat16 or float16. None is taken.
     """
     known = dict[str, int]()
-    for (name, kind, dtypes, sizes), tensor in zip(_parsed(wanted), tensors, strict=True):
+    for (name, kind, dtypes, sizes), tensor in zip(_parsed(signature), tensors, strict=True):
         if tensor is None:
             continue
         fits = tensor.dtype in dtypes and tensor.dim() == len(sizes)

@@ -175,20 +175,20 @@ def is_tried(device: torch.device) -> bool:
     return device.type in TRIED and os.environ.get(VARIABLE, "") in ("", "auto")
 
 
-def _choose(name: str, device: torch.device, asked: str) -> Backend:
+def _choose(name: str, device: torch.device, requested: str) -> Backend:
     kind = device.type
     able = tuple(key for key, provider in _PROVIDERS.items() if _serves(provider, kind) and name in _loaded(key))
-    if asked in ("", "auto"):
+    if requested in ("", "auto"):
         return _best(name, device, able)
-    names = asked.split(",")
+    names = requested.split(",")
     if not set(names) <= set(_PROVIDERS):
-        raise BackendError(f"{VARIABLE}={asked}: unknown, accepted: auto, {', '.join(_PROVIDERS)}")
+        raise BackendError(f"{VARIABLE}={requested}: unknown, accepted: auto, {', '.join(_PROVIDERS)}")
     missing = [key for key in names if not _loaded(key)]
     if missing:
-        raise BackendError(f"{VARIABLE}={asked}: {_not_built(missing[0])}")
+        raise BackendError(f"{VARIABLE}={requested}: {_not_built(missing[0])}")
     taken = next((key for key in names if key in able), None)
     if taken is not None:
-        return Backend(taken, f"{VARIABLE}={asked}", able)
+        return Backend(taken, f"{VARIABLE}={requested}", able)
     return Backend(REFERENCE, "; ".join(_why_not(key, name, kind) for key in names), able)
 
 

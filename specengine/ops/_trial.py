@@ -84,19 +84,19 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
         torch.cuda.synchronize(device)
 
 
-def _called(names: tuple[str, ...], given: tuple[Any, ...]) -> Any:
+def _called(names: tuple[str, ...], arguments: tuple[Any, ...]) -> Any:
     if names == PACKED:
-        query, key, value, mask, prefix = given
+        query, key, value, mask, prefix = arguments
         packed = attention.pack_mask(mask, query.shape[0] // key.shape[0], query.dtype, prefix)
         return attention.tree_attention(query, key, value, packed, SIZE**-0.5)
-    return OPS[names[-1]](*given)
+    return OPS[names[-1]](*arguments)
 
 
-def _copied(given: Any) -> Any:
-    if isinstance(given, tuple):
-        parts = [_copied(part) for part in given]
-        return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
-    return given.clone() if isinstance(given, Tensor) else given
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple):
+        parts = [_copied(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _counted(value: Any) -> list[Any]:
@@ -114,8 +114,8 @@ def _counted(value: Any) -> list[Any]:
     return [value]
 
 
-def _difference(found: list[Any], wanted: list[Any]) -> str:
-    for ours, theirs in zip(found, wanted, strict=True):
+def _difference(results: list[Any], expected: list[Any]) -> str:
+    for ours, theirs in zip(results, expected, strict=True):
         if not isinstance(theirs, Tensor):
             if ours != theirs:
                 return f"{ours} instead of {theirs}"

@@ -109,12 +109,12 @@ def step_queues(
     return drawn
 
 
-def _push(queues: Queues, found: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:
-    scores = found.scores.masked_fill(Nodes(found.rows, found.live).padding(), -math.inf)
+def _push(queues: Queues, candidates: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:
+    scores = candidates.scores.masked_fill(Nodes(candidates.rows, candidates.live).padding(), -math.inf)
     insist(~scores.isnan().any(), HAS_NAN)
-    parents = nodes.index_select(0, found.rows)
-    tokens = found.columns if token_ids is None else token_ids.index_select(0, found.columns)
-    pushed = scores, found.log_probs, parents, depths.index_select(0, parents) + 1, tokens
+    parents = nodes.index_select(0, candidates.rows)
+    tokens = candidates.columns if token_ids is None else token_ids.index_select(0, candidates.columns)
+    pushed = scores, candidates.log_probs, parents, depths.index_select(0, parents) + 1, tokens
     # of equal scores those that were there rank first
     best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
     scores, log_probs, parents, depths, tokens = (

@@ -585,9 +585,9 @@ class _Played(NamedTuple):
         )
 
 
-def _value(found: Tensor, verify: Tensor) -> Tensor:
-    """Return the worth of trees, float64 [trees]; found: float64 [trees, nodes], chances."""
-    most = min(found.shape[1], verify.shape[0] - 1)
-    best = found.topk(most).values
+def _value(chances: Tensor, verify: Tensor) -> Tensor:
+    """Return the worth of trees, float64 [trees]; chances: float64 [trees, nodes]."""
+    most = min(chances.shape[1], verify.shape[0] - 1)
+    best = chances.topk(most).values
     worth = best.cumsum(1) - verify[1 : most + 1]
     return worth.masked_fill(best <= 0, -math.inf).max(1).values

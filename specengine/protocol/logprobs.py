@@ -87,9 +87,9 @@ class TextLogprobs:
             "text_offset": places,
         }
 
-    def _top(self, given: TokenLogprob) -> dict[str, float]:
+    def _top(self, rated: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, logprob in (*given.top, (given.token, given.logprob)):
+        for token, logprob in (*rated.top, (rated.token, rated.logprob)):
             top.setdefault(self._name(token), bounded(logprob))
         return top
 

@@ -173,8 +173,8 @@ def _message(turn: Turn) -> dict[str, Any]:
     return message | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
 
 
-def _id(given: Any) -> dict[str, str]:
-    return {"id": given} if isinstance(given, str) else {}
+def _id(value: Any) -> dict[str, str]:
+    return {"id": value} if isinstance(value, str) else {}
 
 
 def _fields(body: _Asked) -> dict[str, Any]:

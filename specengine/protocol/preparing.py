@@ -71,8 +71,8 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     """Return the ids of a prompt, in which special tokens stand only where they belong; RequestError."""
     tokens, vocabulary = fim_tokens(tokenizer), _vocabulary(tokenizer)
 
-    def text(given: str) -> list[int]:
-        ids = tokenizer(given, add_special_tokens=False, split_special_tokens=True)["input_ids"] if given else []
+    def text(written: str) -> list[int]:
+        ids = tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"] if written else []
         return list(ids)
 
     def mark(name: str) -> list[int]:
@@ -310,11 +310,13 @@ class CheckedRequest:
             room=room,
         )
 
-    def _require_known_tokens(self, known: int) -> None:
+    def _require_known_tokens(self, vocabulary_size: int) -> None:
         for name in ("logit_bias", "stop_token_ids"):
-            outside = next((token for token in getattr(self.request, name) or () if int(token) >= known), None)
+            outside = next(
+                (token for token in getattr(self.request, name) or () if int(token) >= vocabulary_size), None
+            )
             if outside is not None:
-                raise InputError(f"{name}: token id {outside} is out of range, accepted 0 to {known - 1}")
+                raise InputError(f"{name}: token id {outside} is out of range, accepted 0 to {vocabulary_size - 1}")
 
     def _ends(self, engine: Engine) -> dict[str, Any]:
         """Return the tokens that end the answer, if they are not the model's own alone."""

@@ -154,8 +154,8 @@ def _lark(rule: str) -> str:
     return f"%llguidance {{}}\nstart: ANSWER\nANSWER: {rule}"
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
+def _escaped(match: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(match[0], match[0])
 
 
 class Prediction(Body):
@@ -234,15 +234,15 @@ class WithTools(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _leave_out(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        tools = given.get("tools") if isinstance(given, dict) else None
+    def _leave_out(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        tools = value.get("tools") if isinstance(value, dict) else None
         kinds = (
             [tool.get("type") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else []
         )
         other = {at: kind for at, kind in enumerate(kinds) if isinstance(kind, str) and kind not in cls.functions_are}
         if other and isinstance(tools, list):
-            given = {**given, "tools": [tool for at, tool in enumerate(tools) if at not in other] or None}
-        read_tool = read(given)
+            value = {**value, "tools": [tool for at, tool in enumerate(tools) if at not in other] or None}
+        read_tool = read(value)
         read_tool._notes = [  # noqa: SLF001
             f"tools[{at}]: type {kind!r:.60} is left out, accepted functions" for at, kind in other.items()
         ]
@@ -417,11 +417,11 @@ class ChatRequest(WithTools, Sampling):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _of_the_template(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = next((name for name in given or () if name in NOT_OF_A_TEMPLATE), None)
+    def _of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = next((name for name in arguments or () if name in NOT_OF_A_TEMPLATE), None)
         if taken is not None:
             raise ValueError(f"{taken}: it is not a variable of the template")
-        return given
+        return arguments
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

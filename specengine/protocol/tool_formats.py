@@ -228,15 +228,15 @@ def loaded(text: str) -> Any:
         raise ValueError("too deep") from error
 
 
-def call_of(given: Any, arguments: str = "arguments") -> ToolCall:
+def call_of(value: Any, arguments: str = "arguments") -> ToolCall:
     """Return the call that a parsed object describes; ValueError where it describes none."""
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("no name")
-    values = given.get(arguments, {})
+    values = value.get(arguments, {})
     if not isinstance(values, dict):
         raise ValueError("no arguments")
     try:
-        return ToolCall(given["name"], json.dumps(values, ensure_ascii=False, allow_nan=False))
+        return ToolCall(value["name"], json.dumps(values, ensure_ascii=False, allow_nan=False))
     except RecursionError as error:
         raise ValueError("too deep") from error
 

@@ -94,12 +94,12 @@ def format_of(tokenizer: Any) -> Format:
     raise RequestError(400, message, "tools", "unsupported_field")
 
 
-def _reads(known: Format, text: str, template: str) -> bool:
-    if isinstance(known, Llama):
+def _reads(tool_format: Format, text: str, template: str) -> bool:
+    if isinstance(tool_format, Llama):
         if "ipython" not in template:
             return False  # without a mark of its own it would be found in many others
         text = text[max(text.find("{"), 0) :]
-    reader = ToolReader(known, {"probe": _TOOL["function"]})
+    reader = ToolReader(tool_format, {"probe": _TOOL["function"]})
     parts = reader.push(text) + reader.end()
     return [part.name for part in parts if isinstance(part, ToolCall)] == ["probe"]
 
@@ -121,9 +121,9 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
     if (called is None and result is None) or not template:
         return tools
 
-    def same(given: Any, *conversations: list[dict[str, Any]]) -> bool:
+    def same(offered: Any, *conversations: list[dict[str, Any]]) -> bool:
         try:
-            texts = [filled(tokenizer, each, given) for each in conversations]
+            texts = [filled(tokenizer, each, offered) for each in conversations]
         except InputError:  # what the template says of the messages themselves comes later
             return False
         return texts[0] == texts[1]
@@ -153,8 +153,8 @@ class ToolReader:
     most: calls that are told; those after them are left out
     """
 
-    def __init__(self, known: Format, schemas: Schemas, most: int = sys.maxsize) -> None:
-        self.format, self.schemas, self.most = known, schemas, most
+    def __init__(self, tool_format: Format, schemas: Schemas, most: int = sys.maxsize) -> None:
+        self.format, self.schemas, self.most = tool_format, schemas, most
         self._rest = ""
         self._spoke = False  # before a call
         self.found = 0

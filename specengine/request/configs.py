@@ -141,13 +141,13 @@ def _set_fields(config: GenerationConfig) -> dict[str, Any]:
     return values
 
 
-def _token_ids(given: Any) -> Any:
+def _token_ids(value: Any) -> Any:
     """Return the ends as whole numbers, without those below 0, which are no tokens."""
-    if isinstance(given, list | tuple):
-        ids = [_whole(item) for item in given]
+    if isinstance(value, list | tuple):
+        ids = [_whole(item) for item in value]
         return [item for item in ids if not isinstance(item, int) or item >= 0]
-    given = _whole(given)
-    return [] if isinstance(given, int) and not isinstance(given, bool) and given < 0 else given
+    value = _whole(value)
+    return [] if isinstance(value, int) and not isinstance(value, bool) and value < 0 else value
 
 
 def _whole(value: Any) -> Any:

@@ -53,9 +53,9 @@ def library() -> Any:
     return llguidance
 
 
-def compiled(field: str, given: Any) -> str:
+def compiled(field: str, value: Any) -> str:
     """Return llguidance's form of json_schema, json_object or grammar; InputError for a value that is not supported."""
-    return _compiled(field, _text_of(field, given))
+    return _compiled(field, _text_of(field, value))
 
 
 @lru_cache(maxsize=32)  # an option is checked before there is a model, and again with it
@@ -76,13 +76,13 @@ def _compiled(field: str, text: str) -> str:
     return str(grammar)
 
 
-def _fault(made: str) -> str:
+def _fault(grammar: str) -> str:
     try:
-        return str(READERS.answer([made, LIMITS], MAX_SECONDS))
+        return str(READERS.answer([grammar, LIMITS], MAX_SECONDS))
     except NoReaderError:
         log.warning("schemas and grammars are read in this process, as no other can be started")
         is_wrong, messages = _deeply(
-            lambda: library().LLMatcher.validate_grammar_with_warnings(made, limits=_limits()), len(made)
+            lambda: library().LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits()), len(grammar)
         )
         return str(messages[0]) if is_wrong else ""
 
@@ -92,27 +92,27 @@ def refused(field: str, why: str) -> InputError:
     return InputError(f"{field}: it is not accepted ({words:.300})")
 
 
-def _text_of(field: str, given: Any) -> str:
+def _text_of(field: str, value: Any) -> str:
     if field == "json_object":
         return '{"type": "object"}'
-    if field == "json_schema" and isinstance(given, Mapping):
+    if field == "json_schema" and isinstance(value, Mapping):
         try:
-            given = json.dumps(dict(given), allow_nan=False)
+            value = json.dumps(dict(value), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise refused(field, str(error)) from error
-    given = given.removeprefix(MARK) if isinstance(given, str) else given
-    if not isinstance(given, str) or not given.strip():
+    value = value.removeprefix(MARK) if isinstance(value, str) else value
+    if not isinstance(value, str) or not value.strip():
         accepted = (
             "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
         )
-        raise InputError(f"{field}: got {shown(given)}, accepted {accepted}")
-    if len(given) > MAX_TEXT:
-        raise InputError(f"{field}: got {len(given)} characters, accepted up to {MAX_TEXT}")
+        raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
+    if len(value) > MAX_TEXT:
+        raise InputError(f"{field}: got {len(value)} characters, accepted up to {MAX_TEXT}")
     try:
-        given.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{field}: character {error.start} is not Unicode text") from error
-    return given
+    return value
 
 
 def _exact(field: str, text: str) -> str:
@@ -192,13 +192,13 @@ class Vocabularies:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._made: dict[tuple[int, ...], Any] = {}
 
-    def constraint(self, field: str, made: str, ends: Sequence[int]) -> Constraint:
+    def constraint(self, field: str, grammar: str, ends: Sequence[int]) -> Constraint:
         """Return the constraint of a grammar of `compiled`; ends: ids that end an answer, possibly none.
 
         InputError where the grammar does not fit the tokenizer, or is met by no text.
         """
         vocabulary = self._vocabulary(field, tuple(ends))
-        matcher = _deeply(lambda: library().LLMatcher(vocabulary, made, log_level=0, limits=_limits()), len(made))
+        matcher = _deeply(lambda: library().LLMatcher(vocabulary, grammar, log_level=0, limits=_limits()), len(grammar))
         if matcher.is_error():
             raise refused(field, matcher.get_error())
         constraint = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)

@@ -163,10 +163,10 @@ def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
     return any(f"blk.{number}.{tensor}" not in file.tensors for number in keyed)
 
 
-def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict[str, int]:
+def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dict[str, int]:
     """Return the sizes by their names in families.Fields."""
     hidden, blocks = fields.count("embedding_length"), fields.count("block_count")
-    heads = _first_count(fields, "attention.head_count", blocks, own)
+    heads = _first_count(fields, "attention.head_count", blocks, form)
     layers = blocks - _drafting(fields)
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
@@ -182,11 +182,11 @@ def _sizes(fields: _Fields, family: families.Family, own: families.GGUF) -> dict
     return {
         "vocabulary": embedding.shape[0],
         "hidden": hidden,
-        "inner": _inner(fields, layers, own),
+        "inner": _inner(fields, layers, form),
         "layers": layers,
         "heads": heads,
-        "kv_heads": _key_value_heads(fields, heads, blocks, family, own),
-        "head_dim": _head_dim(fields, hidden, heads, own.ignored, family.attention),
+        "kv_heads": _key_value_heads(fields, heads, blocks, family, form),
+        "head_dim": _head_dim(fields, hidden, heads, form.ignored, family.attention),
         "context": fields.count("context_length"),
     }
 
@@ -199,38 +199,38 @@ def _drafting(fields: _Fields) -> int:
     return count
 
 
-def _first_count(fields: _Fields, key: str, layers: int, own: families.GGUF, default: int | None = None) -> int:
+def _first_count(fields: _Fields, key: str, layers: int, form: families.GGUF, default: int | None = None) -> int:
     """Return a count, or the first of a list of counts by layer: equal ones, unless the family's files have others."""
     listed = fields.value(key)
     if not isinstance(listed, list):
         return fields.count(key, default)
     if len(listed) != layers or not all(type(each) is int and 0 < each < 1 << 31 for each in listed):
         raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
-    if key not in own.by_layer and len(set(listed)) > 1:
+    if key not in form.by_layer and len(set(listed)) > 1:
         raise fields.unsupported(key, "is not supported: layers have different numbers")
     return int(listed[0])
 
 
-def _inner(fields: _Fields, layers: int, own: families.GGUF) -> int:
+def _inner(fields: _Fields, layers: int, form: families.GGUF) -> int:
     """Return the width of the networks; of a list by layer the largest, unless the family reads the list itself."""
     key = "feed_forward_length"
     listed = fields.value(key)
     if listed is None and fields.value("expert_count"):
         return fields.count("expert_feed_forward_length")
-    if key in own.by_layer or not isinstance(listed, list):
-        return _first_count(fields, key, layers, own)
+    if key in form.by_layer or not isinstance(listed, list):
+        return _first_count(fields, key, layers, form)
     whole = len(listed) == fields.count("block_count") and all(type(each) is int and each >= 0 for each in listed)
     if not whole or len(set(listed) - {0}) != 1:
         raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
     return int(max(listed))
 
 
-def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.Family, own: families.GGUF) -> int:
+def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.Family, form: families.GGUF) -> int:
     """Return the number of the layers that have some; a list by layer says which have none."""
     key = "attention.head_count_kv"
     listed = fields.value(key)
     if not (family.kinds and isinstance(listed, list)):
-        count = _first_count(fields, key, layers, own, heads)
+        count = _first_count(fields, key, layers, form, heads)
     elif len(listed) != layers or not all(type(each) is int and each >= 0 for each in listed) or not any(listed):
         raise fields.error(key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers")
     elif len(kinds := set(listed) - {0}) > 1:
@@ -255,8 +255,8 @@ def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...]
     return size
 
 
-def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, own: families.GGUF) -> dict[str, Any]:
-    if own.proportional and _ROPE_FACTORS in fields.file.tensors:
+def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, form: families.GGUF) -> dict[str, Any]:
+    if form.proportional and _ROPE_FACTORS in fields.file.tensors:
         return _proportional(fields, head_dim)
     if not family.attention.partial:
         return _scaled(fields, head_dim)

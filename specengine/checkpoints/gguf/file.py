@@ -268,10 +268,10 @@ def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any]
     return cursor, _read_metadata(cursor, entry_count), tensor_count
 
 
-def _read_tensors(cursor: _Cursor, metadata: dict[str, Any], count: int, part: int) -> dict[str, GGUFTensor]:
+def _read_tensors(cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int) -> dict[str, GGUFTensor]:
     infos = _read_tensor_infos(cursor, count)
     placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
-    return {name: replace(tensor, part=part) for name, tensor in placed.items()}
+    return {name: replace(tensor, part=file_number) for name, tensor in placed.items()}
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:

@@ -123,13 +123,13 @@ def _is_believable(costs: PassCosts) -> bool:
     return fits and not (fault(costs.verify) or fault(costs.draft))
 
 
-def _write(key: dict[str, Any], kept: _Kept) -> str | None:
+def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
         file = path(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as temporary:
-            content = {"key": key, "when": int(kept.when), "costs": kept.costs.to_dict()}
+            content = {"key": key, "when": int(stored_costs.when), "costs": stored_costs.costs.to_dict()}
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except CacheFolderError as error:
         return str(error)

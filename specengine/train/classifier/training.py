@@ -224,10 +224,10 @@ def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
 
 @torch.no_grad()
 def _measure_c2t(
-    net: Any, held: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
+    net: Any, held_back: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
 ) -> dict[str, Any]:
     confidence = torch.cat(
-        [path_minimum(net(own_rows.inputs), tree) for own_rows, tree in zip(rows, held, strict=True)]
+        [path_minimum(net(own_rows.inputs), tree) for own_rows, tree in zip(rows, held_back, strict=True)]
     )
     paths = torch.cat([own_rows.inputs[:, 0] for own_rows in rows])
     labels = torch.cat([own_rows.labels for own_rows in rows])
@@ -247,7 +247,7 @@ def _measure_c2t(
         at = _threshold(confidence, rate)
         scored = scores(confidence >= at, labels)
         bounded = scores(paths >= _threshold(paths, scored["keep_rate"]), labels)
-        ranked = scores(ranks < round(scored["keep_rate"] * len(labels) / len(held)), labels)
+        ranked = scores(ranks < round(scored["keep_rate"] * len(labels) / len(held_back)), labels)
         others = {"recall_of_path_bound": bounded["recall"], "recall_of_top_n": ranked["recall"]}
         return {"beta": round(at, 5), "keep_rate": scored["keep_rate"], "recall": scored["recall"], **others}
 
@@ -255,9 +255,9 @@ def _measure_c2t(
         "beta": beta,
         "at_half": scores(confidence >= 0.5, labels),
         "at_beta": scores(keeps, labels),
-        "top_n": scores(ranks < round(float(keeps.sum()) / len(held)), labels),
-        "nodes_per_tree": round(float(keeps.sum()) / len(held), 2),
-        "acceptance_length": round(1 + float((keeps & labels).sum()) / len(held), 3),
+        "top_n": scores(ranks < round(float(keeps.sum()) / len(held_back)), labels),
+        "nodes_per_tree": round(float(keeps.sum()) / len(held_back), 2),
+        "acceptance_length": round(1 + float((keeps & labels).sum()) / len(held_back), 3),
         "by_entropy": {
             name: {"share": round(float(within.float().mean()), 4), **scores(keeps[within], labels[within])}
             for name, within in inside
@@ -282,7 +282,7 @@ def _threshold(values: Tensor, share: float) -> float:
 
 @torch.no_grad()
 def _measure_stop(
-    net: Any, held: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
+    net: Any, held_back: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
 ) -> dict[str, Any]:
     joined = _joined(rows)
     probabilities = net(joined.inputs)

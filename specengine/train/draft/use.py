@@ -223,14 +223,14 @@ class Learner:
     # ---- training
 
     def trained(
-        self, found: eagle.Checkpoint, own: Sequence[Text], general: Sequence[Text], rate: float
+        self, start: eagle.Checkpoint, learnt_from: Sequence[Text], general: Sequence[Text], rate: float
     ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
         options, order = self.options, random.Random(len(self.learnt.rounds()))
         state = {
-            name: tensor.clone() for name, tensor in found.state.items()
+            name: tensor.clone() for name, tensor in start.state.items()
         }  # float32 weights would be taken as they are
-        head = head_from(found.config, state, torch.float32, self.teacher.device).train().requires_grad_(True)
+        head = head_from(start.config, state, torch.float32, self.teacher.device).train().requires_grad_(True)
         learns = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
         optimizer = torch.optim.AdamW(learns, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
         for step in range(options.steps):
@@ -238,7 +238,7 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, 10 * share, (1 - share) / 0.7)
             texts = [
-                *_drawn(own, options.step_tokens * (1 - options.general), order),
+                *_drawn(learnt_from, options.step_tokens * (1 - options.general), order),
                 *(_drawn(general, options.step_tokens * options.general, order) if options.general else ()),
             ]
             optimizer.zero_grad(set_to_none=True)
@@ -247,8 +247,8 @@ class Learner:
                 loss_of(self.loss, head, self.teacher, reading, answers).loss.backward()
             torch.nn.utils.clip_grad_norm_(learns, 0.5)
             optimizer.step()
-        kept = {name: tensor.to(found.state[name].dtype) for name, tensor in head.state_dict().items()}
-        return found._replace(state=kept)
+        kept = {name: tensor.to(start.state[name].dtype) for name, tensor in head.state_dict().items()}
+        return start._replace(state=kept)
 
     def _read(self, texts: Sequence[Text]) -> tuple[Reading, Tensor]:
         """Return the target's reading of texts, padded after their ends, and their answers, bool [texts, length]."""
@@ -294,15 +294,15 @@ class Learner:
         self._scores.clear()
 
 
-def mixed(found: eagle.Checkpoint, other: eagle.Checkpoint, share: float) -> eagle.Checkpoint:
+def mixed(head: eagle.Checkpoint, other: eagle.Checkpoint, share: float) -> eagle.Checkpoint:
     """Return a head with this share of the other one's weights."""
     state = {
         name: tensor.float().lerp(other.state[name].float(), share).to(tensor.dtype)
         if tensor.is_floating_point()
         else tensor
-        for name, tensor in found.state.items()
+        for name, tensor in head.state.items()
     }
-    return found._replace(state=state)
+    return head._replace(state=state)
 
 
 @torch.no_grad()
