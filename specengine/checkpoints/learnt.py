@@ -31,7 +31,7 @@ from specengine.models.eagle import EagleConfig
 
 FILE, FORMAT = "use.json", 1
 MAX_TEXTS, MAX_TOKENS = 512, 1 << 18  # of the ring; together some 2 MB
-LONGEST = 2048  # tokens of a text; of a longer one its end is kept
+MAX_TEXT_TOKENS = 2048  # tokens of a text; of a longer one its end is kept
 HELD_BACK = 5  # one text in this many is never trained on
 
 
@@ -106,7 +106,7 @@ class Learnt:
 
     def add(self, prompt: list[int], answer: list[int]) -> None:
         """Put a text into the ring, unless it is there, and drop the oldest beyond its bounds. Raises OSError."""
-        tokens = [*prompt, *answer][-LONGEST:]
+        tokens = [*prompt, *answer][-MAX_TEXT_TOKENS:]
         content = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
         texts = self.folder / "texts"
         texts.mkdir(exist_ok=True)

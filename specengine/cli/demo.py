@@ -26,10 +26,10 @@ from specengine.request.text import Decoder
 from specengine.trace import TracedCycle
 from specengine.trace.writer import traced
 
-WARM_UP_TOKENS, FEWEST_TOKENS = 8, 16
-ENOUGH_SECONDS = 25.0  # of timing: no further round is begun that would end after them
+WARM_UP_TOKENS, MIN_TOKENS = 8, 16
+MAX_TIMING_SECONDS = 25.0  # of timing: no further round is begun that would end after them
 MIN_TIMED_TOKENS = 48  # over all rounds
-MOST_NODES = 24  # of the tree that is drawn
+MAX_DRAWN_NODES = 24  # of the tree that is drawn
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _stream_answer(engine: Engine, arguments: argparse.Namespace) -> TracedCycle
     for piece in engine.stream(arguments.prompt, **_greedy(arguments.max_new_tokens)):
         write(paint(piece))
         cycle = traced(piece.cycle, piece.text, lambda token: decode([token]))
-        if 1 < len(cycle.kept) <= MOST_NODES and (best is None or _worth(cycle) > _worth(best)):
+        if 1 < len(cycle.kept) <= MAX_DRAWN_NODES and (best is None or _worth(cycle) > _worth(best)):
             best = cycle
     write("\n\n")
     return best
@@ -149,7 +149,7 @@ def _affordable(ways: list[TimedWay], requested: int) -> int:
         slowest = max(slowest, way.seconds[-1] / max(1, len(way.tokens)))
         way.seconds.clear()
         way.stats.clear()
-    tokens = min(requested, max(FEWEST_TOKENS, int(ENOUGH_SECONDS / 2 / slowest)))
+    tokens = min(requested, max(MIN_TOKENS, int(MAX_TIMING_SECONDS / 2 / slowest)))
     if tokens < requested:
         say(f"This machine takes its time: {tokens} tokens instead of {requested} are timed")
     return tokens
@@ -159,7 +159,7 @@ def _time(ways: list[TimedWay], arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     for number in range(arguments.rounds):
         gone = time.perf_counter() - began
-        if number and gone + gone / number > ENOUGH_SECONDS:
+        if number and gone + gone / number > MAX_TIMING_SECONDS:
             say(f"This machine takes its time: {number} of {arguments.rounds} rounds have to do")
             break
         say(f"Timing, round {number + 1} of {arguments.rounds}")

@@ -21,7 +21,10 @@ from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 
-LOOK, QUIET = 0.5, 10.0  # seconds between two looks, and without a request before learning begins or goes on
+CHECK_SECONDS, IDLE_SECONDS = (
+    0.5,
+    10.0,
+)  # seconds between two looks, and without a request before learning begins or goes on
 NEW = 16  # texts that make it worth to begin again
 
 
@@ -60,18 +63,18 @@ def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool]
     child: Any = None
     pipe: Connection | None = None
     quiet, going, last = 0.0, True, ""
-    while not ended.wait(LOOK):
-        quiet = quiet + LOOK if idle() else 0.0
+    while not ended.wait(CHECK_SECONDS):
+        quiet = quiet + CHECK_SECONDS if idle() else 0.0
         if child is not None and not child.is_alive():
             child = pipe = None
-        if child is None and quiet >= QUIET and len(new := _newer(folder, last)) >= NEW:
+        if child is None and quiet >= IDLE_SECONDS and len(new := _newer(folder, last)) >= NEW:
             context = multiprocessing.get_context("spawn")
             theirs, pipe = context.Pipe(duplex=False)
             child = context.Process(target=_learn, args=(recipe, theirs), daemon=True)
             child.start()
             theirs.close()
             going, last = True, max(new)
-        elif pipe is not None and going != (quiet >= QUIET):
+        elif pipe is not None and going != (quiet >= IDLE_SECONDS):
             going = not going
             with contextlib.suppress(OSError):  # it has just ended
                 pipe.send(going)

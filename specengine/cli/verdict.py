@@ -113,6 +113,6 @@ def _why(costs: PassCosts | None, needed: float | None, averages: Seen) -> str:
             f"{break_even(costs, EXAMPLE):.1f} times as long as over one, and a pass {brought}"
         )
     return (
-        f"a pass over {averages.nodes:.1f} tokens with {averages.passes:.1f} draft passes takes {needed:.2f} times as long "
-        f"as one of plain decoding, and it {brought}"
+        f"a pass over {averages.nodes:.1f} tokens with {averages.passes:.1f} draft passes takes {needed:.2f} times "
+        f"as long as one of plain decoding, and it {brought}"
     )

@@ -21,7 +21,7 @@ HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
 PACKED_ROWS, LONG = (16, 32, 64), 200  # most of a kind of tiles, before the largest; a prefix that is split
-MOST_THREADS = 8
+MAX_THREADS = 8
 
 Implementations = dict[str, Callable[..., Any]]
 Inputs = list[tuple[Any, ...]]
@@ -78,7 +78,7 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
         torch.cuda.synchronize(device)  # threads have a stream of their own, and the inputs come from this one's
     for job in jobs[:1]:
         one(job)  # loads the driver
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         list(threads.map(one, jobs[1:]))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ from specengine.ops.tree import extract as extract_op
 from specengine.ops.worth import MEMORY, PLACES, Counts, Limits, Notes, Source, Throughput
 
 CAPACITY = 256  # largest budget of a best-first queue, as in csrc/spec/device_best_first.hpp
-MOST_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
+MAX_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
 _P = ctypes.c_void_p
 
 
@@ -156,7 +156,7 @@ def _level(
         rounds=limits.rounds,
         max_passes=limits.max_passes,
     )
-    return args if level_bytes(args) <= MOST_SHARED and args.tried < _nvrtc.LEVEL.lanes else None
+    return args if level_bytes(args) <= MAX_SHARED and args.tried < _nvrtc.LEVEL.lanes else None
 
 
 def keep_likely(
@@ -171,7 +171,7 @@ def keep_likely(
 ) -> Nodes:
     paths, price, capacity = tree[4], throughput.prices.verify, tree[4].shape[0]
     shared = keep_bytes(capacity, min(most, len(price) - 1, capacity))
-    if shared > MOST_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
+    if shared > MAX_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
         return by_meaning(worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most)
     nodes_out = _nodes(most, size.device)
     args = _nvrtc.KeepArgs(
@@ -213,7 +213,7 @@ def count_outcomes(
     capacity, (verify, draft, prices, recent, drafting, verified, overhead, _) = tree[0].shape[0], throughput
     changed = *counts, *notes, *tree[:4], verify, draft, *prices, recent
     shared = outcome_bytes(capacity)
-    if shared > MOST_SHARED or not all(part.is_contiguous() for part in changed):
+    if shared > MAX_SHARED or not all(part.is_contiguous() for part in changed):
         return by_meaning(worth.count_outcomes, tree, size, path, chosen, counts, notes, throughput)
     nodes, chosen = path.ids.contiguous(), chosen.contiguous()
     args = _nvrtc.OutcomeArgs(

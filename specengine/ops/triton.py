@@ -33,9 +33,9 @@ from specengine.ops.select import LARGEST, Candidates
 from specengine.ops.tree import Arrays, Walked
 
 LARGEST_HEAD = 256
-MOST_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
-MOST_CHILDREN = 256  # of a row, for the same reason
-MOST_ROWS = 65535  # of a launch's second dimension
+MAX_CANDIDATES = 4096  # of one selection by the kernels; they rank by counting
+MAX_CHILDREN = 256  # of a row, for the same reason
+MAX_ROWS = 65535  # of a launch's second dimension
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at import, too
 
 
@@ -71,7 +71,7 @@ def best_candidates(
     normalized: bool,
 ) -> Candidates:
     away, device = scores.device != logits.device, logits.device
-    if away or most > MOST_CANDIDATES or not len(logits) or not candidate_selection.fits(*logits.shape):
+    if away or most > MAX_CANDIDATES or not len(logits) or not candidate_selection.fits(*logits.shape):
         with meaning():
             numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
             return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)
@@ -87,13 +87,13 @@ def best_candidates(
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    if k > MOST_CHILDREN or not 0 < logits.shape[0] <= MOST_ROWS:
+    if k > MAX_CHILDREN or not 0 < logits.shape[0] <= MAX_ROWS:
         return by_meaning(select.top_children, logits, k, normalized)
     return children_kernel.top_children(logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized)
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
-    if not 0 < logits.shape[0] <= MOST_ROWS:
+    if not 0 < logits.shape[0] <= MAX_ROWS:
         return by_meaning(select.top_entropy, logits, top, normalized)
     return entropy.top_entropy(logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized)
 

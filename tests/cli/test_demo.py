@@ -101,7 +101,7 @@ def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(folder: str, capsys: An
 
 
 def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specengine.cli.demo.ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("specengine.cli.demo.MAX_TIMING_SECONDS", 0.0)
     assert main(["demo", "--model", folder, "--max-new-tokens", "8", "--prompt", PROMPT]) == 0
     out, err = capsys.readouterr()
     assert "median of 1 interleaved" in out
@@ -109,7 +109,7 @@ def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
 
 
 def test_demo_times_fewer_tokens_where_they_take_long(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specengine.cli.demo.ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("specengine.cli.demo.MAX_TIMING_SECONDS", 0.0)
     assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--prompt", PROMPT, "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
     assert "16 tokens instead of 24 are timed" in err

@@ -51,5 +51,5 @@ def test_structures_have_the_size_of_the_headers() -> None:
     assert _nvrtc.STEP.lanes == cuda.CAPACITY
     assert f"kCapacity = {cuda.CAPACITY};" in text
     assert f"kRuleLanes = {_nvrtc.LEVEL.lanes};" in text
-    assert f"kMostShared = {cuda.MOST_SHARED // 1024} * 1024;" in text
+    assert f"kMostShared = {cuda.MAX_SHARED // 1024} * 1024;" in text
     assert set(ops.OPS) >= OPS

@@ -188,7 +188,7 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
 
 def test_larger_searches_run_by_their_meaning(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block has not the memory."""
-    monkeypatch.setattr(cuda, "MOST_SHARED", 100)
+    monkeypatch.setattr(cuda, "MAX_SHARED", 100)
     launch = _nvrtc.launch
 
     def extract_alone(kernel: _nvrtc.Kernel, *given: Any) -> None:

@@ -23,7 +23,7 @@ from specengine.models.eagle import embed, head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.use import AHEAD, Comparison, Learner, ServingTeacher, UseOptions, chain_lengths
+from specengine.train.draft.use import CHAIN_TOKENS, Comparison, Learner, ServingTeacher, UseOptions, chain_lengths
 from specengine.train.text.corpus import Text
 from tests.toy import CPU, VOCABULARY, byte_tokenizer, head_config, random_state, tiny
 
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_ends_no_answer(made: Made, tmp_path: Path) -> None:
 def test_the_ring_is_bounded(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MAX_TEXTS", 6)
     monkeypatch.setattr(folders, "MAX_TOKENS", 40)
-    monkeypatch.setattr(folders, "LONGEST", 8)
+    monkeypatch.setattr(folders, "MAX_TEXT_TOKENS", 8)
     ring = made.engine(tmp_path / "use").ring
     for number in range(12):
         ring.add([number, 1], [2, 3])
@@ -231,7 +231,7 @@ def test_chains_are_as_long_as_a_chain_policys(made: Made, tmp_path: Path) -> No
     """At every place of an answer, against drafting from there, by a head that knows a little."""
     one = learner(used(made, tmp_path / "use"), made)
     assert taught(one)
-    engine = made.engine(tmp_path / "use", policy_options={"length": AHEAD})
+    engine = made.engine(tmp_path / "use", policy_options={"length": CHAIN_TOKENS})
     prompt = prompts(1)[0]
     answer = engine.generate(prompt, max_new_tokens=20, temperature=0.0).token_ids
     whole = [*prompt, *answer]
@@ -446,7 +446,7 @@ def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch:
         def close(self) -> None: ...
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: Context)
-    monkeypatch.setattr(command, "QUIET", 2.0)
+    monkeypatch.setattr(command, "IDLE_SECONDS", 2.0)
     monkeypatch.setattr(command, "NEW", 2)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "1.json").touch()

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIXES = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_LLAMA3 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}"
+_QWEN2 = rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}|{_OTHERS}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_case(suffix: str, digits: str) -> str:
     start = r"[^\r\n\p{L}\p{N}]?"
-    return rf"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}|\p{{N}}{digits}|{_REST_WITH_SLASH}"
+    return rf"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}|\p{{N}}{digits}|{_OTHERS_WITH_SLASH}"
 
 
 _GPT4O = _by_case(rf"(?:{_SUFFIXES})?", "{1,3}")
@@ -75,7 +75,7 @@ _BY_NAMES: dict[str, Splits] = {
     "dbrx smaug-bpe chatglm-bpe": Splits((_LLAMA3,)),
     "glm4 glm5": Splits((_LLAMA3,), ignore_merges=True),
     "minicpm5": Splits(
-        (r"\p{N}{1,3}", rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}+|{_REST}"),
+        (r"\p{N}{1,3}", rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}+|{_OTHERS}"),
         ignore_merges=True,
     ),
     "jais-2": Splits(
@@ -106,7 +106,7 @@ _BY_NAMES: dict[str, Splits] = {
             r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         )
     ),
-    "ufakzeka": Splits((rf"{_WORDS}|\p{{N}}|{_REST}",)),
+    "ufakzeka": Splits((rf"{_WORDS}|\p{{N}}|{_OTHERS}",)),
     "laguna": Splits((r"[^\n]+|[\n]+", _QWEN2)),
     "seed-coder": Splits(
         (rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)

@@ -41,7 +41,7 @@ MIN_TEXTS = 20, 4  # texts to train on, and held back
 COMPARED = 64  # held-back texts of the user, the newest
 SHARES = 1.0, 0.6, 0.35  # of the copy in the candidates
 CALIBRATED = 12  # texts that temperatures are fitted to
-AHEAD, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
+CHAIN_TOKENS, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
 SLOWEST = 1 / 16  # of the rate: from there on learning waits for new texts
 
 Progress = Callable[[str], None]
@@ -316,7 +316,7 @@ def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
     ids = head.target_ids()
     right = torch.ones(len(places), dtype=torch.bool, device="cpu")
     total = float(len(places))
-    for depth, states in enumerate(along_text(head, teacher, teacher.read(tokens), places, AHEAD)):
+    for depth, states in enumerate(along_text(head, teacher, teacher.read(tokens), places, CHAIN_TOKENS)):
         best = head.logits(states).argmax(dim=-1)  # type: ignore[union-attr]
         best = best if ids is None else ids[best]
         at = places + 2 + depth
