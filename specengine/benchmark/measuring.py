@@ -71,7 +71,7 @@ class Run:
                 place = item.set, id_
                 yield from self._asked(place, prompt, number, answers[place])
                 for way in self.ways:
-                    if (*place, way.name) not in rows:
+                    if (item.set, id_, way.name) not in rows:
                         yield self._row(place, way, prompt, answers[place])
                 rates = ", ".join(f"{way.name} {_rate(answers[place][way.name]):.1f}" for way in self.ways)
                 self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")

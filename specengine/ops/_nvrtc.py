@@ -171,15 +171,15 @@ def compile_source(source: str, target: str) -> bytes:
         ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(str(path))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    texts, names = ([part.encode() for part in parts] for parts in (HEADERS.values(), HEADERS))
     count = len(HEADERS)
-    arrays = (ctypes.c_char_p * count)(*texts), (ctypes.c_char_p * count)(*names)
+    texts = (ctypes.c_char_p * count)(*(text.encode() for text in HEADERS.values()))
+    names = (ctypes.c_char_p * count)(*(name.encode() for name in HEADERS))
     text = (folder / source).read_bytes()
 
     def insist(code: int, what: str) -> None:
         _insist(code, what, source)
 
-    insist(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, *arrays), "create")
+    insist(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names), "create")
     try:
         options = [f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", f"--include-path={folder}"]
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -209,9 +209,10 @@ def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared
 def start(kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], stream: int, shared: int) -> None:
     arguments = [value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values]
     addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-    block = 1, 1, 1, kernel.lanes, 1, 1
     _insist(
-        _driver().cuLaunchKernel(function, *block, shared, ctypes.c_void_p(stream), addresses, None),
+        _driver().cuLaunchKernel(
+            function, 1, 1, 1, kernel.lanes, 1, 1, shared, ctypes.c_void_p(stream), addresses, None
+        ),
         "run",
         kernel.source,
     )

@@ -167,9 +167,18 @@ def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
 
 
 def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
-    new = _whole(device, 4, 2, 4, 0), _whole(device, 1, 2, 3, 4), _wave(device, 4)
+    parents, tokens = _whole(device, 4, 2, 4, 0), _whole(device, 1, 2, 3, 4)
     return [
-        (_tree(device, capacity), _count(device, 5), *new, _count(device, 3), _count(device, 0)) for capacity in (7, 70)
+        (
+            _tree(device, room),
+            _count(device, 5),
+            parents,
+            tokens,
+            _wave(device, 4),
+            _count(device, 3),
+            _count(device, 0),
+        )
+        for room in (7, 70)
     ]
 
 
@@ -207,8 +216,8 @@ def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Ten
 
 def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
     words = _tree(device, 5)[5]
-    lengths = _count(device, 60), _count(device, 4), _count(device, 5)
-    return [(*_rows(device), words, *lengths, SIZE**-0.5)]  # in half precision as `attention_of` has it
+    prefix, live, seen = _count(device, 60), _count(device, 4), _count(device, 5)
+    return [(*_rows(device), words, prefix, live, seen, SIZE**-0.5)]  # in half precision as `attention_of` has it
 
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
@@ -220,8 +229,8 @@ def attention_of(heads: Heads, device: torch.device) -> Inputs:
             [(node - 1) // 2 if node else -1 for node in range(rows)], dtype=torch.int64, device="cpu"
         )
         words = ancestor_words(parents).view(rows, -1).to(device)
-        lengths = _count(device, LONG), _count(device, rows), _count(device, rows)
-        inputs.append((*_wide_rows(heads, rows, device), words, *lengths, heads.size**-0.5))
+        live = _count(device, rows)
+        inputs.append((*_wide_rows(heads, rows, device), words, _count(device, LONG), live, live, heads.size**-0.5))
     return inputs
 
 

@@ -32,8 +32,8 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """Return the ops that are here; raises ImportError where NVRTC or the sources are missing."""
     if _nvrtc.find() is None:
         raise ImportError("NVRTC, of torch's CUDA wheels, was not found")
-    rule = start_search, grow_likely, keep_likely, count_outcomes
-    return {run.__name__: run for run in (step_queues, extract, *rule)}
+    ops = (step_queues, extract, start_search, grow_likely, keep_likely, count_outcomes)
+    return {run.__name__: run for run in ops}
 
 
 # ---- best-first queues
@@ -63,14 +63,18 @@ def step_queues(
     counts = torch.empty(2, dtype=torch.int32, device=device)
     drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
     lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
-    addresses = nodes.data_ptr(), depths.data_ptr(), None if token_ids is None else token_ids.data_ptr()
     out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
-    live = found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()
     most = found.scores.shape[0]
     step = _nvrtc.BestFirstStep(
-        (_P * 7)(*lists[0]), budget, (_P * 4)(*lists[1]), most, (_P * 3)(*addresses), *search, (_P * 6)(*out)
+        (_P * 7)(*lists[0]),
+        budget,
+        (_P * 4)(*lists[1]),
+        most,
+        _addresses(nodes, depths, token_ids),
+        *search,
+        (_P * 6)(*out),
     )
-    _nvrtc.launch(_nvrtc.STEP, (step, *live), device)
+    _nvrtc.launch(_nvrtc.STEP, (step, found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()), device)
     return drawn
 
 
@@ -194,17 +198,16 @@ def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
     tokens, parents, depths = torch.empty(3, rows, dtype=torch.int64, device=device).unbind()
     edges, paths = torch.empty(2, rows, dtype=torch.float32, device=device).unbind()
     words = torch.empty(rows, -(-rows // WORD_BITS), dtype=torch.int64, device=device)
-    out = tokens, parents, depths, edges, paths, words
     args = _nvrtc.ExtractArgs(
         tree=_addresses(*arrays),
         words=arrays[5].shape[1],
         nodes=_addresses(nodes, live),
         rows=rows,
-        out=_addresses(*out),
+        out=_addresses(tokens, parents, depths, edges, paths, words),
         words_out=words.shape[1],
     )
     _nvrtc.launch(_nvrtc.EXTRACT, (args,), device, _whole(4 * rows))
-    return out
+    return tokens, parents, depths, edges, paths, words
 
 
 def count_outcomes(

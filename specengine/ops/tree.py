@@ -648,8 +648,11 @@ class TokenTree:
 
         Returns the new nodes, in creation order; where the capacity is exceeded as `add`.
         """
-        arguments = self.arrays, self.counters, frontier, tokens, log_probs
-        return self.appended(append_children(*arguments, chosen=chosen, most=most, limit=limit))
+        return self.appended(
+            append_children(
+                self.arrays, self.counters, frontier, tokens, log_probs, chosen=chosen, most=most, limit=limit
+            )
+        )
 
     def graft(self, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
         """Append entries from the host, whose parents may be earlier ones: entry i becomes node len(self) + i.

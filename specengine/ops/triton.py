@@ -54,9 +54,10 @@ def append_nodes(
     m = parents.shape[0]
     if not 0 < m <= frontier.MOST_APPENDED:
         return by_meaning(tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow)
-    new_nodes = parents.contiguous(), tokens.contiguous(), log_probs.contiguous()
-    ids = torch.empty_like(new_nodes[0])
-    frontier.append_nodes(frontier.Tree(*arrays, size), *new_nodes, count, ids, overflow)
+    parents = parents.contiguous()
+    ids = torch.empty_like(parents)
+    nodes = frontier.Tree(*arrays, size)
+    frontier.append_nodes(nodes, parents, tokens.contiguous(), log_probs.contiguous(), count, ids, overflow)
     return ids
 
 
@@ -131,8 +132,7 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     if tokens.shape[0] > verification.MOST_NODES:
         return by_meaning(tree.walk, tokens, parents, chosen, size)
     path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
-    arguments = tokens.contiguous(), parents.contiguous(), chosen.contiguous()
-    verification.walk(*arguments, size, path, count, bonus)
+    verification.walk(tokens.contiguous(), parents.contiguous(), chosen.contiguous(), size, path, count, bonus)
     return Walked(path, count, bonus)
 
 
@@ -171,9 +171,9 @@ def cached_attention(
 def _cached_attention(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
 ) -> Tensor:
-    rows, numbers = query.transpose(0, 1)[None], (prefix, live, seen)
+    rows = query.transpose(0, 1)[None]
     out = attention_kernel.tree_attention(
-        rows, key[None], value[None], words[None], *numbers, scale=scale, upcast=INTERPRETED
+        rows, key[None], value[None], words[None], prefix, live, seen, scale=scale, upcast=INTERPRETED
     )
     return out[0].transpose(0, 1)
 
@@ -189,9 +189,9 @@ def strict_cached_attention(
 def _strict_cached_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
 ) -> Tensor:
-    rows, way = query.transpose(0, 1)[None], (paths.nodes.contiguous()[None], paths.counts[None])
+    rows, nodes = query.transpose(0, 1)[None], paths.nodes.contiguous()[None]
     out = strict_kernel.strict_attention(
-        rows, key[None], value[None], *way, prefix, live, scale=scale, upcast=INTERPRETED
+        rows, key[None], value[None], nodes, paths.counts[None], prefix, live, scale=scale, upcast=INTERPRETED
     )
     return out[0].transpose(0, 1)
 
@@ -239,8 +239,9 @@ def rope_store(
         return by_meaning(attention.rope_store, query, key, value, positions, turn, slab, slot, live)
     rows = (states.transpose(0, 1) for states in (query, key, value))
     cosines, sines, *norms, eps, stepwise = turn
-    arguments = (*rows, positions, cosines, sines, slab[0], slab[1], slot, live)
-    return rope_kernel.rope_store(*arguments, *norms, eps, stepwise=stepwise).transpose(0, 1)
+    return rope_kernel.rope_store(
+        *rows, positions, cosines, sines, slab[0], slab[1], slot, live, *norms, eps, stepwise=stepwise
+    ).transpose(0, 1)
 
 
 def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -261,9 +262,9 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
     if not dense or states.shape[1] != table.shape[1] or not len(sources):
         return by_meaning(choose.gather_rows, states, sources, table, tokens)
     shape = len(sources), states.shape[1]
-    out = states.new_empty(shape), table.new_empty(shape)
-    frontier.gather_rows(states, sources, table, tokens, *out)
-    return out
+    of_states, of_table = states.new_empty(shape), table.new_empty(shape)
+    frontier.gather_rows(states, sources, table, tokens, of_states, of_table)
+    return of_states, of_table
 
 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
