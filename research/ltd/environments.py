@@ -17,14 +17,14 @@ from research.ltd.options import RewardName, Stage
 from research.ltd.outcomes import Array, Outcomes, reward
 from research.ltd.steered import Question, SteeredEngine
 from specengine.costs import PassCosts
-from specengine.policies._ltd import GO_ON, Networks, Shape
+from specengine.policies._ltd import GO_ON, LtdShape, Networks
 from specengine.policies.ltd import depth_observation, size_observation
 from specengine.records import Cycle
 
 WALLCLOCK_UNIT = 0.01  # seconds; the released code's reward is tokens / (100 seconds)
 
 
-def spaces(shape: Shape, which: Stage) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+def spaces(shape: LtdShape, which: Stage) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
     inputs, outputs = shape.inputs[which], shape.outputs[which]
     return gymnasium.spaces.Box(-np.inf, np.inf, (inputs,), np.float32), gymnasium.spaces.Discrete(outputs)
 
@@ -39,7 +39,7 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
     def __init__(
         self,
         make: Callable[[int], SteeredEngine],
-        shape: Shape,
+        shape: LtdShape,
         which: Stage,
         kind: RewardName,
         costs: PassCosts | None,
@@ -201,7 +201,7 @@ class LoggedEnvironment(VecEnv):
         return [False] * self.num_envs
 
 
-def _asked(shape: Shape, expansions: Array) -> Array:
+def _asked(shape: LtdShape, expansions: Array) -> Array:
     return np.array([shape.asks(count) for count in range(shape.expansions + 1)])[expansions]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from specengine.errors import option, require, require_known, require_minimum
 
 if TYPE_CHECKING:
-    from specengine.policies._ltd import Shape
+    from specengine.policies._ltd import LtdShape
 
 RewardName = Literal["table", "wallclock", "accept", "time"]
 Activation = Literal["relu", "tanh"]  # the keys of policies._ltd.ACTIVATIONS
@@ -179,10 +179,10 @@ class PolicyOptions:
         require(name, getattr(self, name), accepted, holds)
 
     @property
-    def shape(self) -> Shape:
-        from specengine.policies._ltd import Shape
+    def shape(self) -> LtdShape:
+        from specengine.policies._ltd import LtdShape
 
-        return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
+        return LtdShape(**{field.name: getattr(self, field.name) for field in fields(LtdShape)})
 
     @property
     def stages(self) -> list[Stage]:

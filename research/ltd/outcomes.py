@@ -15,7 +15,7 @@ from research.ltd.candidates import Candidates, CandidateTrees
 from research.ltd.options import RewardName
 from specengine.costs import PassCosts
 from specengine.errors import InputError
-from specengine.policies._ltd import GO_ON, Networks, Shape
+from specengine.policies._ltd import GO_ON, LtdShape, Networks
 from specengine.policies.ltd import depth_observation, laid_out, size_observation
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +58,7 @@ class Outcomes:
     committed. Where only some were, all count, which flatters deep trees: whoever logged has leapt over easy positions.
     """
 
-    shape: Shape
+    shape: LtdShape
     costs: PassCosts
     laid: Tensor
     contexts: Tensor
@@ -66,7 +66,7 @@ class Outcomes:
     answers: Array
 
     @classmethod
-    def of(cls, answers: Sequence[Sequence[Candidates]], shape: Shape, costs: PassCosts) -> Outcomes:
+    def of(cls, answers: Sequence[Sequence[Candidates]], shape: LtdShape, costs: PassCosts) -> Outcomes:
         """Compute the outcomes. InputError if the trees are narrower or lower than the shape's."""
         trees = [tree for answer in answers for tree in answer]
         if not trees:
@@ -186,13 +186,13 @@ def path_ranks(scores: Array, depths: Array, path: Array, expansions: int) -> Ar
     return ranks
 
 
-def cycle_cost(costs: PassCosts, shape: Shape, expansions: int, size: int) -> float:
+def cycle_cost(costs: PassCosts, shape: LtdShape, expansions: int, size: int) -> float:
     """Return the cost of a whole beam with this many expansions, with `size` candidates and the root verified."""
     return costs.cycle(1 + min(size, shape.grown(expansions)), [1, *[shape.width] * expansions])
 
 
 def split(
-    folders: Sequence[CandidateTrees], shape: Shape, costs: PassCosts, held_back: float
+    folders: Sequence[CandidateTrees], shape: LtdShape, costs: PassCosts, held_back: float
 ) -> tuple[Outcomes, Outcomes]:
     """Split the answers of all folders into trees to learn from and trees to hold back."""
     learnt, held = hold_back([answer for trees in folders for answer in trees.answers() if answer], held_back)

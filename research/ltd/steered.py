@@ -15,7 +15,7 @@ from torch import Tensor
 
 from research.ltd.options import Stage
 from specengine.engine import Engine
-from specengine.policies._ltd import GO_ON, Networks, Shape
+from specengine.policies._ltd import GO_ON, LtdShape, Networks
 from specengine.policies.ltd import Ltd
 from specengine.records import Cycle
 
@@ -50,7 +50,7 @@ class SteeredEngine:
         self,
         engine: Engine,
         prompts: Sequence[list[int]],
-        shape: Shape,
+        shape: LtdShape,
         which: Stage,
         other: Networks | int | None,
         *,
@@ -126,7 +126,9 @@ class SteeredEngine:
 class _Decisions:
     """Decisions of one kind by whoever answers, of the other kind by the other network or at random."""
 
-    def __init__(self, which: Stage, other: Networks | int | None, shape: Shape, random: np.random.Generator) -> None:
+    def __init__(
+        self, which: Stage, other: Networks | int | None, shape: LtdShape, random: np.random.Generator
+    ) -> None:
         self.questions: queue.SimpleQueue[Question | Finished | BaseException] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.closed, self.waited, self.decisions = False, 0.0, 0

@@ -34,7 +34,7 @@ STOP, GO_ON = 0, 1
 
 
 @dataclass(frozen=True)
-class Shape:
+class LtdShape:
     """The trees that a pair of networks decides about.
 
     width        of the beam
@@ -92,7 +92,7 @@ class Networks(nn.Module):
     hidden: units of the hidden layers of each; activation: relu or tanh.
     """
 
-    def __init__(self, shape: Shape, hidden: Mapping[str, Sequence[int]], activation: str = "relu") -> None:
+    def __init__(self, shape: LtdShape, hidden: Mapping[str, Sequence[int]], activation: str = "relu") -> None:
         super().__init__()
         self.shape, self.activation = shape, activation
         self.depth = perceptron(shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation)
@@ -197,7 +197,7 @@ def load(networks: str) -> Trained:
             facts = dict(json.loads((opened.metadata() or {})[METADATA]))
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
-        shape = Shape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
+        shape = LtdShape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
         made = Networks(shape, facts["hidden"], facts["activation"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train") from error
@@ -224,7 +224,7 @@ def _load_released(depth: Path, size: Path) -> Trained:
     if actions not in RELEASED_SIZES:
         known = " or ".join(map(str, RELEASED_SIZES))
         raise InputError(f"policy ltd.networks: {size} has {actions} actions, accepted {known}")
-    shape = Shape(sizes=RELEASED_SIZES[actions], pad=0.0)
+    shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0)
     made = Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh")
     state = {f"{name}.{key}": tensor for name, actor in actors.items() for key, tensor in as_network(actor).items()}
     return Trained(_filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"})

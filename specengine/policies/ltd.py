@@ -17,7 +17,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require
 from specengine.policies._beam import Beam
-from specengine.policies._ltd import REPEATS, Networks, Shape
+from specengine.policies._ltd import REPEATS, LtdShape, Networks
 
 if TYPE_CHECKING:
     from specengine.records import Outcome
@@ -66,21 +66,21 @@ class Ltd(Beam):
         self.follow(networks.shape, networks)
 
     @classmethod
-    def steered(cls, shape: Shape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
+    def steered(cls, shape: LtdShape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
         """Make a policy that follows `decisions`, for networks that are still being trained."""
         policy = cls.__new__(cls)
         policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
         policy.follow(shape, decisions)
         return policy
 
-    def follow(self, shape: Shape, decisions: Decisions) -> None:
+    def follow(self, shape: LtdShape, decisions: Decisions) -> None:
         deepest = shape.expansions
         require(
             "ltd", "depth", self.depth, f"0 to {deepest}, or none", self.depth is None or 0 <= self.depth <= deepest
         )
         require("ltd", "size", self.size, "1 or more, or none", self.size is None or self.size >= 1)
         if self.check_every is not None:
-            shape = Shape(**{**vars(shape), "check_every": self.check_every})
+            shape = LtdShape(**{**vars(shape), "check_every": self.check_every})
         sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
         self._shape, self._tokens = shape, 0
         # int32: nodes verified, by action
@@ -129,7 +129,7 @@ class Ltd(Beam):
         return observed(which, tree, self._context[tree.device], expansions, self._shape)
 
 
-def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: Shape) -> Tensor:
+def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: LtdShape) -> Tensor:
     """Return the input of network `which` for a running beam: depth_observation or size_observation.
 
     context: int64 [1], tokens committed; expansions: int32 [1].
@@ -140,7 +140,7 @@ def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, s
     return ops.beam_observation(tree.path_log_probs, tree.depths, tree.size, expansions, context, window)
 
 
-def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
+def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
     """Return float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
 
     scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
@@ -151,7 +151,7 @@ def laid_out(scores: Tensor, depths: Tensor, shape: Shape) -> Tensor:
     return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window)
 
 
-def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
+def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
     """Return float32 [..., width**2 + 28]: the last level's candidates, the context's length, the expansions so far.
 
     laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
@@ -163,7 +163,7 @@ def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shap
     return _with_facts(level, context, expansions, REPEATS["depth"])
 
 
-def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: Shape) -> Tensor:
+def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
     """Return float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
 
     laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.

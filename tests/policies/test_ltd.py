@@ -24,14 +24,14 @@ from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies import _ltd
-from specengine.policies._ltd import Networks, Shape
+from specengine.policies._ltd import LtdShape, Networks
 from specengine.policies.baselines.eagle import Eagle
 from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
 from specengine.records import Seconds
 from tests.ops.backends import choose
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
-SMALL = Shape(width=3, expansions=4, sizes=(2, 5, 9))
+SMALL = LtdShape(width=3, expansions=4, sizes=(2, 5, 9))
 HIDDEN = {"depth": (8,), "size": (8, 4)}
 
 
@@ -80,7 +80,7 @@ def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size
     assert torch.equal(fixed.tokens, expected.tokens)
 
 
-def constant_networks(shape: Shape, depth: int, size: int) -> Networks:
+def constant_networks(shape: LtdShape, depth: int, size: int) -> Networks:
     """Return networks whose biases decide: always go on, and take one size."""
     networks = Networks(shape, {"depth": (4,), "size": (4,)})
     with torch.no_grad():
@@ -123,9 +123,9 @@ def test_when_the_depth_network_is_asked(least: int, every: int, asked: list[int
 
 def test_the_papers_sizes() -> None:
     """Section 7 of the specification; the paper's networks read 128 and 1,268 values."""
-    assert Shape().inputs == {"depth": 128, "size": 1268}
-    assert Shape().outputs == {"depth": 2, "size": 12}
-    assert (Shape().sizes[0], Shape().sizes[-1]) == (20, 240)
+    assert LtdShape().inputs == {"depth": 128, "size": 1268}
+    assert LtdShape().outputs == {"depth": 2, "size": 12}
+    assert (LtdShape().sizes[0], LtdShape().sizes[-1]) == (20, 240)
     assert SMALL.inputs == {"depth": 9 + 28, "size": 3 + 4 * 9 + 58}
 
 
@@ -145,7 +145,7 @@ def test_layout_against_a_slow_one() -> None:
     assert seen.tolist() == pytest.approx([*laid, *[0.25] * 29, *[0.3] * 29])
 
 
-def laid(tree: TokenTree, shape: Shape) -> Tensor:
+def laid(tree: TokenTree, shape: LtdShape) -> Tensor:
     tree = tree.trimmed()
     return laid_out(tree.path_log_probs[1:], tree.depths[1:], shape)
 
@@ -154,7 +154,7 @@ def test_candidates_stand_parent_by_parent() -> None:
     tree = TokenTree.root(0, 8)
     tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]))
     tree.add(torch.tensor([2, 2, 1, 1]), torch.tensor([5, 6, 5, 6]), torch.tensor([-0.5, -3.0, -0.1, -30.0]))
-    shape = Shape(width=2, expansions=2, sizes=(2,))
+    shape = LtdShape(width=2, expansions=2, sizes=(2,))
     assert laid(tree, shape).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -20, *[-20] * 4]), (
         "nothing is below the pad"
     )
@@ -166,7 +166,7 @@ def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
     tree.add(torch.tensor([0]), torch.tensor([1]), torch.tensor([-1.0]))
     tree.add(torch.tensor([1, 1]), torch.tensor([5, 6]), torch.tensor([-0.5, -0.25]))
     tree.add(torch.tensor([2]), torch.tensor([7]), torch.tensor([-math.inf]))
-    shape = Shape(width=2, expansions=2, sizes=(2,))
+    shape = LtdShape(width=2, expansions=2, sizes=(2,))
     assert laid(tree, shape).tolist() == [-1, -20, -1.5, -1.25, -20, -20, -20, -20, -20, -20]
     assert laid(tree, replace(shape, pad=0.0)).tolist() == [-1, 0, -1.5, -1.25, 0, 0, -1e4, 0, 0, 0]
     assert laid(TokenTree.root(0, 1), shape).tolist() == [-20.0] * 10
@@ -181,7 +181,7 @@ def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
 )
 def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: float, part: float) -> None:
     """By every backend, also where the draft left places vacant, at every depth."""
-    draw, shape = torch.Generator().manual_seed(seed), Shape(width=width, expansions=3, sizes=(1,), least=0, pad=pad)
+    draw, shape = torch.Generator().manual_seed(seed), LtdShape(width=width, expansions=3, sizes=(1,), least=0, pad=pad)
     tree = TokenTree.root(0, 1 + shape.candidates)
     for expansions in range(shape.expansions + 1):
         parents = (tree.depths[: len(tree)] == expansions).nonzero()[:width, 0].repeat_interleave(width)
@@ -303,7 +303,7 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) ->
 
 def released(file: Path, which: str, actions: int, zipped: bool = True, **more: Tensor) -> dict[str, Tensor]:
     """A policy in the names of Stable-Baselines3, critic included."""
-    inputs, hidden = Shape().inputs[which], [16] if which == "depth" else [16, 8]
+    inputs, hidden = LtdShape().inputs[which], [16] if which == "depth" else [16, 8]
     sizes = [inputs, *hidden]
     state: dict[str, Tensor] = {}
     for part in ("policy_net", "value_net"):
@@ -394,7 +394,7 @@ def test_shapes_out_of_range(wrong: dict[str, Any], message: str) -> None:
 def test_what_ships() -> None:
     assert _ltd.shipped() == ["cpu", "paper"]
     paper, cpu = (_ltd.load(name) for name in ("paper", "cpu"))
-    assert paper.networks.shape == Shape()
+    assert paper.networks.shape == LtdShape()
     assert cpu.networks.shape.width == 4
     assert policies.make("ltd") == policies.make("ltd/paper")
     assert sum(file.stat().st_size for file in _ltd.FOLDER.glob("*")) < 4_000_000

@@ -23,7 +23,7 @@ from specengine.models.eagle import embed, head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.use import CHAIN_TOKENS, Comparison, Learner, ServingTeacher, UseOptions, chain_lengths
+from specengine.train.draft.use import CHAIN_TOKENS, HeadComparison, Learner, ServingTeacher, UseOptions, chain_lengths
 from specengine.train.text.corpus import Text
 from tests.toy import CPU, VOCABULARY, byte_tokenizer, head_config, random_state, tiny
 
@@ -196,8 +196,10 @@ def test_a_head_that_loses_on_other_text_is_not(made: Made, tmp_path: Path, monk
     one = learner(used(made, tmp_path / "use"), made)
     compared = one.compared
 
-    def losing(current: Checkpoint, candidate: Checkpoint, texts: Any) -> Comparison:
-        return Comparison(1.5, -0.2, 0.1) if texts[0][0].startswith("general") else compared(current, candidate, texts)
+    def losing(current: Checkpoint, candidate: Checkpoint, texts: Any) -> HeadComparison:
+        return (
+            HeadComparison(1.5, -0.2, 0.1) if texts[0][0].startswith("general") else compared(current, candidate, texts)
+        )
 
     monkeypatch.setattr(one, "compared", losing)
     done = one.round(1e-2)

@@ -98,7 +98,7 @@ class ServingTeacher:
         return Reading(tokens, states[..., :-size], states[..., -size:], None)
 
 
-class Comparison(NamedTuple):
+class HeadComparison(NamedTuple):
     """Hold tokens per cycle of the head in use, what a candidate has beyond that, and the standard error of this."""
 
     before: float
@@ -112,8 +112,8 @@ class Comparison(NamedTuple):
 class Round(NamedTuple):
     """Tell a round's result on the user's held-back texts and on others, and whether the candidate is in use."""
 
-    own: Comparison
-    general: Comparison
+    own: HeadComparison
+    general: HeadComparison
     swapped: bool
     rate: float
     seconds: float
@@ -265,7 +265,7 @@ class Learner:
 
     def compared(
         self, current: eagle.Checkpoint, candidate: eagle.Checkpoint, texts: Sequence[tuple[str, Text]]
-    ) -> Comparison:
+    ) -> HeadComparison:
         """Compare two heads on texts, by name; those of a name always with the same one until a swap."""
         was = torch.stack(
             [self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts]
@@ -277,7 +277,7 @@ class Learner:
         # of a ratio of sums, by texts
         off = (now[:, 0] - was[:, 0]) - (after - before) * rows
         error = float((off.square().sum() * len(texts) / max(len(texts) - 1, 1)).sqrt() / rows.sum())
-        return Comparison(before, after - before, error)
+        return HeadComparison(before, after - before, error)
 
     def _score(self, found: eagle.Checkpoint, text: Text) -> Tensor:
         self.turn()

@@ -11,11 +11,11 @@ from research.ltd.steered import SteeredEngine
 from specengine import policies
 from specengine.costs import PassCosts
 from specengine.engine import Engine
-from specengine.policies._ltd import Shape
+from specengine.policies._ltd import LtdShape
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 TARGET = Tables(12, 1, concentration=0.2)
-SHAPE = Shape(width=3, expansions=4, sizes=(2, 5, 9))
+SHAPE = LtdShape(width=3, expansions=4, sizes=(2, 5, 9))
 COSTS = PassCosts("toy", {1: 30.0, 10: 40.0}, {1: 3.0, 3: 2.0})
 PROMPTS = [[i, j, 3] for i in range(4) for j in range(2)]
 LOGGING = CandidateOptions(length=40, width=3, expansions=4, verified=5)

@@ -15,7 +15,7 @@ from research.ltd.grounds import LoggedGround
 from research.ltd.options import RECIPES, Activation, PolicyOptions, find_recipe
 from research.ltd.training import read_log, train_policy
 from specengine.errors import InputError, MissingExtraError, declared_in
-from specengine.policies._ltd import ACTIVATIONS, Shape
+from specengine.policies._ltd import ACTIVATIONS, LtdShape
 from tests.research.ltd.engines import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_recipes() -> None:
     """Appendix A.3, and the released scripts."""
     paper = find_recipe("paper").options
-    assert paper.shape == Shape()
+    assert paper.shape == LtdShape()
     assert (paper.size_steps, paper.depth_steps, paper.rollout, paper.minibatch, paper.epochs) == (
         10**5,
         10**6,
