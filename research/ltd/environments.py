@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from stable_baselines3.common.vec_env import VecEnv
 
+from research.ltd.observations import depth_observation, size_observation
 from research.ltd.options import RewardName, Stage
 from research.ltd.outcomes import Array, Outcomes, reward
 from research.ltd.steered import Question, SteeredEngine
 from specengine.costs import PassCosts
 from specengine.policies._ltd import GO_ON, LtdShape, Networks
-from specengine.policies.ltd import depth_observation, size_observation
 from specengine.records import Cycle
 
 WALLCLOCK_UNIT = 0.01  # seconds; the released code's reward is tokens / (100 seconds)

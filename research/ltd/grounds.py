@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
 from research.ltd.options import PolicyOptions, Stage
 from research.ltd.outcomes import Outcomes, Speed
-from research.ltd.steered import SteeredEngine, decision_seconds
+from research.ltd.steered import SteeredEngine, decision_seconds, steered_policy
 from specengine.costs import PassCosts
 from specengine.engine import Engine
 from specengine.policies._ltd import Networks
@@ -75,7 +75,7 @@ class LiveGround:
         return LiveEnvironment(make, shape, which, options.reward, self.costs)
 
     def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
-        policy = Ltd.steered(self.options.shape, networks, depth, size)
+        policy = steered_policy(self.options.shape, networks, depth, size)
         length = self.options.length
         cycles = [cycle for prompt in self.held for cycle in live_cycles(self.engine, policy, prompt, length)]
         tokens = sum(len(cycle.tokens) for cycle in cycles)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from research.ltd.candidates import Candidates, CandidateTrees
+from research.ltd.observations import best_actions, depth_observation, laid_out, size_observation
 from research.ltd.options import RewardName
 from specengine.costs import PassCosts
 from specengine.errors import InputError
 from specengine.policies._ltd import GO_ON, LtdShape, Networks
-from specengine.policies.ltd import depth_observation, laid_out, size_observation
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Outcomes:
         for expansions in range(shape.expansions):
             if shape.asks(expansions):
                 seen = depth_observation(self.laid[growing], self.contexts[growing], expansions, shape)
-                goes_on = networks.actions("depth", seen) == GO_ON
+                goes_on = best_actions(networks, "depth", seen) == GO_ON
                 found[growing[~goes_on].numpy()] = expansions
                 growing = growing[goes_on]
         return found
@@ -168,7 +168,7 @@ class Outcomes:
         for count in np.unique(expansions):
             at = np.flatnonzero(expansions == count)
             seen = size_observation(self.laid[at], self.contexts[at], int(count), self.shape)
-            found[at] = sizes[networks.actions("size", seen).numpy()]
+            found[at] = sizes[best_actions(networks, "size", seen).numpy()]
         return found
 
 

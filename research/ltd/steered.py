@@ -13,13 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from research.ltd.observations import best_actions
 from research.ltd.options import Stage
 from specengine.engine import Engine
 from specengine.policies._ltd import GO_ON, LtdShape, Networks
-from specengine.policies.ltd import Ltd
+from specengine.policies.ltd import Decisions, Ltd
 from specengine.records import Cycle
 
 TIMED = 50  # forwards that the time of a decision is measured with
+
+
+def steered_policy(shape: LtdShape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
+    """Return a policy that follows `decisions`, for networks that are still being trained."""
+    policy = Ltd.__new__(Ltd)
+    policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
+    policy.follow(shape, decisions)
+    return policy
 
 
 class Question(NamedTuple):
@@ -63,7 +72,7 @@ class SteeredEngine:
         self._decisions = _Decisions(which, other, shape, self._random)
         number = other if isinstance(other, int) else None
         fixed = {"size" if which == "depth" else "depth": number}
-        policy = Ltd.steered(shape, self._decisions, **fixed)
+        policy = steered_policy(shape, self._decisions, **fixed)
         self._engine = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
         self._decision_seconds = decision_seconds
         self._worker: threading.Thread | None = None
@@ -172,7 +181,7 @@ def decision_seconds(networks: Networks, which: Stage, device: torch.device) -> 
     with torch.inference_mode():
         for _ in range(TIMED):
             began = _now(device)
-            int(networks.actions(which, observation))
+            int(best_actions(networks, which, observation))
             times.append(_now(device) - began)
     return statistics.median(times)
 

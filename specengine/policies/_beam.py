@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from specengine import ops
 from specengine.ops import Flag, Nodes
@@ -23,6 +24,11 @@ class Beam(TreePolicy):
     width: int = 10
     expansions: int = 12
     budget: int = 61
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"width": 1, "expansions": 11, "budget": 13},
+        "cpu": {"width": 4, "expansions": 4, "budget": 12},
+    }
 
     def __post_init__(self) -> None:
         require_minimum(type(self).__name__.lower(), self, width=1, expansions=0, budget=1)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,13 +20,16 @@ from torch.nn.functional import pad, silu
 from specengine import ops
 from specengine.errors import InputError
 from specengine.files import atomic
+from specengine.policies import PerDevice
 
 FORMAT = 1
 METADATA = "specengine"  # of a safetensors file: one entry, as their order would change from file to file
 FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"  # what ships, and for which target
 TOP_PROBS = 10
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process has as its defaults
+N = TypeVar("N", bound=nn.Module)
 
 
 class Mlp(nn.Module):
@@ -119,7 +121,6 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
 class Classifier:
     """A trained network and the facts in its file.
 
@@ -127,33 +128,33 @@ class Classifier:
     record of its training.
     """
 
-    net: Any
-    facts: Mapping[str, Any]
-    _copies: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _parts: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def on(self, device: torch.device) -> Any:
-        """Return the network on a device, as a copy if it stands elsewhere; see PerDevice."""
-        if self.net.output.weight.device == device:
-            return self.net
-        if device not in self._copies:
-            self._copies[device] = copy.deepcopy(self.net).to(device)
-        return self._copies[device]
-
-    def parts(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the parts of such a network, kept here because a module is slow to list them."""
-        if device not in self._parts:
-            self._parts[device] = self.on(device).parts
-        return self._parts[device]
+    def __init__(self, net: Any, facts: Mapping[str, Any]) -> None:
+        self.net = net
+        self.facts = facts
+        # the network by device; its parts, kept here because a module is slow to list them
+        self.on = PerDevice(lambda device: net if net.output.weight.device == device else copy.deepcopy(net).to(device))
+        self.parts = PerDevice(lambda device: self.on[device].parts)
 
 
 def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
     """Write a classifier; `facts` are JSON values and hold at least depth_base, top, beta and the kind's sizes."""
-    stored = {"format": FORMAT, "kind": kind, "features": list(KINDS[kind].features), "log_base": "e", **facts}
+    recorded = {"format": FORMAT, "kind": kind, "features": list(KINDS[kind].features), "log_base": "e", **facts}
+    write(file, net, recorded, dtype)
+
+
+def write(file: Path, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write a network with facts, JSON values, as `read` reads them. dtype: of the tensors in the file."""
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in net.state_dict().items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic(file) as part:
-        save_file(state, part, metadata={METADATA: json.dumps(stored)})
+        save_file(state, part, metadata={METADATA: json.dumps(facts)})
+
+
+def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the facts of a file; one of UNREADABLE where it is damaged."""
+    with safe_open(file, framework="pt") as opened:
+        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return state, dict(json.loads((opened.metadata() or {})[METADATA]))
 
 
 def load(kind: str, classifier: str) -> Classifier:
@@ -166,18 +167,13 @@ def load(kind: str, classifier: str) -> Classifier:
     if not file.is_file():
         raise InputError(f"{where} is not a file; train one with: {training_command(kind)}")
     try:
-        with safe_open(file, framework="pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            facts = dict(json.loads((opened.metadata() or {})[METADATA]))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        state, facts = read(file)
+    except UNREADABLE as error:
         raise InputError(
             f"{where} cannot be read ({error!r}); train it again with: {training_command(kind)}"
         ) from error
     _check_facts(kind, facts, where)
-    net = KINDS[kind].make(facts)
-    check_state(net, state, where)
-    net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    return Classifier(net.eval().requires_grad_(False), facts)
+    return Classifier(filled(KINDS[kind].make(facts), state, where), facts)
 
 
 def training_command(kind: str) -> str:
@@ -203,8 +199,8 @@ def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
             raise InputError(f"{where} records {name} {facts.get(name)!r}, accepted {accepted}")
 
 
-def check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """Raise InputError with a list of missing, unknown and mis-shaped tensors of `state`."""
+def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:
+    """Return a network with the tensors of `state`. Raise InputError with a list of what does not fit."""
     expected = net.state_dict()
     wrong = {
         "unused": [name for name in state if name not in expected],
@@ -221,3 +217,5 @@ def check_state(net: nn.Module, state: Mapping[str, Tensor], where: str) -> None
     found = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
     if found:
         raise InputError(f"{where} holds other tensors than this policy's network; {'; '.join(found)}")
+    net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return net.eval().requires_grad_(False)

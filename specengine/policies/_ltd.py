@@ -6,7 +6,7 @@ A module of policies, none itself.
 from __future__ import annotations
 
 import copy
-import json
+import io
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +16,12 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specengine import ops
 from specengine.errors import InputError, why_not_loaded
-from specengine.files import atomic
 from specengine.policies import require, require_minimum
-from specengine.policies._classifier import METADATA, check_state
+from specengine.policies._classifier import UNREADABLE, filled, read, write
 
 FORMAT = 1
 FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"  # what ships, and for which target
@@ -128,10 +125,6 @@ class Networks(nn.Module):
     def _best(self, name: str, observation: Tensor) -> Tensor:
         return ops.best_action(observation, self._parameters_of[name], self.activation)
 
-    def actions(self, name: str, observations: Tensor) -> Tensor:
-        """Return the best actions of network `name`, int64 [...], for observations float32 [..., inputs]."""
-        return getattr(self, name)(observations).argmax(-1)
-
 
 def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:
     sizes = [inputs, *hidden, outputs]
@@ -165,10 +158,7 @@ def save(file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.
         "activation": networks.activation,
         **facts,
     }
-    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in networks.state_dict().items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(file) as part:
-        save_file(state, part, metadata={METADATA: json.dumps(stored)})
+    write(file, networks, stored, dtype)
 
 
 def shipped() -> list[str]:
@@ -192,22 +182,14 @@ def load(networks: str) -> Trained:
             "python -m research.ltd train"
         )
     try:
-        with safe_open(file, framework="pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            facts = dict(json.loads((opened.metadata() or {})[METADATA]))
+        state, facts = read(file)
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
         shape = LtdShape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
         made = Networks(shape, facts["hidden"], facts["activation"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train") from error
-    return Trained(_filled(made, state, where), facts)
-
-
-def _filled(networks: Networks, state: Mapping[str, Tensor], where: str) -> Networks:
-    check_state(networks, state, where)
-    networks.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    return networks.eval().requires_grad_(False)
+    return Trained(filled(made, state, where), facts)
 
 
 # ---------------------------------------------------------------------------------------------------- released files
@@ -227,7 +209,7 @@ def _load_released(depth: Path, size: Path) -> Trained:
     shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0)
     made = Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh")
     state = {f"{name}.{key}": tensor for name, actor in actors.items() for key, tensor in as_network(actor).items()}
-    return Trained(_filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"})
+    return Trained(filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"})
 
 
 def _actor(file: Path, name: str) -> dict[str, Tensor]:
@@ -235,12 +217,8 @@ def _actor(file: Path, name: str) -> dict[str, Tensor]:
     where = f"policy ltd.networks: {file} ({name})"
     try:
         with zipfile.ZipFile(file) as opened:
-            inner = "policy.pth" in opened.namelist()
-            if inner:
-                with opened.open("policy.pth") as policy:
-                    state = torch.load(policy, map_location="cpu", weights_only=True)
-        if not inner:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            source = io.BytesIO(opened.read("policy.pth")) if "policy.pth" in opened.namelist() else file
+        state = torch.load(source, map_location="cpu", weights_only=True)
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ValueError("it holds other things than tensors")
     except (OSError, zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, EOFError) as error:

@@ -84,7 +84,7 @@ class C2t(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(self.children)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        passes, parts = ops.number(tree.passes), self._learned.parts(tree.device)
+        passes, parts = ops.number(tree.passes), self._learned.parts[tree.device]
         depth = ops.held(passes + (self._learned.facts["depth_base"] - 1))
         entropy = step.entropy(int(self.top or self._learned.facts["top"]))
         confidence = ops.classify_paths(paths, entropy, depth, parts)
@@ -111,4 +111,4 @@ class C2t(TreePolicy):
         if is_down(few):
             return kept
         least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
-        return Nodes(ops.where(few, least.ids, kept.ids), ops.where(few, least.live, kept.live))
+        return Nodes(ops.held(ops.where(few, least.ids, kept.ids)), ops.held(ops.where(few, least.live, kept.live)))

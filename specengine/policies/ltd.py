@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specengine import ops
-from specengine.costs import PassCosts
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
@@ -20,6 +18,7 @@ from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, LtdShape, Networks
 
 if TYPE_CHECKING:
+    from specengine.costs import PassCosts
     from specengine.records import Outcome
 
 CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
@@ -29,11 +28,10 @@ class Decisions(Protocol):
     """Source of decisions: the networks, or the trainer."""
 
     def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
-        """Return whether to expand once more, bool [1]. expansions: int32 [1], complete ones; observation: see
-        depth_observation."""
+        """Return whether to expand once more, bool [1]. expansions: int32 [1], complete; observation: as `observed`."""
 
     def choose_size(self, observation: Tensor) -> Tensor:
-        """Return the index of the shape's size to verify, int64 [1]; observation: see size_observation."""
+        """Return the index of the shape's size to verify, int64 [1]; observation: as `observed` returns it."""
 
 
 @dataclass
@@ -65,15 +63,8 @@ class Ltd(Beam):
         networks = _ltd.load(self.networks).networks
         self.follow(networks.shape, networks)
 
-    @classmethod
-    def steered(cls, shape: LtdShape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
-        """Make a policy that follows `decisions`, for networks that are still being trained."""
-        policy = cls.__new__(cls)
-        policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
-        policy.follow(shape, decisions)
-        return policy
-
     def follow(self, shape: LtdShape, decisions: Decisions) -> None:
+        """Grow trees of this shape by these decisions, instead of those of `networks`."""
         deepest = shape.expansions
         require(
             "ltd", "depth", self.depth, f"0 to {deepest}, or none", self.depth is None or 0 <= self.depth <= deepest
@@ -130,56 +121,13 @@ class Ltd(Beam):
 
 
 def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: LtdShape) -> Tensor:
-    """Return the input of network `which` for a running beam: depth_observation or size_observation.
+    """Return the input of network `which` for a running beam: float32 [shape.inputs[which]].
 
-    context: int64 [1], tokens committed; expansions: int32 [1].
+    The depth network sees the last level's candidates, the size network all; then the context's length and the number
+    of expansions, REPEATS times each. context: int64 [1], tokens committed; expansions: int32 [1]. Source: Learning to
+    Draft, equation 3.
     """
     repeats = REPEATS[which]
     room = shape.inputs[which] - 2 * repeats
     window = ops.Window(shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT))
     return ops.beam_observation(tree.path_log_probs, tree.depths, tree.size, expansions, context, window)
-
-
-def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
-    """Return float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
-
-    scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
-    """
-    window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
-    expansions = int(depths[-1]) - 1 if len(depths) else 0
-    count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32, device="cpu")
-    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window)
-
-
-def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
-    """Return float32 [..., width**2 + 28]: the last level's candidates, the context's length, the expansions so far.
-
-    laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
-    Before the first expansion the last level has `width` candidates. Source: Learning to Draft, equation 3.
-    """
-    start = shape.grown(expansions - 1) if expansions else 0
-    level = laid[..., start : shape.grown(expansions)]
-    level = pad(level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad)
-    return _with_facts(level, context, expansions, REPEATS["depth"])
-
-
-def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
-    """Return float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
-
-    laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.
-    """
-    grown = shape.grown(expansions)
-    shown = (
-        laid
-        if expansions == shape.expansions
-        else pad(laid[..., :grown], (0, shape.candidates - grown), value=shape.pad)
-    )
-    return _with_facts(shown, context, expansions, REPEATS["size"])
-
-
-def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:
-    """Append each fact `repeats` times, so that it weighs among many inputs."""
-    lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device) / CONTEXT_UNIT
-    counts = torch.full_like(lengths, expansions / EXPANSIONS_UNIT)
-    spread = (*values.shape[:-1], repeats)
-    return torch.cat([values, *(fact[..., None].expand(spread) for fact in (lengths, counts))], -1)

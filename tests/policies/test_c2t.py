@@ -47,7 +47,7 @@ def with_net(policy: C2t, seed: int) -> C2t:
     """The policy with random weights, spread so that confidences cover 0 to 1."""
     made = net("c2t", seed).requires_grad_(False)
     made.output.weight.mul_(20)
-    policy._learned = replace(policy._learned, net=made)
+    policy._learned = _classifier.Classifier(made, policy._learned.facts)
     return policy
 
 
@@ -363,7 +363,7 @@ def test_specdecpp_stops_when_a_rejection_is_likely(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("acceptances", "goes_on"), [((0.9, 0.1), True), ((0.1, 0.9), True), ((0.1, 0.1), False)])
 def test_the_surest_path_decides_whether_specdecpp_goes_on(acceptances: tuple[float, float], goes_on: bool) -> None:
     policy = policies.make("specdecpp", width=2, expansions=6, threshold=0.3)
-    policy._learned = SimpleNamespace(facts={"hidden_size": 1}, on=lambda device: lambda states: states[:, 0])  # type: ignore[attr-defined]
+    policy._learned = SimpleNamespace(facts={"hidden_size": 1}, on={CPU: lambda states: states[:, 0]})  # type: ignore[attr-defined]
     draft = drafter((12, 1, 0.5))
     step, states = draft.step, torch.tensor(acceptances)[:, None]
     draft.step = lambda tree, nodes: replace(step(tree, nodes), hidden=states)  # type: ignore[method-assign]

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from research.ltd.observations import best_actions, depth_observation, laid_out, size_observation
+from research.ltd.steered import steered_policy
 from specengine import ops, policies
 from specengine.cycle import draft_tree
 from specengine.engine import Engine
@@ -26,7 +28,7 @@ from specengine.ops.tree import TokenTree
 from specengine.policies import _ltd
 from specengine.policies._ltd import LtdShape, Networks
 from specengine.policies.baselines.eagle import Eagle
-from specengine.policies.ltd import Ltd, depth_observation, laid_out, observed, size_observation
+from specengine.policies.ltd import Ltd, observed
 from specengine.records import Seconds
 from tests.ops.backends import choose
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
@@ -70,13 +72,13 @@ def grown(policy: Ltd | Eagle, draft: ToyDrafter) -> tuple[TokenTree, TokenTree]
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 2), st.booleans())
 def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size: int, sparse: bool) -> None:
     """Sections 3.2 and 4: only depth and size differ; V leaves the root out, EAGLE's budget counts it."""
-    tree, all_of_it = grown(Ltd.steered(SMALL, Constant(depth, size)), drafter(seed, normalized=sparse))
+    tree, all_of_it = grown(steered_policy(SMALL, Constant(depth, size)), drafter(seed, normalized=sparse))
     beam = Eagle(SMALL.width, depth, SMALL.sizes[size] + 1)
     expected, expected_all = grown(beam, drafter(seed, normalized=sparse))
     for array in ("tokens", "parents", "log_probs"):
         assert torch.equal(getattr(tree, array), getattr(expected, array))
     assert (len(all_of_it), int(tree.passes)) == (len(expected_all), int(expected.passes))
-    fixed, _ = grown(Ltd.steered(SMALL, Constant(0, 0), depth, SMALL.sizes[size]), drafter(seed, normalized=sparse))
+    fixed, _ = grown(steered_policy(SMALL, Constant(0, 0), depth, SMALL.sizes[size]), drafter(seed, normalized=sparse))
     assert torch.equal(fixed.tokens, expected.tokens)
 
 
@@ -109,11 +111,11 @@ def test_constant_networks_give_eagles_tree(tmp_path: Path, action: int, expansi
 def test_when_the_depth_network_is_asked(least: int, every: int, asked: list[int]) -> None:
     """The paper forces the first expansion and closes the episode at the most; the released code checks every third."""
     decisions = Constant(9, 0)
-    tree, _ = grown(Ltd.steered(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    tree, _ = grown(steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter())
     assert [expansions for expansions, _ in decisions.asked] == asked
     assert int(tree.passes) == 1 + SMALL.expansions
     decisions = Constant(0, 0)
-    tree, _ = grown(Ltd.steered(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    tree, _ = grown(steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter())
     assert int(tree.passes) == 1 + asked[0], "it stops at the first question"
     assert len(decisions.sized) == 1
 
@@ -131,7 +133,7 @@ def test_the_papers_sizes() -> None:
 
 def test_layout_against_a_slow_one() -> None:
     decisions = Constant(3, 2)
-    policy = Ltd.steered(SMALL, decisions)
+    policy = steered_policy(SMALL, decisions)
     policy.begin(250)
     _, tree = grown(policy, drafter(7))
     scores = tree.path_log_probs.tolist()
@@ -217,7 +219,7 @@ def test_the_context_is_the_prompts_and_what_was_committed() -> None:
     engine = Engine(
         ToyTarget(tables),
         ToyDrafter(Tables(12, 2, like=tables, share=0.6)),
-        Ltd.steered(SMALL, decisions),
+        steered_policy(SMALL, decisions),
         LetterTokenizer(),
     )
     for prompt in ([1, 2, 3, 4], [5, 6]):
@@ -250,7 +252,7 @@ def test_networks_compute_what_torch_does(activation: str) -> None:
     for name in ("depth", "size"):
         seen = torch.randn(6, SMALL.inputs[name]) * 5
         expected = getattr(networks, name)(seen).argmax(-1)
-        assert torch.equal(networks.actions(name, seen), expected)
+        assert torch.equal(best_actions(networks, name, seen), expected)
         decide = networks.goes_on if name == "depth" else networks.choose_size
         for backend in ops.backends()["best_action"].available:
             with pytest.MonkeyPatch.context() as patch:
@@ -338,7 +340,7 @@ def test_released_networks_load(tmp_path: Path, actions: int, sizes: range) -> N
     for layer in ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2"):
         hidden = torch.tanh(hidden @ state[f"{layer}.weight"].T + state[f"{layer}.bias"])
     expected = hidden @ state["action_net.weight"].T + state["action_net.bias"]
-    assert torch.equal(networks.actions("size", seen), expected.argmax(-1))
+    assert torch.equal(best_actions(networks, "size", seen), expected.argmax(-1))
 
 
 def test_other_released_files_are_refused(tmp_path: Path) -> None:

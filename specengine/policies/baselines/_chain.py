@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from specengine import ops
-from specengine.ops import Nodes, Number
+from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import TreePolicy, require
+from specengine.policies import require
+from specengine.policies.baselines.chain import Chain
 
 
 @dataclass
-class StoppedChain(TreePolicy):
-    """Greedy draft tokens, at most `length`, while a score of the newest is `threshold` or more."""
+class StoppedChain(Chain):
+    """Greedy draft tokens, at most `length`, while the newest has a probability of `threshold` or more."""
 
     length: int = 10
     threshold: float = 0.5
 
-    rows = 1
+    ends_early = True
+    judges_path: ClassVar[bool] = False  # by the probability of the path to it, not by its own
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
-        require(name, "length", self.length, "1 or more", self.length >= 1)
-        require(name, "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
-
-    @property
-    def capacity(self) -> int:
-        return 1 + self.length
-
-    @property
-    def passes(self) -> int:
-        return self.length
+        super().__post_init__()
+        require(type(self).__name__.lower(), "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
         passes, edge = ops.number(tree.passes), ops.number(log_probs[0])
-        path = ops.number(tree.path_log_probs.index_select(0, frontier.ids)) + edge
+        above = ops.number(tree.path_log_probs.index_select(0, frontier.ids)) if self.judges_path else 0.0
         # logarithms are compared, as a probability's rounding would differ between devices
-        sure = self.score(edge, path) >= (math.log(self.threshold) if self.threshold else -math.inf)
+        sure = above + edge >= (math.log(self.threshold) if self.threshold else -math.inf)
         proposed = (edge > -math.inf) & (sure | (passes == 1))
         if is_down(proposed):
             return frontier.where(proposed)
         nodes = tree.add_children(frontier.where(proposed), tokens, log_probs)
         return nodes.where(sure & (passes < self.length))
-
-    @abstractmethod
-    def score(self, edge: Number, path: Number) -> Number:
-        """Return the newest token's score from its own and its path's log-probability: a log-probability, float64."""

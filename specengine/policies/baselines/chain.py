@@ -8,7 +8,7 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy, require
+from specengine.policies import TreePolicy, require_minimum
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Chain(TreePolicy):
     rows = 1
 
     def __post_init__(self) -> None:
-        require("chain", "length", self.length, "1 or more", self.length >= 1)
+        require_minimum(type(self).__name__.lower(), self, length=1)
 
     @property
     def capacity(self) -> int:

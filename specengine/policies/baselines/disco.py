@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from specengine import ops
 from specengine.ops import Flag, Nodes
@@ -29,11 +28,6 @@ class Disco(Beam):
     classifier: str = "auto"
     threshold: float = 0.5
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "chain": {"width": 1, "expansions": 11, "budget": 13},
-        "cpu": {"width": 4, "expansions": 4, "budget": 12},
-    }
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require("disco", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
@@ -43,7 +37,7 @@ class Disco(Beam):
         best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
         row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
         logits = ops.row_of(step.logits, row)
-        parts, facts = self._learned.parts(logits.device), self._learned.facts
+        parts, facts = self._learned.parts[logits.device], self._learned.facts
         depth = ops.held(ops.number(tree.passes) + (facts["depth_base"] - 1)).to(logits.device)
         sure = ops.classify_row(logits, facts["top"], depth, parts, step.normalized)
         return ops.number(sure.to(tree.device)) < self.threshold

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from specengine.ops import Number
 from specengine.policies.baselines._chain import StoppedChain
 
 
@@ -18,7 +16,4 @@ class DyJoint(StoppedChain):
 
     threshold: float = 0.08
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
-
-    def score(self, edge: Number, path: Number) -> Number:
-        return path
+    judges_path = True

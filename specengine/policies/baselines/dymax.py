@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from specengine.ops import Number
 from specengine.policies.baselines._chain import StoppedChain
 
 
@@ -17,8 +15,3 @@ class DyMax(StoppedChain):
     """
 
     threshold: float = 0.3
-
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"c2t-table7": {}}
-
-    def score(self, edge: Number, path: Number) -> Number:
-        return edge

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.errors import InputError
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, _classifier, require
+from specengine.policies import InputError, PerDevice, _classifier, require
 from specengine.policies._beam import Beam
 
 
@@ -59,7 +58,7 @@ class Specdecpp(Beam):
         if is_down(below):
             return below
         above = known.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
-        reached = above * self._learned.on(states.device)(states)
+        reached = above * self._learned.on[states.device](states)
         if isinstance(below, Tensor):
             reached = reached.masked_fill(~below, 1.0)
         known.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)

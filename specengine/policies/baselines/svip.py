@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from specengine import ops
 from specengine.ops import Flag, Nodes
@@ -25,11 +24,6 @@ class Svip(Beam):
 
     factor: float = 0.15
     threshold: float = 0.3
-
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "chain": {"width": 1, "expansions": 11, "budget": 13},
-        "cpu": {"width": 4, "expansions": 4, "budget": 12},
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,8 +13,8 @@ from research.ltd.candidates import log_candidates
 from research.ltd.environments import LoggedEnvironment, cycle_facts
 from research.ltd.grounds import live_cycles, speed_of
 from research.ltd.outcomes import Outcomes
+from research.ltd.steered import steered_policy
 from specengine.policies._ltd import Networks
-from specengine.policies.ltd import Ltd
 from tests.research.ltd.engines import COSTS, LOGGING, PROMPTS, SHAPE, engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +32,7 @@ def test_speed_over_a_dense_log_is_the_engines_own(tmp_path: Path, depth: int | 
     cycles = 0
     for number, prompt in enumerate(PROMPTS[:4]):
         context, last = len(prompt), float(logged.contexts[logged.answers == number].max())
-        for cycle in live_cycles(engine(), Ltd.steered(SHAPE, networks, depth, size), prompt, 48):
+        for cycle in live_cycles(engine(), steered_policy(SHAPE, networks, depth, size), prompt, 48):
             if context <= last:
                 facts = cycle_facts(cycle)
                 committed, cycles = committed + len(cycle.tokens), cycles + 1
@@ -58,6 +58,6 @@ def test_a_dense_log_is_gone_through_in_order(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_cycle() -> None:
-    policy = Ltd.steered(SHAPE, Networks(SHAPE, {"depth": (4,), "size": (4,)}).requires_grad_(False), 2, 5)
+    policy = steered_policy(SHAPE, Networks(SHAPE, {"depth": (4,), "size": (4,)}).requires_grad_(False), 2, 5)
     cycle = live_cycles(engine(), policy, [1, 2], 8)[0]
     assert cycle_facts(cycle) == {"tokens": len(cycle.tokens), "verified": 6, "widths": [1, 3, 3]}

@@ -12,12 +12,12 @@ import torch
 from research.ltd.candidates import CandidateTrees
 from research.ltd.environments import LoggedEnvironment
 from research.ltd.grounds import speed_of
+from research.ltd.observations import depth_observation, size_observation
 from research.ltd.outcomes import Outcomes, cycle_cost
 from research.ltd.steered import Finished, Question, SteeredEngine, decision_seconds
 from specengine import policies
 from specengine.engine import Engine
 from specengine.policies._ltd import GO_ON, STOP, Networks
-from specengine.policies.ltd import depth_observation, size_observation
 from tests.research.ltd.engines import COSTS, PROMPTS, SHAPE, TARGET, engine, environment
 from tests.toy import CPU, ToyTarget
 

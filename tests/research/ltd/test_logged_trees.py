@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from research.ltd.candidates import CandidateTrees, log_candidates
 from research.ltd.grounds import live_cycles
+from research.ltd.observations import depth_observation, size_observation
 from research.ltd.outcomes import Outcomes, hold_back, path_ranks, split
+from research.ltd.steered import steered_policy
 from specengine import policies
 from specengine.cycle import draft_tree, walk
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies._ltd import Networks
-from specengine.policies.ltd import Ltd, depth_observation, size_observation
 from specengine.records import Seconds
 from tests.research.ltd.engines import COSTS, LOGGING, PROMPTS, SHAPE, TARGET, engine
 from tests.toy import CPU, ToyTarget
@@ -79,7 +80,7 @@ def test_observations_of_logged_trees_are_those_of_serving(trees: CandidateTrees
             shown.append(("size", 3, observation))
             return torch.tensor([1])
 
-    policy = Ltd.steered(SHAPE, Watching(SHAPE, {"depth": (4,), "size": (4,)}))
+    policy = steered_policy(SHAPE, Watching(SHAPE, {"depth": (4,), "size": (4,)}))
     live_cycles(engine(), policy, prompt, 3)
     for which, expansions, observation in shown[:4]:
         observe = depth_observation if which == "depth" else size_observation

@@ -1,0 +1,61 @@
+"""What Learning to Draft's networks see of logged beams, many at once, and the actions that they answer with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specengine import ops
+from specengine.policies._ltd import REPEATS, LtdShape, Networks
+from specengine.policies.ltd import CONTEXT_UNIT, EXPANSIONS_UNIT
+
+
+def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
+    """Return float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
+
+    scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
+    """
+    window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
+    expansions = int(depths[-1]) - 1 if len(depths) else 0
+    count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32, device="cpu")
+    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window)
+
+
+def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
+    """Return float32 [..., width**2 + 28]: the last level's candidates, the context's length, the expansions so far.
+
+    laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
+    Before the first expansion the last level has `width` candidates. Source: Learning to Draft, equation 3.
+    """
+    start = shape.grown(expansions - 1) if expansions else 0
+    level = laid[..., start : shape.grown(expansions)]
+    level = pad(level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad)
+    return _with_facts(level, context, expansions, REPEATS["depth"])
+
+
+def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
+    """Return float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
+
+    laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.
+    """
+    grown = shape.grown(expansions)
+    shown = (
+        laid
+        if expansions == shape.expansions
+        else pad(laid[..., :grown], (0, shape.candidates - grown), value=shape.pad)
+    )
+    return _with_facts(shown, context, expansions, REPEATS["size"])
+
+
+def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:
+    """Append each fact `repeats` times, so that it weighs among many inputs."""
+    lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device) / CONTEXT_UNIT
+    counts = torch.full_like(lengths, expansions / EXPANSIONS_UNIT)
+    spread = (*values.shape[:-1], repeats)
+    return torch.cat([values, *(fact[..., None].expand(spread) for fact in (lengths, counts))], -1)
+
+
+def best_actions(networks: Networks, name: str, observations: Tensor) -> Tensor:
+    """Return the best actions of network `name`, int64 [...], for observations float32 [..., inputs]."""
+    return getattr(networks, name)(observations).argmax(-1)
