@@ -24,8 +24,8 @@ WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every
 WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
 FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
 
-Number = Any
-Flag = Any  # a bool, or a bool tensor of one element on a device
+Number = int | float | Tensor  # a tensor has one element, on a device
+Flag = bool | Tensor  # of one element, bool, on a device
 Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # as TokenTree.arrays
 Counters = tuple[Tensor, Tensor, Tensor]  # as TokenTree.counters
 
@@ -99,11 +99,10 @@ class Nodes(NamedTuple):
 
     def where(self, flag: Flag) -> Nodes:
         """Return these nodes, or none where the flag is down."""
-        if isinstance(flag, Tensor):
-            flag = number(flag)
-        if isinstance(flag, Tensor):
-            return Nodes(self.ids, self.live * flag)
-        return self if flag else Nodes(self.ids, torch.zeros_like(self.live))
+        known = number(flag) if isinstance(flag, Tensor) else flag
+        if isinstance(known, Tensor):
+            return Nodes(self.ids, self.live * known)
+        return self if known else Nodes(self.ids, torch.zeros_like(self.live))
 
     def unless(self, flag: Flag) -> Nodes:
         """Return these nodes, or none where the flag is up."""

@@ -13,7 +13,7 @@ from specengine.errors import InputError
 from specengine.ops._meanings import describe, doubled, padded, precision, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Drafted, top_children
-from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, select_best
+from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, held, select_best
 
 
 class Prices(NamedTuple):
@@ -121,14 +121,13 @@ def knot_of(log_probs: Tensor, knots: int) -> Tensor:
 def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tensor) -> Tensor:
     """Return the cells of nodes, int64, by group, source (None: 0), depth and place, which broadcast."""
     deep = (depths - 1).clamp(0, DEPTHS - 1)
-    return _cell(
-        group, 0 if sources is None else sources.long(), deep, (places - (places > 3).long()).clamp(max=RANKS - 1)
-    )
+    rank = (places - (places > 3).long()).clamp(max=RANKS - 1)
+    return held(_cell(group, 0 if sources is None else sources.long(), deep, rank))
 
 
 def cell_of(group: int, source: int, depth: int, place: int) -> int:
     """Return the cell of one node."""
-    return _cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1))
+    return int(_cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1)))
 
 
 def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:

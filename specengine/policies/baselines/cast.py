@@ -109,7 +109,7 @@ class Cast(Priced):
             torch.cat([present[1:], torch.ones_like(last)]),
         )
         for held, moved in zip((ratios, present), newest, strict=True):
-            held.copy_(ops.where(later, moved, held))
+            held.copy_(ops.held(ops.where(later, moved, held)))
         last.copy_(gained)
         return (ratios * present).sum(0, keepdim=True) / present.sum(0, keepdim=True)
 

@@ -38,7 +38,8 @@ class Ddd(Beam):
         require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        passes, asked = ops.number(tree.passes), False
+        passes = ops.number(tree.passes)
+        asked: Flag = False
         for check in self.checks:
             asked = asked | (passes == check + 1)
         if is_down(asked):

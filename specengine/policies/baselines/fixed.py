@@ -50,7 +50,7 @@ class Fixed(TreePolicy):
         passes = ops.number(tree.passes)
         level = ops.at_most(passes - 1, self.passes - 1)
         if not isinstance(level, Tensor):
-            nodes = step.add_best_children(tree, frontier, self.branching[level])
+            nodes = step.add_best_children(tree, frontier, self.branching[int(level)])
             return nodes.where(passes < self.passes)
         log_probs, tokens = step.best_children(max(self.branching))
         wanted = self._wanted[tree.device].index_select(0, level)
