@@ -1,8 +1,8 @@
 """Find variants and build them from options; options as Python's own values.
 
-A variant is a file of its package, or of a folder `baselines` in it, whose name is the file's; a plug-in, which another
-installed package offers as an entry point of the group named as our package; or a class in a file of the user's, named
-as FILE.py:CLASS.
+A variant is a file or folder of its package, or of `baselines` in it, whose name is the variant's; a plug-in, which
+another installed package offers as an entry point of the group named as our package; or a class in a file of the
+user's, named as FILE.py:CLASS.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     classes = [
         value
         for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]
     if len(classes) != 1:
         raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}")

@@ -154,7 +154,8 @@ class Corrections:
         """
         rows = [n for n in self._knots if n < len(base)]
         if not any(self._offsets) or not all(base[n] > 0 for n in rows):
-            return [seconds * self.factor for seconds in base]
+            factor = self.factor
+            return [seconds * factor for seconds in base]
         self._center()
         self._guess()
         seconds = {

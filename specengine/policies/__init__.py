@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.costs import PassCosts
-from specengine.errors import InputError, PolicyError, did_you_mean, kind_of, shown
+from specengine.errors import InputError as InputError
+from specengine.errors import PolicyError, did_you_mean, kind_of, shown
 from specengine.ops import Nodes
 from specengine.ops.tree import CAPACITY, TokenTree
 
 if TYPE_CHECKING:
+    from specengine.costs import PassCosts
     from specengine.ops.select import Step
     from specengine.records import Outcome
 

@@ -19,7 +19,8 @@ from specengine.drafters.eagle import Eagle
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.policies.auto import Auto, Pace
+from specengine.policies.auto import Auto
+from specengine.policies.auto.pacing import Pace
 from specengine.records import Cycle
 from tests import toy
 from tests.graphs.pretended import Clock, cuda
@@ -83,7 +84,7 @@ def test_what_is_measured_is_what_graphs_take(draft: str, clock: Clock) -> None:
     """Not what was compiled meanwhile, nor what the host takes to launch; a pass has the policy's rule."""
     engine = engine_of(draft)
     answer(engine, 2)
-    costs, real = auto_of(engine)._costs, seconds_of(engine, clock)
+    costs, real = auto_of(engine)._costs.base, seconds_of(engine, clock)
     level = real["level"] + clock.wake + clock.graph  # the host may read whether there is one
     assert costs.padded
     assert costs.table(8, 3, 0).verify[1] == pytest.approx(real["finish greedy"], rel=0.02)
@@ -97,7 +98,7 @@ def test_what_is_measured_is_what_graphs_take(draft: str, clock: Clock) -> None:
 def test_what_the_host_grows_and_walks_is_measured_without_compiling(clock: Clock) -> None:
     engine = engine_of("recycling")
     answer(engine, 2)
-    costs, real = auto_of(engine)._costs, seconds_of(engine, clock)
+    costs, real = auto_of(engine)._costs.base, seconds_of(engine, clock)
     walked = 30 * (clock.eager + clock.node)  # the host sends the tree and chooses
     assert real["verify"] < costs.table(8, 3, 0).verify[1] < real["verify"] + walked
     assert costs.overhead < 0.1 < clock.compiling
@@ -162,7 +163,7 @@ def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     engine = engine_of(draft)
     for _ in range(10):
         answer(engine)
-    correction = auto_of(engine)._correction
+    correction = auto_of(engine)._costs.corrections
     assert [correction.verify.factor, correction.draft.factor] == pytest.approx([1.0, 1.0], rel=0.03)
 
 
@@ -172,7 +173,7 @@ def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
     clock.node *= 2
     for _ in range(6):
         answer(engine, 24)
-    assert auto_of(engine)._correction.verify.factor == pytest.approx(2.0, rel=0.1)
+    assert auto_of(engine)._costs.corrections.verify.factor == pytest.approx(2.0, rel=0.1)
 
 
 def test_pace_learns_from_cycles_on_the_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_pace_learns_from_cycles_on_the_device(clock: Clock, monkeypatch: pytest
     assert [tokens for tokens, _ in seen] == [len(cycle.tokens) for cycle in cycles]
     assert all(1.0 <= ratio < 6.0 for _, ratio in seen)
     assert policy._pace._spread != before
-    assert policy._context == len(PROMPT) + 24  # so prices are those of the present context
+    assert policy._costs.context == len(PROMPT) + 24  # so prices are those of the present context
 
 
 def test_a_resting_pace_takes_no_cycle_with_a_tree_for_a_plain_one() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from specengine import ops
 from specengine.ops import Drafted, Limits, Nodes, Notes, Prices, Throughput, _nvrtc, cuda
 from specengine.ops.tree import TokenTree
-from specengine.policies import auto
+from specengine.policies.auto import auto, search
 from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 
 VOCABULARY, DRAFT_VOCABULARY = 60, 40
@@ -52,7 +52,7 @@ class Search:
         capacity = 1 + budget * (passes + 1)
         tree = TokenTree(capacity, "cpu")
         self.tree, self.counters = tree.arrays, tree.counters
-        self.counts, self.notes = auto._counts(torch.device("cpu")), auto._notes(capacity, torch.device("cpu"))
+        self.counts, self.notes = search._counts(torch.device("cpu")), search._notes(capacity, torch.device("cpu"))
         widths = [n for n in auto.WIDTHS if n < width] + [width]
         verify = torch.linspace(1.0, 1.4, budget + 1) * 1e-3 * (1 + 0.3 * self.uniform(budget + 1))
         draft = torch.linspace(0.03, 0.08, width + 1) * 1e-3 * (1 + 0.3 * self.uniform(width + 1))

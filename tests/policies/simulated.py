@@ -15,7 +15,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import FREE, Step
 from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import LEVELS
-from specengine.policies.auto import MEASURED, Auto
+from specengine.policies.auto.auto import MEASURED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests.policies.lawful import Lawful, Rows, World
 from tests.toy import CPU

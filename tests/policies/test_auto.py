@@ -25,7 +25,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import FREE
 from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES
-from specengine.policies.auto import MEASURED, REPRICED, Auto
+from specengine.policies.auto.auto import MEASURED, REPRICED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests import toy
 from tests.graphs.engines import PROMPT, model, near_copy
@@ -247,7 +247,8 @@ def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycl
             policy.learn(Outcome.of(Cycle(tree, [0], [ELSEWHERE], seconds, 1, learnt=True)))
             if counted is not None:  # inside the graph
                 assert torch.equal(state_of(policy).counts.tries, counted)
-    assert [policy._correction.verify.factor, policy._correction.draft.factor] == pytest.approx([1.0, 1.0], abs=1e-3)
+    corrections = policy._costs.corrections
+    assert [corrections.verify.factor, corrections.draft.factor] == pytest.approx([1.0, 1.0], abs=1e-3)
     assert float(state_of(policy).throughput.verify[1]) == pytest.approx(verify, rel=1e-3)
     assert policy._pace._gain < 0.1  # one token of each cycle, whose passes brought nothing
 

@@ -12,7 +12,7 @@ import torch
 from specengine.costs import PassCosts
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS
-from specengine.policies.auto import MEASURED, Auto
+from specengine.policies.auto.auto import MEASURED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted, level
 from tests.policies.test_auto import HELD, auto, state_of
@@ -122,12 +122,12 @@ def test_forwards_of_all_texts_correct_the_price_of_their_rows() -> None:
     waited = Cycle(tree, [0], [ELSEWHERE], Seconds(verify=5.0, total=5.0), 1)
     for _ in range(20):
         first.learn(Outcome.of(waited))
-    assert first._rows[8] <= thought.verify[1] * 8 * 1.01
+    assert first._costs.predicted.rows[8] <= thought.verify[1] * 8 * 1.01
     for _ in range(100):
         forwards.append((8, 0.02))
         first.learn(Outcome.of(waited))
     second.begin(0, costs=lambda: shared)
-    rows = second._rows
+    rows = second._costs.predicted.rows
     assert rows[8] == pytest.approx(0.02, rel=0.05)
     price = state_of(second).throughput.verify
     assert float(price[6]) == pytest.approx(rows[3] + 3 * (rows[8] - rows[3]))

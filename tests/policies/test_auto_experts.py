@@ -15,7 +15,8 @@ from specengine import ops, policies
 from specengine.costs import PassCosts
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
-from specengine.policies.auto import Auto, ExpertReads, relations
+from specengine.policies.auto import Auto
+from specengine.policies.auto.experts import ExpertReads, relations
 from specengine.records import Cycle, Outcome, Seconds
 from tests.ops.test_worth import fresh, throughput_of
 from tests.policies.lawful import Lawful, Rows, World, drafted
@@ -213,7 +214,7 @@ def test_costs_without_experts_leave_it_as_it_was() -> None:
     policy = policies.make("auto", costs=PassCosts("dense", {1: 1.0, 64: 2.0}, {1: 0.1}))
     assert isinstance(policy, Auto)
     drafted(policy, Lawful([[0.6, 0.2]] * 8))
-    assert policy._reads is None
+    assert policy._costs.experts is None
     assert [state.throughput.experts.numel() for state in policy._state.values()] == [0]
 
 

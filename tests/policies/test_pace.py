@@ -16,7 +16,8 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
-from specengine.policies.auto import FIRST_REST, MAX_REST, TIMED, Auto, Pace
+from specengine.policies.auto import Auto
+from specengine.policies.auto.pacing import FIRST_REST, MAX_REST, TIMED, Pace
 from tests import toy
 from tests.graphs.engines import PROMPT, model
 

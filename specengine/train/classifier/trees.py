@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, Outcome
 from specengine.request.sampling import History, Sampler
 from specengine.train.classifier.options import CollectOptions
 from specengine.train.text.corpus import Contents, Corpus, ShardFolder
+
+if TYPE_CHECKING:
+    from specengine.records import Cycle, Outcome
 
 TOP_PROBS = 10  # probabilities per draft distribution
 MIN_PROMPT = 2  # tokens: the last one is the first root, and an EAGLE head needs one before it

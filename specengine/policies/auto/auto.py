@@ -1,0 +1,245 @@
+"""auto: the tree that pays, by measured costs of a cycle and counted chances of its nodes; none where none does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from specengine import ops
+from specengine.costs import ASSUMED, PassCosts, find_costs
+from specengine.ops import Drafted, Limits, Nodes
+from specengine.ops.select import Step
+from specengine.ops.tree import Beside, TokenTree
+from specengine.policies import PerDevice, Plan, TreePolicy, require, require_minimum
+from specengine.policies.auto.costs import CostModel
+from specengine.policies.auto.pacing import Pace
+from specengine.policies.auto.search import SearchState
+
+if TYPE_CHECKING:
+    from specengine.ops.worth import Source
+    from specengine.records import Cycle, Outcome
+
+MEASURED = "measured"
+PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are compared
+MAX_ROUNDS = 64  # each is played through for every width before every pass
+MIN_PATH = 1e-4  # chance of a path that becomes a node
+LEAVES, MAX_FREE = 12, 20  # nodes asked for free continuations, and the number of these
+MIN_FREE = 0.03  # stated probability of such a path
+SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
+REPRICED = 16  # cycles between repricings
+
+
+@dataclass
+class Auto(TreePolicy):
+    """Draft while one more pass is expected to bring more tokens than its time is worth, and verify what pays.
+
+    A token's chance is counted, not stated: how often tokens of that stated probability, rank, depth and source have
+    been accepted by this engine (ops.Counts). Time is priced at the rate at which the engine has been
+    committing tokens, at least that of plain decoding: a pass or a node pays if it brings more than its seconds would
+    elsewhere, the rule that maximises the ratio of tokens to seconds in the long run (Dinkelbach 1967). So there is no
+    threshold; the options only cap. Where even the root's pass does not pay, the cycle decodes plainly; after
+    `patience` such cycles one pass looks whether that still holds.
+
+    budget      nodes verified, the root included
+    width       nodes drafted from at once
+    max_passes  draft passes per cycle
+    rounds      passes that are thought ahead
+    costs       `measured`: those of this engine on this machine, corrected as cycles are timed; or such as stay:
+                PassCosts, a name in specengine.costs.PUBLISHED, the file of a costs record
+
+    Related: SMART (arXiv 2604.09731) and CaDDTree (arXiv 2606.01813) weigh costs as well.
+    """
+
+    budget: int = 64
+    width: int = 8
+    max_passes: int = 12
+    rounds: int = 2
+    costs: str | PassCosts = MEASURED
+
+    patience: ClassVar[int] = 16  # cycles in a row without a draft pass, after which one looks whether it pays again
+
+    def __post_init__(self) -> None:
+        require_minimum("auto", self, budget=1, width=1, max_passes=1, rounds=1)
+        require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
+        require(
+            "auto",
+            "costs",
+            self.costs,
+            f"{MEASURED}, PassCosts, a name or a file",
+            isinstance(self.costs, str | PassCosts),
+        )
+        costs = ASSUMED if self.costs == MEASURED else self.costs
+        self._costs = CostModel(find_costs(costs) if isinstance(costs, str) else costs, self.budget, self.width)
+        self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
+        self._state = PerDevice(self._start)
+        self._together: PerDevice[SearchState] | None = None  # state of the one that it learns together with
+        self._group = 0  # of answers: greedy, sampled
+        self._paces = Pace(), Pace()  # by group
+        self._pace = self._paces[0]
+        self._rests = False  # in this cycle
+        self._cycles = 0
+        self._learning = 0.0  # seconds that the last cycle's `learn` took
+
+    @property
+    def capacity(self) -> int:
+        return 1 + self.budget * (self.max_passes + 1)
+
+    @property
+    def rows(self) -> int:
+        return self.width
+
+    @property
+    def passes(self) -> int:
+        return self.max_passes
+
+    def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        state = self._state[device]
+        return *state.counts, state.throughput.recent, *state.throughput.prices, state.skipped
+
+    def plan(self) -> Plan:
+        costs = self._costs
+        plain = costs.predicted.verify[1] if costs.base.measured and costs.predicted.verify else None
+        self._rests = self._pace.resting > 0 if costs.shared is None else costs.shared.resting()  # all texts, or none
+        learns = costs.shared is None or not self._rests
+        if not learns:
+            self._count(1)
+        elif costs.stale:
+            self._reprice()
+        measured = self.costs == MEASURED
+        return Plan(self.patience, self._rests, PLAIN_REASON, plain, measured, learns, times=measured)
+
+    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
+        self._costs.context = tokens
+        self._costs.find = costs if self.costs == MEASURED else None
+        self._group = int(sampled)
+        self._pace = self._paces[self._group]
+        self._pace.begin()
+        self._reprice()
+        for state in self._state.values():
+            state.counts.group.fill_(self._group)
+
+    def learn_with(self, other: Auto) -> None:
+        """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
+
+        So a node is drafted in the text where it promises most, over all texts.
+        """
+        self._together = other._state
+        self._costs.book = other._costs.book
+        self._state.clear()
+
+    # ---- a cycle
+
+    def _first(self, tree: TokenTree, state: SearchState) -> Nodes:
+        """Return the root if its pass pays or is due, else nothing."""
+        free = _source(tree) if ops.is_free(tree.size) else None
+        bounds = self.budget, math.log(SURE)
+        pays = ops.number(ops.start_search(tree.arrays, tree.size, *state.books, self.rounds, free, bounds)) > 0
+        skipped = ops.number(state.skipped)
+        asked = pays | (skipped >= self.patience)
+        if isinstance(asked, Tensor):
+            state.skipped.copy_(torch.where(asked, 0, skipped + 1))
+        else:
+            state.skipped.fill_(0 if asked else skipped + 1)
+        return tree.root_alone().where(asked)
+
+    def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
+        state = self._state[tree.device]
+        drafted = step.unmixed or Drafted(step.logits, step.token_ids, step.normalized, step.marks)
+        if not drafted.logits.shape[0]:
+            return self._first(tree, state)
+        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits)
+
+    def keep(self, tree: TokenTree) -> Nodes:
+        state = self._state[tree.device]
+        free = LEAVES, MAX_FREE, math.log(MIN_FREE)
+        return ops.keep_likely(tree.arrays, tree.size, *state.books, _source(tree), free, self.budget)
+
+    def learn(self, outcome: Outcome) -> None:
+        began = time.perf_counter()
+        tree, path, chosen, cycle = outcome
+        if cycle is not None and cycle.learnt:  # inside a graph, all but its times
+            if self.costs == MEASURED and cycle.seconds.split:
+                self._time_graphs(cycle, cycle.seconds.model)
+                self._count(len(cycle.tokens))
+            return
+        rested = self._rests and cycle is not None
+        if not rested:
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
+        if cycle is None:
+            return
+        state, experts = self._state[tree.device], self._costs.experts
+        if experts is not None and cycle.experts is not None:
+            extra = experts.observe(cycle.tree, cycle.experts.tolist(), self._costs.expert_seconds)
+            state.throughput.recent[1] += 0.0 if rested else extra
+        if timed := self.costs == MEASURED and cycle.seconds.split:
+            self._time(cycle, state, rested)
+        if timed or experts is not None:
+            self._count(len(cycle.tokens))
+        self._learning = time.perf_counter() - began
+
+    def _time(self, cycle: Cycle, state: SearchState, rested: bool) -> None:
+        """Learn from the time that a cycle took: whether trees pay, and what its rows and passes cost."""
+        seconds, costs = cycle.seconds, self._costs
+        if costs.base.padded:
+            self._time_graphs(cycle, seconds.total)
+        else:
+            if costs.shared is None:
+                total = seconds.total if rested else seconds.total + self._learning
+                plain = costs.predicted.measured[1]
+                self._pace.observe(len(cycle.tokens), total, plain, expected=costs.predicted.rows[1] / plain)
+            tokens, spent = state.throughput.recent.tolist()
+            grown = cycle.tree if cycle.grown is None else cycle.grown
+            passes = 0 if rested else int(grown.passes)
+            drafted = int(state.notes.drafted[: len(grown)].sum()) if passes else 0
+            lost = costs.observe(cycle, seconds.total - len(cycle.tokens) * spent / tokens, passes, drafted)
+            if costs.tries and not rested:
+                costs.corrections.verify.charge(costs.predicted.rows[1], lost)
+                self._reprice()
+        if rested and not self._pace.resting:
+            state.skipped.fill_(self.patience)  # the draft is looked at as well
+
+    def _time_graphs(self, cycle: Cycle, took: float) -> None:
+        """Learn from a cycle of graphs that took so many seconds; others say nothing of them."""
+        passes = int(cycle.tree.passes)
+        if cycle.seconds.captured and self._costs.base.padded:
+            self._pace.observe(len(cycle.tokens), took, self._costs.predicted.measured[1], passes > 0)
+            self._costs.observe_graphs(cycle.seconds, passes)
+
+    def _count(self, tokens: int) -> None:
+        self._costs.context += tokens
+        self._cycles += 1
+        if self._cycles % REPRICED == 0 or self._cycles < REPRICED:
+            self._reprice(explores=True)
+
+    # ---- its parts
+
+    def _start(self, device: torch.device) -> SearchState:
+        costs = self._costs
+        widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
+        state = SearchState(self.capacity, widths, costs.price(), costs.base.overhead, costs.expert_prices(), device)
+        state.counts.group.fill_(self._group)
+        if self._together is not None:
+            state.share(self._together[device])
+        return state
+
+    @torch.inference_mode()  # a server reads the plan outside of it
+    def _reprice(self, explores: bool = False) -> None:
+        costs = self._costs
+        tables = costs.update(self._rests, explores)
+        if tables is not None:
+            experts = costs.expert_prices()
+            for state in self._state.values():
+                state.price(tables, costs.base.overhead, experts)
+
+
+def _source(tree: TokenTree) -> Source:
+    """Return where ops ask for continuations that need no draft pass."""
+    free = tree.free
+    return free if free is None or isinstance(free, Beside) else lambda nodes, *most: free(tree, Nodes(*nodes), *most)

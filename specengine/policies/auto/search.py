@@ -1,0 +1,88 @@
+"""What the search reads and writes on a device: counted chances, notes on nodes, prices and the rate of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specengine import ops
+from specengine.costs import CostTable
+from specengine.ops import Counts, Notes, Prices, Throughput
+from specengine.ops.worth import LEVELS, MAX_CHANCE, MIN_CHANCE
+
+SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
+PRIOR = Path(__file__).parents[1] / "networks" / "chances.safetensors"
+PRIOR_TRIES = 8.0  # tries that a prior counts for
+
+
+class SearchState:
+    """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass."""
+
+    def __init__(
+        self,
+        capacity: int,
+        widths: Tensor,
+        tables: CostTable,
+        overhead: float,
+        experts: Sequence[float],
+        device: torch.device,
+    ) -> None:
+        self.counts, self.notes = _counts(device), _notes(capacity, device)
+        seconds = CostTable(*(table.to(device, copy=True) for table in tables))
+        plain = seconds.verify[1:2]
+        prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
+        recent = torch.cat([torch.ones_like(plain), plain]) * PRIOR_TRIES
+        self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+        drafting = torch.zeros(1, device=device, dtype=torch.float32)
+        beside = torch.full_like(drafting, overhead)
+        relations = drafting.new_tensor(experts)
+        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, beside, relations)
+        ops.update_throughput(self.throughput, self.none)
+        self.books = self.counts, self.notes, self.throughput
+
+    def price(self, tables: CostTable, overhead: float, experts: Sequence[float]) -> None:
+        """Bring prices up to date. experts: what prices nodes by their relation, as Throughput has it."""
+        throughput = self.throughput
+        throughput.verify.copy_(tables.verify, non_blocking=True)  # whose host has other things to do
+        throughput.draft.copy_(tables.draft, non_blocking=True)
+        throughput.overhead.fill_(overhead)
+        if experts or throughput.experts.numel():
+            self.throughput = throughput._replace(experts=throughput.experts.new_tensor(experts))
+            self.books = self.counts, self.notes, self.throughput
+        ops.update_throughput(self.throughput, self.none)
+
+    def share(self, other: SearchState) -> None:
+        """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
+        self.counts = self.counts._replace(**{name: getattr(other.counts, name) for name in SHARED})
+        self.throughput = self.throughput._replace(recent=other.throughput.recent)
+        self.books = self.counts, self.notes, self.throughput
+
+
+@cache
+def _prior() -> tuple[Tensor, Tensor]:
+    """Return chances and a profile to begin with, as bench.chances counted them."""
+    counted = load_file(PRIOR)
+    return counted["table"].clamp(MIN_CHANCE, MAX_CHANCE), counted["profile"]
+
+
+def _counts(device: torch.device) -> Counts:
+    """Return the counts of a fresh engine: two groups, for greedy and sampled answers."""
+    table, profile = _prior()
+    tries, passes = (
+        torch.full_like(table, PRIOR_TRIES),
+        torch.full((LEVELS,), PRIOR_TRIES, dtype=torch.float32, device="cpu"),
+    )
+    group = torch.zeros(1, dtype=torch.int64, device="cpu")
+    parts = tries * table, tries, table, passes[:, None] * profile, passes, profile, group
+    return Counts(*(part.to(device, copy=True).contiguous() for part in parts))
+
+
+def _notes(capacity: int, device: torch.device) -> Notes:
+    cells, places = torch.zeros(2, capacity + 1, dtype=torch.int64, device=device).unbind()
+    waiting, drafted = torch.zeros(2, capacity + 1, dtype=torch.bool, device=device).unbind()
+    return Notes(torch.zeros(capacity + 1, device=device, dtype=torch.float32), cells, places, waiting, drafted)
