@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 test-mutants lint bench peers bench-peers papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 test-mutants lint bench peers bench-peers bench-real papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -77,6 +77,10 @@ OTHERS := generate generate-compiled prompt-lookup $(addprefix peer:,llama.cpp l
   openvino/prompt-lookup vllm vllm/ngram vllm/eagle3 onnxruntime)
 bench-peers: $(VENV)/.installed-run  ## specengine beside the engines of `make peers`, resumable
 	$(RUN) -m specengine bench --way auto $(OTHERS:%=--way %) $(if $(PROMPTS),--prompts $(PROMPTS)) --per-set 2 --out build/results/peers.jsonl
+
+# model files that people run, from their parts; ONLY="NAME NAME" some, PROMPTS=FOLDER beside the code edits
+bench-real: $(VENV)/.installed-run  ## drafts and the engines of `make peers` on files of 0.5B and 1.5B, resumable
+	$(RUN) -m bench.real $(ONLY:%=--only %) $(if $(PROMPTS),--prompts $(PROMPTS))
 
 # the same programs as tests/csrc runs; order_test.cpp holds the bits that an x86-64 has
 ARM_CXX ?= aarch64-linux-gnu-g++

@@ -1,0 +1,1 @@
+"""Measurements on model files of the size that people run."""
