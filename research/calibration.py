@@ -26,8 +26,8 @@ from research.ranks import RANKS, by_rank, calibration_error
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.records import Cycle
-from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import TrainOptions
+from specengine.train.draft.training import Epochs
 from specengine.train.text.corpus import Corpus, Text
 
 SCALES = (1.0, 0.5, 0.25)  # of the head's temperatures

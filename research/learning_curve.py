@@ -29,9 +29,8 @@ from research.head_shapes import with_head
 from research.losses import acceptance_length, by_rank, cpu_seconds, observations, taught, timed
 from specengine import Engine, policies
 from specengine import checkpoints as models
-from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import TrainOptions
-from specengine.train.draft.training import LOG
+from specengine.train.draft.training import LOG, Epochs
 from specengine.train.text.corpus import Corpus
 
 TREE = {"width": 10, "expansions": 6, "budget": 60}

@@ -38,10 +38,9 @@ from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
-from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, train_draft
+from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, Epochs, train_draft
 from specengine.train.draft.validation import agreement
 from specengine.train.text.corpus import Corpus, Text
 

@@ -22,8 +22,7 @@ from specengine import cycle, ops, policies
 from specengine.cuda_graphs import WARM_UPS, CaptureError, Graphs, Mark, branches, only_if, room, sharing
 from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
-from specengine.drafters._coupled import Coupled
-from specengine.drafters._guided import Guided
+from specengine.drafters._wrappers import Coupled, Guided
 from specengine.models import SharedRows
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes

@@ -7,32 +7,31 @@ only where that costs no measurable time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any
+import traceback
+from collections.abc import Sequence
+from types import FrameType
 
 import torch
 
 from specengine import drafters, policies
 from specengine.drafters import Drafter
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
-from specengine.ops import Nodes
 from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import TreePolicy
 
 PASSED_ON = (MemoryError, torch.OutOfMemoryError)  # errors of the machine
 
 
-def blamed(error: Exception) -> Exception:
+def blamed(error: BaseException) -> BaseException:
     """Return the error that names the policy or the drafter behind this one, or the same one if neither is.
 
-    Errors of specengine that say enough, and those of a machine without memory, are returned as they are.
+    Errors of specengine that say enough, those of a machine without memory, and interrupts are returned as they are.
     """
     unsigned = type(error) is PolicyError and str(error).startswith((CAPACITY, policies.TREE))
     known = isinstance(error, SpecEngineError) and type(error) is not InputError
-    if isinstance(error, PASSED_ON) or (known and not unsigned):
+    if not isinstance(error, Exception) or isinstance(error, PASSED_ON) or (known and not unsigned):
         return error
-    frames = list(_frames(error.__traceback__))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [(owner, frame) for frame in frames if (owner := _owner(frame)) is not None]
     if unsigned:
         drivers = [getattr(frame.f_locals.get("driver"), "policy", None) for frame in frames]  # of the engine's cycle
@@ -50,13 +49,7 @@ def blamed(error: Exception) -> Exception:
     return kind(f"{name}: {method}: {what}")
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
-_CALLERS = ("specengine.contracts", "specengine.cycle", "specengine.captured", "specengine.engine")
+_CALLERS = ("specengine.contracts", "specengine.cycle", "specengine.captured", "specengine.engine.drivers")
 
 
 def _owner(frame: FrameType) -> TreePolicy | Drafter | None:
@@ -70,12 +63,10 @@ def _owner(frame: FrameType) -> TreePolicy | Drafter | None:
 
 def _method(owner: object, frame: FrameType) -> str:
     """Return the name by which the class of `owner` knows the function that runs in this frame."""
-    names = (name for kind in type(owner).__mro__ for name, value in vars(kind).items() if _code(value) is frame.f_code)
-    return next(names, frame.f_code.co_name)
-
-
-def _code(value: Any) -> Any:
-    return getattr(getattr(value, "fget", value), "__code__", None)
+    members = (member for kind in type(owner).__mro__ for member in vars(kind).items())
+    code = frame.f_code
+    names = (name for name, value in members if getattr(getattr(value, "fget", value), "__code__", None) is code)
+    return next(names, code.co_name)
 
 
 def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError | DrafterError | None:
@@ -87,7 +78,8 @@ def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError |
             continue
         if (
             isinstance(tree, TokenTree)
-            and (fault := policies.fault_of_nodes(held.get("frontier", _NONE), tree)) is not None
+            and "frontier" in held
+            and (fault := policies.fault_of_nodes(held["frontier"], tree)) is not None
         ):
             return PolicyError(f"{policies.name_of(policy)}: grow returned {fault}")
         if "kept" in held and isinstance(error, InputError):  # of the subtree
@@ -97,6 +89,3 @@ def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError |
         ):
             return DrafterError(f"draft: its step returned {fault}")
     return None
-
-
-_NONE = Nodes.of(torch.empty(0, dtype=torch.int64, device="cpu"))

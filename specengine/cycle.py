@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specengine import drafters, ops, policies
 from specengine.drafters import Drafter, RowDraft, Wrapped, innermost, reserve
-from specengine.drafters._origins import Origins
+from specengine.drafters._wrappers import Origins
 from specengine.errors import DrafterError, InputError, NumericalError, PolicyError, SpecEngineError
 from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes

@@ -25,8 +25,8 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
-from specengine.models import Target
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError, fixed_context
+from specengine.models.configs import fixed_context
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
@@ -34,6 +34,7 @@ from specengine.models.tensor_parallel import ShardedTarget, lead_or_follow, req
 from specengine.policies import TreePolicy
 
 if TYPE_CHECKING:
+    from specengine.models import Target
     from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"

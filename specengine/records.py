@@ -69,7 +69,7 @@ class Cycle:
     successors  the target's predictions after each node, rejected ones included, if the draft reads them and the cycle
                 did not stay on a device
     origins  by node of `grown`: draft, copied, recycled or forced (by a grammar); None for the root and for nodes
-             drafted in graphs. Set if TextGeneration.origins is
+             drafted in graphs. Set if TextGeneration.origins.wanted is
     logprobs log-probabilities of `tokens`, if requested
     experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
              did; None where they are not counted

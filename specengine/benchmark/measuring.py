@@ -73,7 +73,8 @@ class Run:
                 for way in self.ways:
                     if (item.set, id_, way.name) not in rows:
                         yield self._row(place, way, prompt, answers[place])
-                rates = ", ".join(f"{way.name} {_rate(answers[place][way.name]):.1f}" for way in self.ways)
+                first = {way.name: answers[place][way.name][0] for way in self.ways}
+                rates = ", ".join(f"{name} {len(one.tokens) / one.seconds:.1f}" for name, one in first.items())
                 self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")
 
     def _start(self, started: set[str], longest: int) -> Iterator[Record]:
@@ -190,7 +191,3 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
     """Return the items, those first whose turn it is to be first."""
     turn %= len(items)
     return [*items[turn:], *items[:turn]]
-
-
-def _rate(answers: dict[int, Answer]) -> float:
-    return len(answers[0].tokens) / answers[0].seconds

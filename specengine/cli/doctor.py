@@ -69,7 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
         "threads": f"{thread_count()} of {_processors()} processors",
         "memory": memory,
         "rows": [
-            {"rows": n, "cost": _cost(costs, n), "tokens to pay": round(break_even(costs, n, passes), 2)} for n in ROWS
+            {
+                "rows": n,
+                "cost": round((costs.cycle(n, ()) - costs.overhead) / costs.plain, 3),
+                "tokens to pay": round(break_even(costs, n, passes), 2),
+            }
+            for n in ROWS
         ],
         "draft passes": round(passes, 2),
         "observed": None
@@ -81,11 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(as_json(facts, default=str) if arguments.json else "\n".join(_lines(facts)))
     return 0
-
-
-def _cost(costs: Any, rows: int) -> float:
-    """Return the time of verifying that many rows over that of one."""
-    return round((costs.cycle(rows, ()) - costs.overhead) / costs.plain, 3)
 
 
 def _processors() -> int:

@@ -64,7 +64,11 @@ def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool]
         quiet = quiet + CHECK_SECONDS if idle() else 0.0
         if child is not None and not child.is_alive():
             child = pipe = None
-        if child is None and quiet >= IDLE_SECONDS and len(new := _newer(folder, last)) >= NEW:
+        if (
+            child is None
+            and quiet >= IDLE_SECONDS
+            and len(new := [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]) >= NEW
+        ):
             context = multiprocessing.get_context("spawn")
             theirs, pipe = context.Pipe(duplex=False)
             child = context.Process(target=_learn, args=(recipe, theirs), daemon=True)
@@ -78,11 +82,6 @@ def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool]
     if child is not None:
         child.terminate()  # which does no harm, wherever it is
         child.join()
-
-
-def _newer(folder: Path, last: str) -> list[str]:
-    """Return the names of the folder's texts that are newer than the one of name `last`."""
-    return [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]
 
 
 def _learn(recipe: given.EngineArguments, pipe: Connection) -> None:

@@ -117,7 +117,8 @@ class SmallModel(RowDraft):
             self._version = self.lm.version
         kept = min(common_prefix(self._tokens, prompt), self.cache.length)
         self.cache.crop(kept)
-        self.lm.extend(self.cache, self._known(prompt[self.cache.length :]), logits="none")
+        known = [min(token, self.lm.vocab_size - 1) for token in prompt[self.cache.length :]]
+        self.lm.extend(self.cache, known, logits="none")
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
 
@@ -126,9 +127,6 @@ class SmallModel(RowDraft):
         rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
         logits, _ = self.lm.forward(rows, self.cache, one=given.one)
         return logits[:, : self.vocab_size], None
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        return [min(token, self.lm.vocab_size - 1) for token in tokens]
 
 
 def _names(head: str) -> list[str]:

@@ -16,12 +16,13 @@ from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece
 from specengine.errors import InputError, require
 from specengine.models import common_prefix
 from specengine.models.assistant import AssistantHead
-from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
+from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
 from specengine.records import GenerationResult
 from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
+    from specengine.costs import PassCosts
     from specengine.engine import Engine
 
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
@@ -56,6 +57,7 @@ class Pool:
         self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
         self._reading: dict[Engine, list[int]] = {}  # prompts that are taken in
         self._reserved: dict[Engine, int] = {}  # bytes of answers under way
+        self._costs: dict[Engine, tuple[PassCosts | None, int, PassCosts]] = {}  # alone, with how many texts, with them
         self._ended = list(self.engines)  # the one whose answer ended last comes last
 
     def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
@@ -135,6 +137,22 @@ class Pool:
     def read(self, engine: Engine) -> None:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
         del self._reading[engine]
+
+    def costs(self, engine: Engine, alone: PassCosts) -> PassCosts:
+        """Return the costs of an engine's passes with the texts that are under way; alone: without other texts."""
+        if (others := cast(LaneTarget, engine.target).others) == 0:
+            return alone
+        before, count, shared = self._costs.get(engine, (None, 0, alone))
+        if (before, count) != (alone, others):
+            head = None if engine.drafter is None else getattr(drafters.innermost(engine.drafter), "head", None)
+            shared = alone.beside(
+                others,
+                resting=lambda: self.scheduler.pace.rests,
+                joined=isinstance(head, NativeHead),
+                forward=self.scheduler.take_last_forward,
+            )
+            self._costs[engine] = alone, others, shared
+        return shared
 
     def _beside(self, engine: Engine) -> Engine:
         """Return an engine of the same parts with a state of its own."""

@@ -1,6 +1,6 @@
 """One loop over several answers: a step runs one cycle of each, and pieces of the prompts that are taken in.
 
-An answer is a generator (`Engine.steps`). It yields its lane to have a cycle run, rows of its prompt to have them run,
+An answer is a generator (`run_cycles`). It yields its lane to have a cycle run, rows of its prompt to have them run,
 None while it waits, and each cycle. A generator per answer, and not a list of states, because an answer's life is told
 in one place then, alone and with others: room, prompt, cycles, and what it gives back at its end, whatever ends it.
 Drafts and trees of all lanes are run together (`cycle.run_eager`); one thread at a time steps them all.
@@ -242,7 +242,7 @@ class Scheduler:
         self._answers: list[weakref.ref[SteppedAnswer]] = []
 
     def add(self, steps: Generator[Any, Any, None], ticket: Ticket) -> SteppedAnswer:
-        """Return an answer that is stepped with the others from now on; steps: as of `Engine.steps`."""
+        """Return an answer that is stepped with the others from now on; steps: as of `run_cycles`."""
         answer = SteppedAnswer(self, steps, ticket)
         with self.turn:
             self._answers.append(weakref.ref(answer))

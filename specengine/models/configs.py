@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
-from specengine.models.families import Family, Shape, config_at
+from specengine.models.families import Family, Shape, config_at, scaled_context
 from specengine.models.families import stated as stated
 
 # Frequencies do not change with the length; for longrope, up to its original context.
@@ -186,3 +186,39 @@ def refuse_config(config: PretrainedConfig) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"native: {reason}")
+
+
+def context_limit(config: Any) -> int:
+    """Return how many tokens the model can hold: its position limit, or what its scaled positions reach.
+
+    LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
+    the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    limit = scaled_context(config, limit)
+    if config.model_type == "xlnet":  # whose positions are relative, and its limit -1
+        limit = 1 << 20
+    if config.model_type in UNMASKED:
+        limit = min(limit, config.sliding_window)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    window = window_of(config) or 2
+    if min(limit, window) < 1:
+        raise UnsupportedModelError(f"the sliding window in its config is {window}, 1 or more tokens are needed")
+    if limit < 2:
+        raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
+    return int(limit)
+
+
+def fixed_context(config: Any) -> str:
+    """Return why no text can be longer than `context_limit`; empty where only the model's training says so."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {given.get("rope_type") for given in (rope, *rope.values()) if isinstance(given, dict)}
+    table = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    reasons = {
+        "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
+        "positions of other kinds begin there (dynamic or LongRoPE)": not kinds.isdisjoint(("dynamic", "longrope")),
+        "its table of positions has no more entries": not rope and table and not getattr(config, "alibi", False),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -25,11 +25,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import BackendError, InputError, UnsupportedModelError, require
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
-from specengine.models.configs import activation_of, empty_model, family_of, shape_of
+from specengine.models.configs import activation_of, context_limit, empty_model, family_of, shape_of
 from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
 from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Latent, Mamba2, Shape
-from specengine.models.huggingface import Logits, context_limit, refuse_others, refuse_unsupported
+from specengine.models.huggingface import Logits, refuse_others, refuse_unsupported
 from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
 from specengine.models.loaded import ModelSource
 from specengine.models.twins import is_changed

@@ -29,7 +29,13 @@ from specengine.models.huggingface import (
 )
 from specengine.ops.tree import TokenTree
 
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # names of caches in outputs
+CACHES = {  # the argument that takes each cache which a model returns
+    "past_key_values": "past_key_values",
+    "cache_params": "cache_params",
+    "state": "state",
+    "mems": "past_key_values",
+    "past_buckets_states": "past_key_values",
+}
 _CROPPED = (DynamicLayer, DynamicIndexedLayer)
 # Fields of configs whose models choose a token's keys among those of all tokens that run beside it.
 _UNSURE = dict.fromkeys(("index_topk", "keep_window_size"), "what a token sees depends on the tokens that run with it")
@@ -192,7 +198,7 @@ class OwnCacheLM(CausalLM):
         if features:
             prepared["output_hidden_states"] = True
         out = self._runs(**prepared, return_dict=True)
-        caches = {_argument(name): out[name] for name in CACHES if out.get(name) is not None}
+        caches = {argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None}
         states = torch.cat([out.hidden_states[i][:, -count:] for i in features], dim=-1) if features else None
         return Ran(out.logits[:, -count if every else -1 :], states, caches)
 
@@ -254,10 +260,6 @@ class OwnCacheLM(CausalLM):
         except Exception as error:  # caches of any kind may raise anything
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         return None
-
-
-def _argument(name: str) -> str:
-    return "past_key_values" if name in ("mems", "past_buckets_states") else name
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

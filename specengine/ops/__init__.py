@@ -51,8 +51,16 @@ from specengine.ops.choose import (
     philox_uniform,
     truncate,
 )
-from specengine.ops.layers import add_rms_norm, silu_mul
-from specengine.ops.networks import Window, beam_observation, best_action, classify_paths, classify_row, mlp
+from specengine.ops.networks import (
+    Window,
+    add_rms_norm,
+    beam_observation,
+    best_action,
+    classify_paths,
+    classify_row,
+    mlp,
+    silu_mul,
+)
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
 from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
 from specengine.ops.tree import (

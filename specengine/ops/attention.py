@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specengine.errors import InputError
 from specengine.ops._meanings import WORD_BITS, describe, require
 from specengine.ops._registry import kernels, native, op
-from specengine.ops.layers import rms_norm
+from specengine.ops.networks import rms_norm
 
 CHUNK = 64  # positions that are summed together
 

@@ -24,7 +24,7 @@ from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine.ops import _trial, attention, choose, layers, select, tree
+from specengine.ops import _trial, attention, choose, networks, select, tree
 from specengine.ops._meanings import FLOATS, WORD_BITS
 from specengine.ops._registry import by_meaning, is_tried, meaning, refuse_in_captures, warn_of_fault
 from specengine.ops.attention import Paths, Rotation
@@ -247,13 +247,13 @@ def rope_store(
 def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dense = all(tensor.stride(-1) == 1 for tensor in (states, weight, states if residual is None else residual))
     if not dense or not len(states) or states.shape[1] > norm_kernel.LARGEST_ROW:
-        return by_meaning(layers.add_rms_norm, states, residual, weight, eps)
+        return by_meaning(networks.add_rms_norm, states, residual, weight, eps)
     return norm_kernel.add_rms_norm(states, residual, weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
-        return by_meaning(layers.silu_mul, gate, up)
+        return by_meaning(networks.silu_mul, gate, up)
     return silu_kernel.silu_mul(gate, up)
 
 

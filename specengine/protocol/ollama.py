@@ -23,7 +23,6 @@ from specengine.protocol.requests import (
     WithTools,
     base_of,
 )
-from specengine.protocol.tool_formats import ToolCall
 
 VERSION = "0.12.6"  # of Ollama, whose requests these are; clients ask for a least one
 
@@ -231,7 +230,10 @@ class OllamaReply(OneReply):
         text, thoughts, calls = text_of_parts(parts), thoughts_of(parts), calls_of(parts)
         extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if calls:
-            extra["tool_calls"] = [_call(call) for call in calls]
+            extra["tool_calls"] = [
+                {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                for call in calls
+            ]
         fields: Mapping[str, Any] = {"response": text, **extra}
         if isinstance(self.body, ChatBody):
             fields = {"message": {"role": "assistant", "content": text, **extra}}
@@ -251,10 +253,6 @@ class OllamaReply(OneReply):
             "eval_duration": wrote,
             **self.notes,
         }
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
 
 
 def now() -> str:

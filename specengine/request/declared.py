@@ -57,10 +57,6 @@ def _check_callables(name: str, value: Any) -> None:
         require_value(name, item, "callables as in transformers", callable(item))
 
 
-def _streams(value: Any) -> bool:
-    return all(callable(getattr(value, method, None)) for method in ("put", "end"))
-
-
 def _check_config(name: str, value: Any) -> None:
     from transformers import GenerationConfig
 
@@ -236,7 +232,14 @@ class DeclaredOptions:
     """as in transformers"""
     stopping_criteria: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
     """as in transformers"""
-    streamer: Any = option(reader("one of transformers' streamers", _streams), line=False, as_is=True)
+    streamer: Any = option(
+        reader(
+            "one of transformers' streamers",
+            lambda value: all(callable(getattr(value, method, None)) for method in ("put", "end")),
+        ),
+        line=False,
+        as_is=True,
+    )
     """as in transformers"""
     generation_config: GenerationConfig | None = option(Reader(_check_config), line=False, as_is=True)
     """as in transformers"""

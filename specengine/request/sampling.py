@@ -300,7 +300,10 @@ class Stopper:
         ends = token in self.eos_token_ids or (self.complete is not None and self.complete(self.tokens))
         if ends or (self.stop_strings and self._hit_stop_string()):
             self.last_reason = "stop"
-        elif self.criteria and any(_is_met(criterion, history) for criterion in self.criteria):
+        elif self.criteria and any(
+            torch.as_tensor(criterion(history.ids, None), dtype=torch.bool, device="cpu").all()
+            for criterion in self.criteria
+        ):
             self.last_reason = "criteria"
         elif self.left <= 0:
             self.last_reason = "length"
@@ -364,10 +367,6 @@ def first_stop_end(text: str, stop_strings: Sequence[str], passed: int = 0) -> i
 def cut_after_stop(text: str, stop_strings: Sequence[str], passed: int = 0) -> str:
     """Return `text` up to and including the stop string that ends first; the whole text if there is none."""
     return text[: first_stop_end(text, stop_strings, passed)]
-
-
-def _is_met(criterion: Any, history: History) -> bool:
-    return bool(torch.as_tensor(criterion(history.ids, None), dtype=torch.bool, device="cpu").all())
 
 
 def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

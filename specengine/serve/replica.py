@@ -148,15 +148,15 @@ def conversation_of(body: bytes) -> str | None:
         given = asked.get("input")
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(messages, list):
-        users = [place for place, message in enumerate(messages) if _role(message) == "user"]
+        users = [
+            place
+            for place, message in enumerate(messages)
+            if isinstance(message, dict) and message.get("role") == "user"
+        ]
         beginning = [*before, *(messages[: users[0] + 1] if users else messages)]
     elif beginning is not None:
         beginning = beginning[:BEGINNING] if isinstance(beginning, str | list) else None
     return hashlib.sha256(json.dumps(beginning).encode()).hexdigest()[:32] if beginning else None
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):

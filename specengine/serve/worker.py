@@ -333,7 +333,7 @@ class Worker:
             constraint=prepared.constraint,
             ticket=job.ticket,
         )
-        generation.origins = bool(job.asked.request.return_cycles)
+        generation.origins.wanted = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
         yield from _score(engine, job, answer, deadline)

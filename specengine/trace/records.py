@@ -264,10 +264,6 @@ def _is_seconds(value: Any) -> bool:
     return number and math.isfinite(value) and value >= 0
 
 
-def _is_probability(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
 def _every(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list) and all(map(check, values))
 
@@ -275,7 +271,10 @@ def _every(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _TEXT: Check = ("a string", lambda value: isinstance(value, str))
 _TOKENS: Check = ("a list of token ids", _every(lambda value: _is_int(value) and value >= 0))
 _NODES: Check = ("a list of node numbers", _every(_is_int))
-_PROBABILITIES: Check = ("a list of numbers from 0 to 1", _every(_is_probability))
+_PROBABILITIES: Check = (
+    "a list of numbers from 0 to 1",
+    _every(lambda value: type(value) in (int, float) and 0 <= value <= 1),
+)
 _TEXTS: Check = ("a list of strings", _every(_TEXT[1]))
 _ORIGINS: Check = (
     f"null or a list of {', '.join(ORIGINS)} and null",

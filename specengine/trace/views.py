@@ -119,7 +119,12 @@ def page(traces: Sequence[Trace]) -> str:
         "{{style-hash}}": _hash(style),
         "{{style}}": style,
         "{{script}}": script,
-        "{{data}}": _embedded(_data(traces)),
+        "{{data}}": _embedded(
+            {  # short names, and each text once
+                "runs": [_run(trace) for trace in traces],
+                "queries": [_query(query, number) for number, trace in enumerate(traces) for query in trace.queries],
+            }
+        ),
     }
     for name, text in texts.items():  # the data last, so that nothing in it is read as a name
         template = template.replace(name, text, 1)
@@ -136,14 +141,6 @@ def _embedded(data: Any) -> str:
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
-
-
-def _data(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return the data for page.js, with short names and each text once."""
-    return {
-        "runs": [_run(trace) for trace in traces],
-        "queries": [_query(query, number) for number, trace in enumerate(traces) for query in trace.queries],
-    }
 
 
 def _run(trace: Trace) -> dict[str, Any]:

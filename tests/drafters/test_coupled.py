@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import Engine, ops
-from specengine.drafters import _coupled
-from specengine.drafters._coupled import MEAN, Coupled
+from specengine.drafters import _wrappers
+from specengine.drafters._wrappers import MEAN, Coupled
 from specengine.errors import InputError
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -56,8 +56,8 @@ def test_a_draft_that_is_the_target_guesses_every_draw(monkeypatch: pytest.Monke
     """With all of the noise one chain is always accepted whole; with none, seldom, and with a part, in between."""
     tables = Tables(12, 3, concentration=1.0)
     lengths = []
-    for share in (1.0, _coupled.NOISE, 0.0):
-        monkeypatch.setattr(_coupled, "NOISE", share)
+    for share in (1.0, _wrappers.NOISE, 0.0):
+        monkeypatch.setattr(_wrappers, "NOISE", share)
         engine = Engine(ToyTarget(tables), ToyDrafter(tables), make("chain", length=4), LetterTokenizer())
         given = {"max_new_tokens": 200, "temperature": 0.9, "seed": 5}
         found = engine.generate([1, 2, 3], **given, coupled=share > 0)

@@ -21,9 +21,7 @@ from specengine.batch.answering import answered
 from specengine.batch.lines import Item
 from specengine.cycle import Inspected
 from specengine.drafters import Drafter, RowDraft
-from specengine.drafters._coupled import Coupled
-from specengine.drafters._guided import Guided
-from specengine.drafters._origins import Origins
+from specengine.drafters._wrappers import Coupled, Guided, Origins
 from specengine.drafters.eagle import Eagle
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram

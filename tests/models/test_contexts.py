@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import InputError
-from specengine.models.huggingface import context_limit
+from specengine.models.configs import context_limit
 from tests.checkpoints.test_gguf_configuration import opened
 from tests.models.native_engines import needs_extension
 from tests.toy import VOCABULARY, tiny

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import policies
-from specengine.drafters._coupled import Coupled
+from specengine.drafters._wrappers import Coupled
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes

@@ -10,7 +10,7 @@ pytest.importorskip("llguidance")
 import jsonschema
 
 from specengine import Engine
-from specengine.drafters._guided import Guided
+from specengine.drafters._wrappers import Guided
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError

@@ -13,9 +13,8 @@ from research import bootstrap, losses
 from research.ranks import Observed, by_rank, observe
 from specengine.checkpoints.eagle import load_head
 from specengine.models.eagle import head_from
-from specengine.train.draft.epochs import Epochs
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.training import LOG, train_draft
+from specengine.train.draft.training import LOG, Epochs, train_draft
 from tests.toy import CPU, tiny
 from tests.train.test_draft import corpus_of, random_texts
 

@@ -15,11 +15,10 @@ from specengine.checkpoints.eagle import load_head, save_head
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.models.eagle import causal
-from specengine.train.draft.epochs import Epochs, pack
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.training import CURVE, LOG, STATE, train_draft
+from specengine.train.draft.training import CURVE, LOG, STATE, Epochs, pack, train_draft
 from specengine.train.draft.validation import agreement
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions

@@ -153,7 +153,9 @@ def identity(target: Target, drafter: Drafter | None, driver: Driver | None = No
         "parameters": getattr(lm, "parameters", None),
         "config": _config(target, lm),
         "draft": None if drafter is None else drafter.name,
-        "draft parameters": None if drafter is None else sum(map(_size, getattr(drafter, "weights", ()))),
+        "draft parameters": None
+        if drafter is None
+        else sum(parameter.numel() for module in getattr(drafter, "weights", ()) for parameter in module.parameters()),
         "draft head": _head(drafter),
         "device": device_name(target.device),
         "dtype": str(getattr(target, "dtype", None)).removeprefix("torch."),
@@ -220,10 +222,6 @@ def _head(drafter: Any) -> str | None:
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
     return None if head is None else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
-
-
-def _size(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @functools.cache

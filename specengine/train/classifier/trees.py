@@ -132,9 +132,10 @@ class Trees(ShardFolder):
 def _shard(tensors: dict[str, Tensor]) -> Shard:
     parts = []
     for names, sizes in ((PER_NODE, tensors["nodes"].tolist()), (PER_ROW, tensors["rows"].tolist())):
-        parts += [_wide(tensors[name]).split(sizes) for name in names]
-    columns = Columns(tensors.get("token_ids"), bool(tensors["normalized"]))
-    return Shard([LoggedTree(*tree) for tree in zip(*parts, strict=True)], columns)
+        columns = (tensors[name] for name in names)
+        parts += [(one.long() if one.dtype is torch.int32 else one).split(sizes) for one in columns]
+    trees = [LoggedTree(*tree) for tree in zip(*parts, strict=True)]
+    return Shard(trees, Columns(tensors.get("token_ids"), bool(tensors["normalized"])))
 
 
 def collect(

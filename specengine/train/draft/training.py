@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from statistics import fmean
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +24,6 @@ from specengine.errors import InputError, why_not_loaded
 from specengine.files import atomic
 from specengine.models.eagle import EagleHead, require_fit
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.train.draft.curve import plot
-from specengine.train.draft.epochs import Batch, Epochs
 from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import Loss, TrainOptions, make_loss
@@ -34,6 +33,7 @@ from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
 MEASURE_EVERY = 10  # steps
+MAX_HELD_BACK = 32  # texts
 START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
 HOUSEKEEPING = ("keep_gib", "validate_every", "save_every", "temperatures")  # options that do not change the result
 
@@ -299,3 +299,144 @@ class _Readings:
             self._stored[number] = reading.to(torch.device("cpu"))
             self._room -= size
         return reading
+
+
+# ---- batches
+
+
+class Batch(NamedTuple):
+    """A batch. tokens: int64 [sequences, length]; answers: bool [sequences, length]."""
+
+    tokens: Tensor
+    answers: Tensor
+
+
+def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
+    """Return batches that contain every text once, in an order that depends on the seed.
+
+    A sequence is filled with whole texts. If the next text does not fit, its beginning fills the sequence, and the next
+    sequence starts with it again. A text longer than a sequence is cut. The first texts fill up the last batch.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(len(texts), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    batches: list[Batch] = []
+    place = 0
+    while place < len(order):
+        length = options.lengths[len(batches) % len(options.lengths)]
+        rows = []
+        for _ in range(options.batch_tokens // length):
+            row, place = _row(texts, order, place, length)
+            rows.append(row)
+        batches.append(
+            Batch(torch.stack([row.tokens for row in rows]).long(), torch.stack([row.answers for row in rows]))
+        )
+    return batches
+
+
+def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tuple[Text, int]:
+    """Return a sequence of texts from `place` in the order, and the place after them."""
+    pieces: list[Text] = []
+    room = length
+    while room:
+        text = texts[order[place % len(order)]]
+        if len(text.tokens) <= room or not pieces:
+            place += 1
+        pieces.append(Text(text.tokens[:room], text.answers[:room]))
+        room -= len(pieces[-1].tokens)
+    return Text(torch.cat([piece.tokens for piece in pieces]), torch.cat([piece.answers for piece in pieces])), place
+
+
+class Epochs:
+    """The batches of all epochs of a training run.
+
+    New shards are packed into batches at the beginning of an epoch, so text may be written during the training. Batches
+    keep their composition and are shuffled for every epoch. `shards` records the new shards of each epoch, so that a
+    resumed run sees the same batches.
+    """
+
+    def __init__(self, corpus: Corpus, options: TrainOptions, shards: Sequence[Sequence[int]] = ()) -> None:
+        self._corpus, self._options = corpus, options
+        self.shards: list[list[int]] = []
+        self.batches: list[Batch] = []
+        self.held_back: list[Text] = []
+        self._packed: list[int] = []  # number of batches of each epoch
+        self._recorded = [list(numbers) for numbers in shards]
+        self._begin()
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        """Yield numbered batches without end. A batch keeps its number in all epochs."""
+        epoch = 0
+        while True:
+            if epoch >= len(self.shards):
+                self._begin()
+            generator = torch.Generator().manual_seed(self._options.seed * 1_000_003 + epoch)
+            for number in torch.randperm(
+                self._packed[epoch], generator=generator, dtype=torch.int64, device="cpu"
+            ).tolist():
+                yield number, self.batches[number]
+            epoch += 1
+
+    def _begin(self) -> None:
+        epoch = len(self.shards)
+        if epoch < len(self._recorded):
+            new = self._recorded[epoch]
+        else:
+            taken = {number for numbers in self.shards for number in numbers}
+            new = [number for number in self._corpus.numbers() if number not in taken]
+        texts = [text for number in new for text in self._corpus.read(number) if text.answers[2:].any()]
+        if epoch == 0:
+            held_back = min(MAX_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
+            self.held_back, texts = texts[:held_back], texts[held_back:]
+            if not texts:
+                raise InputError(f"data: {self._corpus.folder} has no text with an answer")
+        self.batches += [batch for batch in pack(texts, self._options) if batch.answers[:, 2:].any()]
+        self.shards.append(new)
+        self._packed.append(len(self.batches))
+
+
+# ---- the curve
+
+
+def plot(log: Path, file: Path) -> bool:
+    """Plot losses and agreement on held-back text from `log` into an SVG file. Return False without matplotlib."""
+    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+    def onto(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        _losses(left, [entry for entry in entries if "loss" in entry])
+        _agreement(right, [entry for entry in entries if "held_back" in entry])
+
+    return draw(file, (9, 4), onto)
+
+
+def _losses(axes: Any, entries: list[dict[str, Any]]) -> None:
+    steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
+    axes.plot(steps, losses, linewidth=0.6, alpha=0.5)
+    window = max(1, len(losses) // 50)
+    axes.plot(steps, [fmean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))])
+    axes.set(xlabel="step", ylabel="training loss")
+
+
+def _agreement(axes: Any, entries: list[dict[str, Any]]) -> None:
+    steps = [entry["step"] for entry in entries]
+    for ahead, hits in enumerate(zip(*(entry["held_back"]["hits"] for entry in entries), strict=True), start=1):
+        axes.plot(steps, hits, marker=".", label=f"{ahead} ahead")
+    axes.set(xlabel="step", ylabel="agreement on held-back text", ylim=(0, 1))
+    if entries:
+        axes.legend()
+    lengths = axes.twinx()
+    lengths.plot(steps, [entry["held_back"]["acceptance_length"] for entry in entries], "k--")
+    lengths.set(ylabel="acceptance length (dashed)")
+
+
+def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> bool:
+    """Write an SVG file of `size` inches that `onto` draws. Return False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=size, layout="constrained")
+    onto(figure)
+    with atomic(file) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    return True

@@ -1,0 +1,384 @@
+"""One answer: from a checked prompt to the cycles, and to the pieces of its text; and the scores of a given text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+
+import torch
+
+from specengine import contracts
+from specengine.captured import GUIDED_NOTE, CapturedDriver
+from specengine.cuda_graphs import sharing
+from specengine.cycle import run_eager
+from specengine.drafters._wrappers import Origins
+from specengine.engine.drivers import Drivers, begin, hints_for, source_of
+from specengine.engine.pool import slots_of
+from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
+from specengine.errors import InputError, require
+from specengine.models import Target
+from specengine.records import Cycle, GenerationResult, SpeculativeOutput, Stats, StreamPiece, TokenLogprob
+from specengine.registry import plain
+from specengine.request.grammars import Constraint
+from specengine.request.options import GenerationOptions
+from specengine.request.prompts import Prompt, predicted_ids, token_ids
+from specengine.request.sampling import Sampler, Stopper, cut_after_stop, of_rows, refuse_no_choice
+from specengine.request.text import TextStream, decoder
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
+
+SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
+
+
+class CycleOptions(NamedTuple):
+    """Options of `Engine.cycles`.
+
+    drivers      those of a policy; None: the engine's own
+    prediction   token ids that the answer is expected to be like
+    reuse_cache  keep the common prefix that both caches hold from the generation before
+    constraint   of the sampler's processors, for trees to follow
+    origins      notes the sources of nodes if they are wanted, see Cycle
+    ticket       says until when the answer waits for room beside others; None: as long as it takes
+    """
+
+    drivers: Drivers | None = None
+    prediction: Sequence[int] = ()
+    reuse_cache: bool = False
+    constraint: Constraint | None = None
+    origins: Origins | None = None
+    ticket: Ticket | None = None
+
+
+class PreparedAnswer(NamedTuple):
+    """Hold an answer that is about to begin.
+
+    cycles   its cycles
+    stopper  says when it ends and why
+    policy   a TreePolicy, what shapes its trees; None where it decodes plainly
+    origins  a drafters._wrappers.Origins, whose `wanted` may be set before the first cycle
+    """
+
+    cycles: Generator[Cycle, None, None] | SteppedAnswer
+    stopper: Stopper
+    policy: Any
+    origins: Any
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[None]:
+    """Hold the engine for one answer. An error clears its caches and is raised, or the one that names who made it."""
+    with engine.hold(
+        "this engine is generating for another caller; finish or close that stream first (one left by break or an "
+        "error stays open: use `with engine.stream(...) as stream:` or close()), or make an Engine for each thread "
+        "(they can share the loaded model)"
+    ):
+        try:
+            yield
+        except (GeneratorExit, GivenUpError):
+            raise  # the caller has had enough; the caches are as after the last cycle
+        except BaseException as error:
+            engine.reset()
+            if (named := contracts.blamed(error)) is error:
+                raise
+            raise named from error
+
+
+def run_cycles(
+    engine: Engine, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, options: CycleOptions
+) -> Generator[Any, Any, None]:
+    """Yield the cycles of one generation. An engine of a pool yields what it needs too, see engine.scheduler."""
+    _, prediction, reuse_cache, constraint, origins, ticket = options
+    with contextlib.suppress(GivenUpError), serving(engine), contextlib.ExitStack() as held:
+        eager, captured = options.drivers or engine.drivers.own
+        pool = engine.pool
+        if eager.target is not engine.target:
+            raise InputError("the model was changed after this answer was asked for; ask again")
+        if pool is not None:
+            slots = slots_of(eager, len(prompt) + stopper.left)
+            yield from pool.place(engine, *slots, cast(Ticket, ticket))
+            held.callback(pool.leave, engine)
+        running = sharing(engine.target.device, engine.target.running)
+        with running():
+            lane, captured = yield from begin(
+                engine,
+                Drivers(eager, captured),
+                prompt,
+                sampler,
+                stopper,
+                stats,
+                hints_for(eager.drafter, prompt, prediction, sampler),
+                reuse_cache=reuse_cache,
+            )
+            whole = captured is not None and captured.serves(sampler)
+            lane.driver = driver = captured if captured is not None and not whole else eager
+            lane.source = source_of(eager.drafter, lane, constraint, origins)
+            if constraint is not None and captured is not None and captured.grows_there:
+                stats.notes.append(GUIDED_NOTE)
+        held.callback(driver.forget)
+        while lane.reason is None:
+            if whole and (eager.inspected or stats.num_spec_steps):
+                yield from cast(CapturedDriver, captured).cycles(lane)
+                break
+            if pool is None:
+                with running():
+                    (cycle,) = run_eager([lane])
+            else:
+                cycle = yield lane
+            if lane.reason is not None or whole:
+                with running():
+                    driver.catch_up()
+            yield cycle
+        if eager.drafter is not None and stats.num_draft_passes:
+            stats.notes += eager.drafter.notes
+
+
+def prepare(
+    engine: Engine,
+    prompt: list[int],
+    options: GenerationOptions,
+    stats: Stats,
+    decode: Callable[[list[int]], str],
+    *,
+    sampler: Sampler | None = None,
+    cycle_options: CycleOptions | None = None,
+) -> PreparedAnswer:
+    """Prepare an answer with checked options.
+
+    decode: for stop strings; sampler: instead of the one that the options make; cycle_options: with the constraint of
+    `options`, where it is made already. The drivers, the prediction and the origins are added here.
+    """
+    cycle_options = cycle_options or CycleOptions()
+    constraint = cycle_options.constraint or engine.constraint(options)
+    stopper = options.stopper(decode, constraint)
+    origins = Origins()
+    drivers = engine.drivers.asked(options.policy, options.policy_options)
+    cycle_options = cycle_options._replace(
+        drivers=drivers,
+        prediction=predicted_ids(options.prediction, engine.tokenizer, engine.target.vocab_size),
+        constraint=constraint,
+        origins=origins,
+    )
+    sampler = sampler or options.sampler(len(prompt), engine.target.device, constraint)
+    cycles = engine.cycles(prompt, sampler, stopper, stats, cycle_options)
+    return PreparedAnswer(cycles, stopper, drivers.policy, origins)
+
+
+class TextGeneration:
+    """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
+
+    Options and prompt are checked at construction; `policy` is what shapes its trees, None where it decodes plainly.
+    `origins.wanted`, set before the first piece, has cycles note the sources of their nodes, which takes time. `result`
+    is there once the iterator has ended.
+    """
+
+    # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        options: Mapping[str, Any] | GenerationOptions,
+        *,
+        reuse_cache: bool = False,
+        shown: Collection[int] = (),
+        constraint: Constraint | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
+        """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
+        tokens whose text the answer shows; ticket: says until when it waits for room beside others. An answer that is
+        given up while it waits has no pieces and no result."""
+        engine.follow()
+        target = engine.target
+        given = vars(options) if isinstance(options, GenerationOptions) else options
+        self.prompt = token_ids(
+            prompt,
+            engine.tokenizer,
+            raw=bool(given.get("raw", False)),
+            vocab_size=target.vocab_size,
+            max_context=target.max_context,
+            allow_special_text=bool(given.get("allow_special_text", True)),
+        )
+        self.options = (
+            options
+            if isinstance(options, GenerationOptions)
+            else GenerationOptions.of(dict(options), target.generation_config, len(self.prompt), target.max_context)
+        )
+        if self.options.stops and engine.tokenizer is None:
+            raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
+        self.stats = Stats()
+        self.result: GenerationResult | None = None
+        self._decode = decoder(engine.tokenizer, shown)
+        self._texts = TextStream(self._decode)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._sent = 0
+        self._started = False
+        self._silent = False  # whether the text of pieces is left out, as nobody reads it
+        self._streams = False  # whether a streamer waits for the end
+        self._target, self._ring = target, engine.ring
+        self._cycles, self._stopper, self.policy, self.origins = prepare(
+            engine,
+            self.prompt,
+            self.options,
+            self.stats,
+            self._decode,
+            cycle_options=CycleOptions(reuse_cache=reuse_cache, constraint=constraint, ticket=ticket),
+        )
+
+    @property
+    def stops_passed(self) -> int:
+        """Return the characters at the beginning of the answer in which no stop string counts."""
+        return self._stopper.passed
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        try:
+            return self._advance()
+        except StopIteration:
+            raise
+        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
+            self._cycles.close()
+            with contextlib.suppress(Exception):  # the error that is under way says more
+                self._end_streamer()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _advance(self) -> StreamPiece:
+        streamer = self.options.streamer
+        if streamer is not None and not self._started:
+            self._streams = True
+            streamer.put(torch.tensor([self.prompt], dtype=torch.int64, device="cpu"))
+        self._started = True
+        cycle = next(self._cycles)
+        self._tokens += cycle.tokens
+        self._logprobs += cycle.logprobs or ()
+        text = "" if self._silent else self._texts.push(cycle.tokens)
+        if streamer is not None:
+            streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
+        reason = self._stopper.last_reason
+        if reason is not None and (not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over):
+            text = self._finish(reason)[self._sent :]
+            next(self._cycles, None)  # runs the generator to its end, which frees the engine
+            self._end_streamer()
+        self._sent += len(text)
+        return StreamPiece(text, cycle)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the next piece can be had without a step of other answers."""
+        return not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_ready
+
+    def silence(self) -> None:
+        """Leave out the text of pieces, as nobody reads it, unless a streamer does or some were read."""
+        self._silent = self.options.streamer is None and not self._started
+
+    def run(self) -> Any:
+        """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
+        streams = self.options.streamer is not None
+        self._silent = self._silent or not (streams or self._started)
+        with contextlib.nullcontext() if streams else self._target.running():  # nobody looks at pieces meanwhile
+            for _ in self:
+                pass
+        assert self.result is not None
+        wanted = self.options.return_dict_in_generate
+        if wanted is None:
+            return self.result
+        sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
+        if not wanted:
+            return sequences
+        names = ("text", "token_ids", "finish_reason", "stats", "logprobs")
+        return SpeculativeOutput(sequences=sequences, **{name: getattr(self.result, name) for name in names})
+
+    def close(self) -> None:
+        """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
+        self._cycles.close()
+        self._end_streamer()
+
+    def _end_streamer(self) -> None:
+        if self._streams:
+            self._streams = False
+            self.options.streamer.end()
+
+    def _finish(self, reason: str) -> str:
+        if reason == "length" and self.options.cut:
+            self.stats.notes += [self.options.cut]
+        if self._ring is not None:
+            try:
+                self._ring.add(self.prompt, self._tokens)
+            except OSError as error:
+                self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
+        text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
+        text = text[: len(text) - self._stopper.overhang]
+        logprobs = None if self.options.logprobs is None else self._logprobs
+        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
+        return text
+
+
+def score(engine: Engine, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
+    """Return the log-probabilities of a text's tokens; see `Engine.score`."""
+    top = plain(top)
+    require("top", top, "0 or more", type(top) is int and top >= 0)
+    engine.follow()
+    target = engine.target
+    ids = token_ids(prompt, engine.tokenizer, raw=True, vocab_size=target.vocab_size, max_context=target.max_context)
+    return _scored(engine, ids, top)
+
+
+def _scored(engine: Engine, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
+    with serving(engine):
+        target = engine.target
+        with torch.inference_mode():
+            target.reset()
+            target.reserve(len(tokens), 0)
+        for first in range(0, len(tokens) - 1, SCORED_ROWS):
+            with sharing(target.device, target.running)():
+                yield from _rated(target, tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
+
+
+@torch.inference_mode()
+def _rated(target: Target, tokens: list[int], first: int, end: int, top: int) -> list[TokenLogprob]:
+    logits = target.rate(tokens[first:end])
+    finite = torch.isfinite(logits).any(1).tolist()
+    if not all(finite):
+        refuse_no_choice(None, first + finite.index(False) + 1)
+    return of_rows(logits, tokens[first + 1 : end + 1], top)
+
+
+class Session:
+    """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
+
+    def __init__(self, engine: Engine, messages: list[dict[str, str]] | None = None) -> None:
+        self.engine = engine
+        self.messages = list(messages or [])
+
+    def generate(self, text: str, **options: Any) -> Any:
+        """Add a user turn and answer it; options and result as in Engine.generate."""
+        return self.stream(text, **options).run()
+
+    def stream(self, text: str, **options: Any) -> TextGeneration:
+        """Answer as `generate` does, streamed; the turn enters `messages` when the stream has ended."""
+        return _Turn(self, text, options)
+
+
+class _Turn(TextGeneration):
+    """A turn that writes itself into its session once it is complete."""
+
+    def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
+        if not isinstance(text, str) or not text:
+            raise InputError("text: it is empty, a turn needs text")
+        self._session, self._turn = session, {"role": "user", "content": text}
+        super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
+
+    def _finish(self, reason: str) -> str:
+        text = super()._finish(reason)
+        self._session.messages += [self._turn, {"role": "assistant", "content": text}]
+        return text
