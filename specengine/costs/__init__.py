@@ -147,9 +147,9 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class SharedCosts(PassCosts):
-    """Costs of one of several texts whose rows are run together, each of the others bringing one row.
+    """Costs of one of several texts whose rows are run together, where each of the others brings as many.
 
-    A second that this text adds to a cycle is waited for by all of them, so that it costs as many seconds.
+    Were they thought to bring one row each, all texts would fill the same few cheap rows at once.
 
     alone    costs of this text without the others
     others   number of other texts
@@ -172,11 +172,14 @@ class SharedCosts(PassCosts):
         return CostTable(self.added(rows.verify), draft)
 
     def added(self, rows: Tensor) -> Tensor:
-        """Return the seconds that n nodes of this text cost all of them; rows: of n rows of all of them."""
-        first = rows[self.others + 1]
-        seconds = first + (self.others + 1) * (rows[self.others :] - first)
-        seconds[0] = 0
-        return seconds
+        """Return the seconds of n nodes of each text, float32 [nodes + 1]; rows: of n rows in all [nodes + texts]."""
+        import torch
+
+        texts = self.others + 1
+        wanted = texts * torch.arange(len(rows) - self.others, device=rows.device, dtype=torch.int64)
+        known = wanted.clamp(max=len(rows) - 1)
+        last = rows[-1 - texts]
+        return rows[known] + (rows[-1] - last) / texts * (wanted - known)
 
 
 def busy(others: float | None) -> str | None:

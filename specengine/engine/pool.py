@@ -94,6 +94,9 @@ class Pool:
     def _count(self) -> None:
         for engine in self.engines:
             cast(LaneTarget, engine.target).others = len(self._reserved.keys() - {engine})
+        for engine in self._reserved:
+            if (reprice := getattr(engine.policy, "reprice", None)) is not None:
+                reprice()
 
     def _make_room(self, engine: Engine, need: int) -> bool:
         if min(self.waiting, key=lambda other: self.waiting[other].rank) is not engine:
@@ -152,6 +155,7 @@ class Pool:
                 forward=self.scheduler.take_last_forward,
             )
             self._costs[engine] = alone, others, shared
+            self.scheduler.pace.costs = alone
         return shared
 
     def _beside(self, engine: Engine) -> Engine:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from specengine.costs import PassCosts, interpolated
 from specengine.cycle import Lane, result_of, run_eager
 from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
@@ -33,6 +34,10 @@ MIN_GAIN = 0.3  # share of a rate by which the ways must differ to be told apart
 AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
 SOON = 0.5  # seconds of serving after which the other way is tried with a number of texts that is new
 IDLE = 0.1  # seconds between steps, if they take less themselves, after which timing begins anew
+MAX_GAIN = 0.7  # tokens that a text's first drafted one brings at most: if it costs more, texts begin with a rest
+MAX_MIXED = (
+    16  # steps in a row with rows of prompts that are not timed; if there are more, that is what serving is like
+)
 
 
 @dataclass(eq=False)
@@ -169,20 +174,24 @@ class SharedPace:
 
     def __init__(self) -> None:
         self.rests = False  # whether texts beside others decode plainly
+        self.costs: PassCosts | None = None  # of a text alone
+        self._mixed = 0  # steps in a row that ran rows of prompts too
         self._ended = -math.inf  # when the last step did
         self._size, self._steady = 0, 0  # texts as a power of two, and steps since that, or the way, has changed
         self._arrived = False  # whether the way is yet to be chosen by what is known of so many texts
         self._clocks = dict[int, float]()  # seconds that so many texts were served
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
-    def observe(self, texts: int, tokens: int, began: float) -> None:
+    def observe(self, texts: int, tokens: int, began: float, mixed: bool = False) -> None:
         """Take in a step that ends now; go on, or turn, to the way that is faster with so many texts.
 
-        texts: that had a cycle; tokens: that they committed; began: time.perf_counter() at its start.
+        texts: that had a cycle; tokens: that they committed; began: time.perf_counter() at its start; mixed: whether
+        rows of prompts were run too, whose time says nothing of the ways.
         """
         now, size = time.perf_counter(), (texts + 1).bit_length()  # one bucket when a text has ended before the next
         last, self._ended = self._ended, now
-        if texts < 2:  # which decides for itself
+        self._mixed = self._mixed + 1 if mixed else 0
+        if texts < 2 or 0 < self._mixed <= MAX_MIXED:  # a text alone decides for itself
             return
         seconds = now - last
         self._steady += 1
@@ -194,21 +203,26 @@ class SharedPace:
         clock = self._clocks[size] = self._clocks.get(size, 0.0) + seconds
         own.add(seconds, tokens)
         own.timed = clock
-        if self._is_left(own, other, size, clock):
+        if self._is_left(own, other, texts, clock):
             self.rests ^= True
             self._steady = -1
 
-    def _is_left(self, own: _Rate, other: _Rate, size: int, clock: float) -> bool:
+    def _is_left(self, own: _Rate, other: _Rate, texts: int, clock: float) -> bool:
+        is_new = other.timed == -math.inf
         if self._arrived:
             self._arrived = False
-            if other.timed == -math.inf and own.steps == 1:
-                if (rests := self._known_beside(size)) is not None:
+            if is_new and own.steps == 1:
+                rests = self._known_beside(self._size)
+                if rests is None and self._costs_too_much(texts):
+                    rests = True
+                if rests is not None:
                     (other if rests == self.rests else own).timed = clock
                     return rests != self.rests
-                if {way for (way, at), rate in self._rates.items() if at != size and rate.tokens} == {True, False}:
+                ways = {way for (way, size), rate in self._rates.items() if size != self._size and rate.tokens}
+                if ways == {True, False}:
                     other.timed = clock + SOON - AGAIN  # so many are there for a moment only, mostly
             return other.tokens > own.tokens and own.steps >= TRIED
-        if own.steps % LOOK:
+        if own.steps % (2 * LOOK if is_new else LOOK):
             return False
         if clock - other.timed > other.again:
             other.restart()
@@ -220,6 +234,14 @@ class SharedPace:
         if tried:
             own.again = AGAIN
         return False
+
+    def _costs_too_much(self, texts: int) -> bool:
+        """Return whether a drafted token of each text costs more than it may bring, by the costs of a text alone."""
+        if self.costs is None:
+            return False
+        plain = interpolated(self.costs.verify, texts)
+        drafting = interpolated(self.costs.draft, texts) + texts * self.costs.overhead
+        return drafting + interpolated(self.costs.verify, 2 * texts) > (1 + MAX_GAIN) * plain
 
     def _known_beside(self, size: int) -> bool | None:
         """Return whether to rest by other numbers of texts: fewer ones that rest, more ones that draft; or None."""
@@ -285,7 +307,7 @@ class Scheduler:
         for answer, piece in zip(pieces, rows, strict=True):
             answer.ticket.client.served += len(piece.tokens) if piece.error is None else 0
             answer.go_on(piece.error)
-        self.pace.observe(len(lanes), sum(len(cycle.tokens) for cycle in cycles), began)
+        self.pace.observe(len(lanes), sum(len(cycle.tokens) for cycle in cycles), began, mixed=bool(rows))
 
     def take_last_forward(self) -> tuple[int, float] | None:
         """Return rows and seconds of the last forward, of all texts together; None if they were returned before."""

@@ -27,7 +27,7 @@ from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool, TextGeneration, Ticket, scheduler
 from specengine.engine import pool as pool_module
 from specengine.engine.pool import bytes_held, bytes_used
-from specengine.engine.scheduler import LOOK, SharedPace
+from specengine.engine.scheduler import LOOK, MAX_MIXED, SharedPace
 from specengine.errors import InputError
 from specengine.models.kv_cache import Rows
 from specengine.models.native import WITH_PAIRS, LaneTarget, NativeHead, NativeLM, NativeTarget, RowBatch
@@ -352,15 +352,15 @@ def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: py
     assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
 
 
-def test_costs_beside_others_price_a_row_by_what_it_adds_for_all() -> None:
-    costs = PassCosts("toy", {1: 2.0, 2: 2.5, 4: 3.5, 8: 5.5}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
+def test_costs_beside_others_price_nodes_as_if_each_text_brought_as_many() -> None:
+    costs = PassCosts("toy", {1: 2.0, 4: 2.1, 8: 2.2, 16: 6.0}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
     shared = costs.beside(3)
     assert isinstance(shared, SharedCosts)
-    table, alone = shared.table(4, 4, 0), costs.table(8, 4, 0)
-    assert float(table.verify[1]) == pytest.approx(float(alone.verify[4]))  # four texts, a row each
-    for nodes in range(2, 5):
-        added = float(alone.verify[3 + nodes] - alone.verify[4])
-        assert float(table.verify[nodes]) == pytest.approx(float(alone.verify[4]) + 4 * added)
+    table, alone = shared.table(4, 4, 0), costs.table(16, 4, 0)
+    assert torch.allclose(table.verify[:2], alone.verify[:8:4])
+    assert torch.allclose(shared.table(16, 4, 0).verify[:5], alone.verify[::4])
+    slope = float(alone.verify[7] - alone.verify[3]) / 4
+    assert float(table.verify[2]) == pytest.approx(float(alone.verify[7]) + slope)  # rows beyond those in the table
     assert torch.allclose(table.draft[1:], 4 * alone.draft[1:])
     assert shared.overhead == pytest.approx(0.4)
     joined = costs.beside(3, joined=True).table(4, 4, 0)
@@ -373,6 +373,7 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]) -> None:
         self.pace, self.now, self.rates = SharedPace(), 0.0, rates
+        self.mixed: Callable[[], bool] = lambda: False  # whether a step has rows of prompts
         self.held: Callable[[], float] = lambda: 0.0  # seconds that a forward takes more
         monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
@@ -383,7 +384,7 @@ class Served:
             rested += self.pace.rests
             began, tokens = self.now, self.rates(self.pace.rests, texts) * forward
             self.now += forward + self.held()
-            self.pace.observe(texts, tokens, began)  # type: ignore[arg-type]
+            self.pace.observe(texts, tokens, began, self.mixed())  # type: ignore[arg-type]
         return rested / count
 
 
@@ -421,6 +422,37 @@ def test_a_try_is_short_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < drafted <= 2 * LOOK + 2
     drafted = round((1 - served.resting(16, 30.0)) * 3000)
     assert 0 < drafted <= 4 * (LOOK + 2)  # after 3, 6, 12 and 24 seconds
+
+
+@pytest.mark.parametrize(("cheap", "rested"), [({1: 1.0, 64: 1.2}, 0.0), ({1: 1.0, 4: 1.2, 8: 1.4, 16: 2.6}, 1.0)])
+def test_the_first_way_is_the_one_that_costs_allow(
+    monkeypatch: pytest.MonkeyPatch, cheap: dict[int, float], rested: float
+) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 100.0)
+    served.pace.costs = PassCosts("toy", cheap, {1: 0.1, 8: 0.2}, measured=True)
+    served.resting(8, 0.02)  # the first of so many texts is not timed
+    assert served.resting(8, 0.05) == rested
+
+
+def test_steps_with_prompts_are_timed_only_where_they_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 80.0)
+    served.mixed = lambda: True
+    served.resting(8, 0.01 * MAX_MIXED)
+    assert not served.pace._rates
+    served.resting(8, 30.0)
+    assert served.resting(8, 30.0) > 0.9
+    tokens = {rests: rate.tokens for (rests, _), rate in served.pace._rates.items()}
+    assert tokens == {True: pytest.approx(100.0), False: pytest.approx(80.0)}
+
+
+def test_a_text_learns_at_once_that_others_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(engine_of(policy="auto"), 2)
+    policy = pool.engines[0].policy
+    calls: list[int] = []
+    monkeypatch.setattr(policy, "reprice", lambda: calls.append(pool.engines[0].target.others))  # type: ignore[union-attr]
+    results = pool.generate(prompts(2), max_new_tokens=8, eos_token_id=[])
+    assert len(results) == 2
+    assert {0, 1} <= set(calls)
 
 
 def test_forwards_that_were_held_up_speak_for_no_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Auto(TreePolicy):
         if not learns:
             self._count(1)
         elif costs.stale:
-            self._reprice()
+            self.reprice()
         measured = self.costs == MEASURED
         return Plan(self.patience, self._rests, PLAIN_REASON, plain, measured, learns, times=measured)
 
@@ -121,7 +121,7 @@ class Auto(TreePolicy):
         self._group = int(sampled)
         self._pace = self._paces[self._group]
         self._pace.begin()
-        self._reprice()
+        self.reprice()
         for state in self._state.values():
             state.counts.group.fill_(self._group)
 
@@ -201,7 +201,7 @@ class Auto(TreePolicy):
             lost = costs.observe(cycle, seconds.total - len(cycle.tokens) * spent / tokens, passes, drafted)
             if costs.tries and not rested:
                 costs.corrections.verify.charge(costs.predicted.rows[1], lost)
-                self._reprice()
+                self.reprice()
         if rested and not self._pace.resting:
             state.skipped.fill_(self.patience)  # the draft is looked at as well
 
@@ -216,7 +216,7 @@ class Auto(TreePolicy):
         self._costs.context += tokens
         self._cycles += 1
         if self._cycles % REPRICED == 0 or self._cycles < REPRICED:
-            self._reprice(explores=True)
+            self.reprice(explores=True)
 
     # ---- its parts
 
@@ -230,7 +230,11 @@ class Auto(TreePolicy):
         return state
 
     @torch.inference_mode()  # a server reads the plan outside of it
-    def _reprice(self, explores: bool = False) -> None:
+    def reprice(self, explores: bool = False) -> None:
+        """Bring prices up to date: by corrections, by the length of the text, by texts that came or went with it.
+
+        explores: price the next cycle so that it tries more rows than were tried, where that may pay.
+        """
         costs = self._costs
         tables = costs.update(self._rests, explores)
         if tables is not None:
