@@ -23,6 +23,7 @@ import torch
 
 from bench import provenance
 from bench.arguments import add_arguments
+from bench.costs_record import costs_record
 from specengine import policies
 from specengine.benchmark.ways import parse
 from specengine.costs import PassCosts, find_costs
@@ -149,7 +150,7 @@ WAYS = (
 
 def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for costs in map(find_costs, args.costs):
-        yield costs.record()
+        yield costs_record(costs)
         for law, rates in PUBLISHED.items():
             for spread in args.spread:
                 about = {"record": "mtp replay", "costs": costs.name, "rates": law, "source": rates.source}

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from bench import provenance, report, workloads
 from bench.arguments import add_arguments
+from bench.costs_record import costs_record
 from specengine import Engine, policies
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
@@ -79,7 +80,7 @@ def _records(args: argparse.Namespace, first: Engine, items: Sequence[Workload],
     """Yield rows without what `way` records hold, and where counters are all that is wanted, without times."""
     yield _settings(args, first, items)
     if args.costs:
-        yield measuring.measure(first.target, first.drafter, first.drivers.own.captured).record()
+        yield costs_record(measuring.measure(first.target, first.drafter, first.drivers.own.captured))
     done = []
     for record in run.records(items):
         if record["record"] == "row" and args.counters_only:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
+from bench.costs_record import costs_record
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.benchmark.workloads import Workload
@@ -106,7 +107,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     costs = _measured(engines, args.rounds)
     items = workloads.read(args.prompts, args.per_set)
     for name, engine in engines.items():
-        yield replace(costs[name], name=name).record()
+        yield costs_record(replace(costs[name], name=name))
         found = load_head(args.heads / name)
         facts = {
             "record": "head",

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import workloads
+from bench.costs_record import costs_record
 from research.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
 from research.ltd.curve import plot
 from research.ltd.outcomes import Outcomes, Speed
@@ -68,7 +69,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape, costs = next(iter(pairs.values())).shape, find_costs(args.costs)
     folders = [CandidateTrees.open(folder) for folder in args.folder]
     trees = Outcomes.of([answer for folder in folders for answer in folder.answers()], shape, costs)
-    yield costs.record()
+    yield costs_record(costs)
     manifests = [dict(folder.manifest) for folder in folders]
     yield {"record": "log", "trees": len(trees), "folders": manifests, "shape": asdict(shape)}
     base = trees.speed(*args.default)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bench.costs_record import costs_record
 from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
 from research.ltd.options import PolicyOptions, Stage
 from research.ltd.outcomes import Outcomes, Speed
@@ -43,7 +44,7 @@ class LoggedGround:
         return speed_of(self.held, networks, depth, size)
 
     def facts(self) -> dict[str, Any]:
-        costs = self.learnt.costs.record()
+        costs = self.learnt.costs_record(costs)
         return {"trees": len(self.learnt), "held_back_trees": len(self.held), "costs": costs}
 
 
@@ -91,7 +92,7 @@ class LiveGround:
         return self.costs.cycle(facts["verified"], facts["widths"])
 
     def facts(self) -> dict[str, Any]:
-        costs = "wall clock" if self.costs is None else self.costs.record()
+        costs = "wall clock" if self.costs is None else costs_record(self.costs)
         return {"prompts": len(self.learnt), "held_back_prompts": len(self.held), "costs": costs}
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.costs_record import costs_record
 from research.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
 from research.ltd.curve import plot
 from research.ltd.options import RECIPES, PolicyOptions, find_recipe
@@ -116,7 +117,7 @@ def _with_engine(
     learnt, held = hold_back(prompts, options.held_back)
     if costs is None and options.reward != "wallclock":
         costs = measuring.measure(engine.target, engine.drafter)
-        say(f"costs: {costs.record()}")
+        say(f"costs: {costs_record(costs)}")
     if live:
         table = None if options.reward == "wallclock" else costs
         return LiveGround(engine, learnt, held, table, options)

@@ -101,19 +101,15 @@ class PassCosts:
         passes = sum(interpolated(self.draft, width) for width in widths)
         return self.overhead + interpolated(self.verify, verified) + passes
 
+    def over_plain(self, texts: int) -> float:
+        """Return the cost of a step of so many texts in which each drafts a token, over that of a plain step."""
+        drafting = self.cycle(2 * texts, (texts,)) + (texts - 1) * self.overhead
+        return drafting / interpolated(self.verify, texts)
+
     @property
     def plain(self) -> float:
         """Cost of one token of plain decoding."""
         return interpolated(self.verify, 1)
-
-    def record(self) -> dict[str, Any]:
-        """Return the record of a result file, which `find_costs` reads."""
-        unit = 1e3 if self.measured else 1
-        points = [{str(n): round(unit * cost, 5) for n, cost in column.items()} for column in (self.verify, self.draft)]
-        names = ("verify_ms_by_nodes", "draft_pass_ms_by_width") if self.measured else ("verify", "draft")
-        columns = dict(zip(names, points, strict=True))
-        record = {"record": "costs", "name": self.name, "source": self.source, **columns}
-        return record | ({"cycle_overhead_ms": round(unit * self.overhead, 5)} if self.measured else {})
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict, which `from_dict` reads."""

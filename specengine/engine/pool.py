@@ -155,7 +155,7 @@ class Pool:
                 forward=self.scheduler.take_last_forward,
             )
             self._costs[engine] = alone, others, shared
-            self.scheduler.pace.costs = alone
+            self.scheduler.pace.price = alone.over_plain
         return shared
 
     def _beside(self, engine: Engine) -> Engine:

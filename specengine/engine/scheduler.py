@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.costs import PassCosts, interpolated
 from specengine.cycle import Lane, result_of, run_eager
 from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
@@ -32,12 +31,10 @@ POLL = 0.02  # seconds after which a thread whose answer waits for another consu
 LOOK, TRIED, TIMED = 4, 16, 32  # steps: a way is looked at every so many, tried for so many, and timed by the last
 MIN_GAIN = 0.3  # share of a rate by which the ways must differ to be told apart after one step
 AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
-SOON = 0.5  # seconds of serving after which the other way is tried with a number of texts that is new
+SOON = 0.5  # seconds of serving after which a number of texts that is new first rests: that costs little
 IDLE = 0.1  # seconds between steps, if they take less themselves, after which timing begins anew
 MAX_GAIN = 0.7  # tokens that a text's first drafted one brings at most: if it costs more, texts begin with a rest
-MAX_MIXED = (
-    16  # steps in a row with rows of prompts that are not timed; if there are more, that is what serving is like
-)
+MAX_MIXED = 16  # steps in a row with rows of prompts that are not timed
 
 
 @dataclass(eq=False)
@@ -174,7 +171,9 @@ class SharedPace:
 
     def __init__(self) -> None:
         self.rests = False  # whether texts beside others decode plainly
-        self.costs: PassCosts | None = None  # of a text alone
+        self.price: Callable[[int], float] = lambda texts: (
+            0.0
+        )  # of a step in which each drafts a token, over a plain one
         self._mixed = 0  # steps in a row that ran rows of prompts too
         self._ended = -math.inf  # when the last step did
         self._size, self._steady = 0, 0  # texts as a power of two, and steps since that, or the way, has changed
@@ -208,21 +207,14 @@ class SharedPace:
             self._steady = -1
 
     def _is_left(self, own: _Rate, other: _Rate, texts: int, clock: float) -> bool:
-        is_new = other.timed == -math.inf
         if self._arrived:
             self._arrived = False
-            if is_new and own.steps == 1:
-                rests = self._known_beside(self._size)
-                if rests is None and self._costs_too_much(texts):
-                    rests = True
-                if rests is not None:
-                    (other if rests == self.rests else own).timed = clock
-                    return rests != self.rests
-                ways = {way for (way, size), rate in self._rates.items() if size != self._size and rate.tokens}
-                if ways == {True, False}:
-                    other.timed = clock + SOON - AGAIN  # so many are there for a moment only, mostly
+            if other.timed == -math.inf and own.steps == 1:
+                rests = self.price(texts) > 1 + MAX_GAIN
+                (other if rests == self.rests else own).timed = clock if rests else clock + SOON - AGAIN
+                return rests != self.rests
             return other.tokens > own.tokens and own.steps >= TRIED
-        if own.steps % (2 * LOOK if is_new else LOOK):
+        if own.steps % LOOK:
             return False
         if clock - other.timed > other.again:
             other.restart()
@@ -234,22 +226,6 @@ class SharedPace:
         if tried:
             own.again = AGAIN
         return False
-
-    def _costs_too_much(self, texts: int) -> bool:
-        """Return whether a drafted token of each text costs more than it may bring, by the costs of a text alone."""
-        if self.costs is None:
-            return False
-        plain = interpolated(self.costs.verify, texts)
-        drafting = interpolated(self.costs.draft, texts) + texts * self.costs.overhead
-        return drafting + interpolated(self.costs.verify, 2 * texts) > (1 + MAX_GAIN) * plain
-
-    def _known_beside(self, size: int) -> bool | None:
-        """Return whether to rest by other numbers of texts: fewer ones that rest, more ones that draft; or None."""
-        for (rests, other), rate in self._rates.items():
-            against = self._rates.get((not rests, other), _Rate())
-            if (other < size if rests else other > size) and rate.tokens > against.tokens > 0:
-                return rests
-        return None
 
 
 class Scheduler:

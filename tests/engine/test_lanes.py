@@ -390,11 +390,14 @@ class Served:
 
 def test_the_faster_way_is_kept_and_the_other_one_seldom_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch, lambda rests, texts: 100.0 if rests == (texts > 4) else 70.0)
+    served.pace.price = lambda texts: 0.2 * texts
     assert served.resting(8, 30.0) > 0.95
     assert 0 < 1 - served.resting(8, 90.0) < 0.02  # it is tried
-    assert served.resting(16, 3.0) == 1.0  # more texts rest where fewer do
+    served.resting(16, 0.02)
+    assert served.resting(16, 2.0) == 1.0
     assert served.resting(4, 30.0) < 0.05
-    assert served.resting(2, 3.0) == 0.0  # fewer ones draft where more do
+    served.resting(2, 0.02)
+    assert served.resting(2, 0.4) == 0.0
     assert served.resting(8, 2.0) > 0.8  # what was known
 
 
@@ -418,8 +421,9 @@ def test_time_without_texts_counts_for_no_way(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_try_is_short_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 80.0)
+    served.pace.price = lambda texts: 2.0
     drafted = round((1 - served.resting(16, 2.0)) * 200)
-    assert 0 < drafted <= 2 * LOOK + 2
+    assert drafted == 2  # the first of so many texts is not timed, and the second chooses
     drafted = round((1 - served.resting(16, 30.0)) * 3000)
     assert 0 < drafted <= 4 * (LOOK + 2)  # after 3, 6, 12 and 24 seconds
 
@@ -429,7 +433,7 @@ def test_the_first_way_is_the_one_that_costs_allow(
     monkeypatch: pytest.MonkeyPatch, cheap: dict[int, float], rested: float
 ) -> None:
     served = Served(monkeypatch, lambda rests, texts: 100.0)
-    served.pace.costs = PassCosts("toy", cheap, {1: 0.1, 8: 0.2}, measured=True)
+    served.pace.price = PassCosts("toy", cheap, {1: 0.1, 8: 0.2}, measured=True).over_plain
     served.resting(8, 0.02)  # the first of so many texts is not timed
     assert served.resting(8, 0.05) == rested
 

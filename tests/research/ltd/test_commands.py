@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.costs_record import costs_record
 from research.ltd import compare, train
 from research.ltd.__main__ import main
 from research.ltd.candidates import CandidateTrees
@@ -95,7 +96,7 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
         assert not (out / "candidates").exists()
         assert (costs == "wall clock") == ("reward=wallclock" in how)
     else:
-        assert costs == json.loads(json.dumps(table.record()))
+        assert costs == json.loads(json.dumps(costs_record(table)))
     capsys.readouterr()
 
 

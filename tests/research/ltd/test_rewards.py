@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.costs_record import costs_record
 from research.ltd.outcomes import cycle_cost, reward
 from tests.research.ltd.engines import COSTS, SHAPE, environment
 
@@ -39,5 +40,5 @@ def test_costs_of_a_cycle() -> None:
     found = cycle_cost(COSTS, SHAPE, 2, 9)
     assert found == pytest.approx(40 + 3 + 2 + 2)
     assert cycle_cost(COSTS, SHAPE, 0, 9) == pytest.approx(30 + 10 / 9 * 3 + 3), "three candidates are all there are"
-    record = COSTS.record()
+    record = costs_record(COSTS)
     assert (record["name"], record["verify"]["10"], record["draft"]["3"]) == ("toy", 40, 2)
