@@ -44,7 +44,7 @@ class LoggedGround:
         return speed_of(self.held, networks, depth, size)
 
     def facts(self) -> dict[str, Any]:
-        costs = self.learnt.costs_record(costs)
+        costs = costs_record(self.learnt.costs)
         return {"trees": len(self.learnt), "held_back_trees": len(self.held), "costs": costs}
 
 
