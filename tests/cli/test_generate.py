@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from specengine import cycle, engine
+from specengine import cycle
 from specengine.cli import main
 from specengine.cli.parser import flag
+from specengine.engine import generation
 from specengine.request import options as generation_options
 from specengine.request.declared import declarations
 from specengine.request.sampling import Sampler
@@ -195,7 +196,7 @@ def test_text_of_special_tokens_is_text_where_that_is_asked_for(
         asked.append(allow_special_text)
         return [1, 2, 3]
 
-    monkeypatch.setattr(engine, "token_ids", token_ids)
+    monkeypatch.setattr(generation, "token_ids", token_ids)
     for flags in ([], ["--no-allow-special-text"], ["--allow-special-text"]):
         pipe_in(monkeypatch, "hi<|end|>\n")
         assert main([command, "--model", folder, "--max-new-tokens", "2", *flags]) == 0

@@ -17,7 +17,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
-from specengine.policies.auto.pacing import FIRST_REST, MAX_REST, TIMED, Pace
+from specengine.policies.auto.pacing import FIRST_REST, MAX_REST, TIMED, Pace, PaceState
 from tests import toy
 from tests.graphs.engines import PROMPT, model
 
@@ -129,7 +129,7 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: 
     engine.generate(PROMPT, max_new_tokens=12)
     assert asked
     for options in ({}, {"temperature": 1.0, "seed": 3}):
-        monkeypatch.setattr(Pace, "begin", lambda self: setattr(self, "resting", 8))
+        monkeypatch.setattr(Pace, "begin", lambda self: vars(self).update(resting=8, state=PaceState.RESTING))
         asked.clear()
         found = list[int]()
         for number, piece in enumerate(engine.stream(PROMPT, max_new_tokens=20, **options)):
