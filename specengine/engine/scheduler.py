@@ -211,7 +211,9 @@ class SharedPace:
             self._arrived = False
             if other.timed == -math.inf and own.steps == 1:
                 rests = self.price(texts) > 1 + MAX_GAIN
-                (other if rests == self.rests else own).timed = clock if rests else clock + SOON - AGAIN
+                left = other if rests == self.rests else own
+                left.timed = clock if rests else clock + SOON - AGAIN
+                left.again = MAX_AGAIN if rests else AGAIN
                 return rests != self.rests
             return other.tokens > own.tokens and own.steps >= TRIED
         if own.steps % LOOK:
@@ -219,11 +221,10 @@ class SharedPace:
         if clock - other.timed > other.again:
             other.restart()
             return True
-        tried = own.steps == TRIED
-        if own.tokens < other.tokens * (1 if tried else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))):
+        if own.tokens < other.tokens * (1 if own.steps == TRIED else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))):
             own.again = min(2 * own.again, MAX_AGAIN)
             return True
-        if tried:
+        if own.steps == TRIED:
             own.again = AGAIN
         return False
 

@@ -424,7 +424,12 @@ def test_a_try_is_short_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
     served.pace.price = lambda texts: 2.0
     drafted = round((1 - served.resting(16, 2.0)) * 200)
     assert drafted == 2  # the first of so many texts is not timed, and the second chooses
+    assert served.resting(16, 30.0) == 1.0
     drafted = round((1 - served.resting(16, 30.0)) * 3000)
+    assert 0 < drafted <= LOOK + 2  # costs that forbid it are believed for 48 seconds
+    served.pace.price = lambda texts: 1.0
+    served.resting(32, 2.0)
+    drafted = round((1 - served.resting(32, 30.0)) * 3000)
     assert 0 < drafted <= 4 * (LOOK + 2)  # after 3, 6, 12 and 24 seconds
 
 
