@@ -59,11 +59,11 @@ def measurements(name: str, folder: Path, args: argparse.Namespace) -> Iterator[
 
 def there(folder: Path) -> list[str]:
     """Return the other engines whose environments `make peers` has made; the others are named."""
-    found = [name for name in PEERS if python_of(name, folder).is_file()]
-    missing = sorted({engine_of(name) for name in PEERS} - {engine_of(name) for name in found})
+    installed = [name for name in PEERS if python_of(name, folder).is_file()]
+    missing = sorted({engine_of(name) for name in PEERS} - {engine_of(name) for name in installed})
     if missing:
         print(f"bench.real: {folder} has no {', '.join(missing)}: left out (make peers)", file=sys.stderr)
-    return found
+    return installed
 
 
 def command(of: Measurement, args: argparse.Namespace) -> list[str]:
@@ -94,9 +94,9 @@ def memory(of: Measurement, out: Path) -> list[dict[str, Any]]:
     for way in ("plain", *(way for way in of.ways if not way.startswith("peer:"))):
         if way in known:
             continue
-        given = [str(of.model), way, prompt, str(MEMORY_TOKENS)]
+        arguments = [str(of.model), way, prompt, str(MEMORY_TOKENS)]
         result = subprocess.run(
-            [sys.executable, "-m", "bench.real.memory", *given], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "bench.real.memory", *arguments], capture_output=True, text=True, check=False
         )
         if result.returncode:
             raise RuntimeError(f"memory of {way}: {result.stderr.strip()[-500:]}")

@@ -1,4 +1,4 @@
-"""What Learning to Draft's networks see of logged beams, many at once, and the actions that they answer with."""
+"""Compute what the networks of Learning to Draft observe of logged beams, many at once, and the best actions."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MEAN = 0.5772  # of the noise
 NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
-MOST_SCALE = 1e4  # of the noise, beside which no logit counts
-LEAST_REST = 1e-6  # chance that is always left to what was not proposed
+MAX_SCALE = 1e4  # of the noise, beside which no logit counts
+MIN_REST = 1e-6  # chance that is always left to what was not proposed
 
 
 class Coupled(Wrapped):
@@ -59,7 +59,7 @@ class Coupled(Wrapped):
     def scale(drafter: Drafter, temperature: float, *, truncated: bool) -> float:
         """Return the scale of the noise for this drafter's logits."""
         share = NOISE_OF_TRUNCATED if truncated else NOISE
-        return min(share * temperature * drafter.traits.sharpness, MOST_SCALE)
+        return min(share * temperature * drafter.traits.sharpness, MAX_SCALE)
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         positions = tree.depths.index_select(0, frontier.ids) + self._length()
@@ -73,7 +73,7 @@ class Coupled(Wrapped):
         """Return rows of a step with the noise of their positions, int64 [rows]."""
         logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
-            rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=LEAST_REST)
+            rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REST)
             whole = torch.logaddexp(logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN)
             logits = logits - whole
         return logits
