@@ -26,7 +26,9 @@ from specengine.serve.metrics import Metrics
 from specengine.serve.worker import Worker
 
 MAX_HEADER_BYTES = 1 << 16
-MAX_FRAMING = 2  # bytes received per byte of a body, once more than MAX_HEADER_BYTES have come
+MAX_FRAMING = 2  # bytes received per byte of a body, once more than MAX_FRAMED_BYTES have come
+MAX_FRAMED_BYTES = 1 << 13
+PIECE_BYTES = 1 << 13  # of what has come that are read before it is looked at: each small chunk takes long to read
 LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
 LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
@@ -74,8 +76,11 @@ class _Limited(_Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
+        for first in range(0, len(data), PIECE_BYTES):
+            if not self.transport.is_closing():
+                self._read(data[first : first + PIECE_BYTES])
+
+    def _read(self, data: bytes) -> None:
         before, of_a_body = self.cycle, self._body_comes
         held = len(before.body) if of_a_body else 0
         super().data_received(data)
@@ -87,7 +92,7 @@ class _Limited(_Protocol):
             self._framed = max(self._framed + len(data) - MAX_FRAMING * (len(before.body) - held), 0)
         if self._head > MAX_HEADER_BYTES:
             self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
-        elif self._framed > MAX_HEADER_BYTES:
+        elif self._framed > MAX_FRAMED_BYTES:
             self._refuse(400, f"the body comes in chunks that take more than {MAX_FRAMING} times its bytes")
         elif self.sending:
             self._wait()
