@@ -38,19 +38,20 @@ class Pool:
     A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
     begins once the caches have room for it to the end; those of ended answers are kept until then.
 
-    engine: stays usable by itself; count: texts at once; memory: bytes that caches of target and draft may take for all
-    texts, besides some hundred tokens of each that has none, by default half of what is free. InputError for another
-    target than the native forward, a draft that serves one text alone, or a text that has no room even alone.
+    engine: stays usable by itself; count: texts at once; spare: engines more than that; memory: bytes that caches of
+    target and draft may take for all texts, besides some hundred tokens of each that has none, by default half of what
+    is free. InputError for another target than the native forward, a draft that serves one text alone, or a text that
+    has no room even alone.
     """
 
-    def __init__(self, engine: Engine, count: int, memory: int | None = None) -> None:
+    def __init__(self, engine: Engine, count: int, memory: int | None = None, *, spare: int = 0) -> None:
         require("parallel", count, "1 or more", type(count) is int and count >= 1)
         if type(engine.target) is not NativeTarget:
             raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
         self.memory = free_memory() // 2 if memory is None else memory
         self.scheduler = Scheduler(engine.target.lm)
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
-        self.engines = [self._beside(engine) for _ in range(count)]
+        self.engines = [self._beside(engine) for _ in range(count + spare)]
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)

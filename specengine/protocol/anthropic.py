@@ -167,8 +167,15 @@ def _text(place: str, content: Any) -> str:
 
 
 def _tool(tool: ToolOffered) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function | {"strict": tool.strict}}
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.input_schema,
+            "strict": tool.strict,
+        },
+    }
 
 
 def _choice(choice: ToolChoice) -> Any:

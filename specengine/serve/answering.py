@@ -232,10 +232,10 @@ def _job(asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any])
 
 
 def _who(asked: CheckedRequest, request: Request) -> int:
-    """Return a number for whoever asks: by key and user, all others being one."""
+    """Return a number for whoever asks: by key, user and address."""
     names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
     keys = (request.headers.get(name) for name in ("authorization", "x-api-key"))
-    return hash((*keys, *names))
+    return hash((*keys, *names, request.client and request.client.host))
 
 
 def require_ready(worker: Worker) -> None:

@@ -26,15 +26,11 @@ from specengine.serve.metrics import Metrics
 from specengine.serve.worker import Worker
 
 MAX_HEADER_BYTES = 1 << 16
-MAX_FRAMING = 2  # bytes received per byte of a body, once more than MAX_FRAMED_BYTES have come
-MAX_FRAMED_BYTES = 1 << 13
+MAX_FRAMING = 2  # bytes received per byte of a body, once PIECE_BYTES more have come
 PIECE_BYTES = 1 << 13  # of what has come that are read before it is looked at: each small chunk takes long to read
 LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
 LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
-
-
-_Protocol: Any = H11Protocol  # whatever else is installed: HTTP/1.0 and offers of upgrades are answered alike
 
 
 class _Lingering:
@@ -59,7 +55,7 @@ class _Lingering:
         self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
-class _Limited(_Protocol):
+class _Limited(H11Protocol):  # whatever else is installed: HTTP/1.0 and offers of upgrades are answered alike
     seconds: float
     _timer: Any = None
     _head = 0  # bytes of a request whose headers have not ended
@@ -68,7 +64,7 @@ class _Limited(_Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.transport = _Lingering(transport, self)
+        self.transport = _Lingering(transport, self)  # type: ignore[assignment]
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -92,14 +88,14 @@ class _Limited(_Protocol):
             self._framed = max(self._framed + len(data) - MAX_FRAMING * (len(before.body) - held), 0)
         if self._head > MAX_HEADER_BYTES:
             self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
-        elif self._framed > MAX_FRAMED_BYTES:
+        elif self._framed > PIECE_BYTES:
             self._refuse(400, f"the body comes in chunks that take more than {MAX_FRAMING} times its bytes")
         elif self.sending:
             self._wait()
         else:
             self._ended()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has ended its side with a whole request; return whether the connection stays."""
         self._half_closed = self._answering and not self.cycle.response_started  # who ends a stream has gone
         if self._half_closed and self.scope["http_version"] != "1.0":  # which has no answers before the answer
@@ -231,11 +227,7 @@ def run(
     limit_arenas()
     worker = Worker(load, settings.queue, Metrics(), settings.parallel)
     server = Server(worker, settings, log_config=LOGGING)
-
-    def give_up() -> None:
-        server.should_exit = True
-
-    worker.failed = give_up
+    worker.failed = lambda: setattr(server, "should_exit", True)
     with opened, beside(lambda: worker.state == "ready" and worker.idle):
         server.run(sockets=[opened])
     if worker.failure is not None:

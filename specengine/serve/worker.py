@@ -29,6 +29,7 @@ from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
 MAX_RETRY_SECONDS = 600
+SPARE = 1  # answers more at once than `parallel`, for a client that has none under way
 
 
 class Ended(NamedTuple):
@@ -207,7 +208,7 @@ class Worker:
             if self._by_memory:
                 self.parallel = parallel_of(self.engine)
             if self.parallel > 1:
-                self._pool = Pool(self.engine, self.parallel)
+                self._pool = Pool(self.engine, self.parallel, spare=SPARE)
                 if self._pool.tokenizer is not None:
                     self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
@@ -228,8 +229,12 @@ class Worker:
             pass
 
     def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
-        if (job := self._next(wait)) is None:
-            return None
+        with self._changed:
+            job = self._first(lambda job: (job.quick or job.prepared is not None) and self._has_place(job), wait)
+            if job is None:
+                return None
+            self._answered.add(job)
+            self._jobs.remove(job)
         began = time.perf_counter()
         engine = self._engine_for(job, idle)
         return engine, self._answer_job(engine, job, began)
@@ -256,13 +261,10 @@ class Worker:
         own = [2 * count >= len(engine.target.tokens) and count for count, engine in zip(held, idle, strict=True)]
         return idle[own.index(max(own))]
 
-    def _next(self, wait: bool) -> Job | None:
-        with self._changed:
-            job = self._first(lambda job: job.quick or job.prepared is not None, wait)
-            if job is not None:
-                self._answered.add(job)
-                self._jobs.remove(job)
-            return job
+    def _has_place(self, job: Job) -> bool:
+        """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
+        spare = 0 if any(other.ticket.client is job.ticket.client for other in self._answered) else SPARE
+        return len(self._answered) < self.parallel + spare
 
     def _first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
         """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
@@ -293,10 +295,9 @@ class Worker:
             self._prepare(engine, job, limits)
         except Exception as error:
             with self._changed:
-                gone = job not in self._jobs
-                if not gone:
+                if waits := job in self._jobs:
                     self._jobs.remove(job)
-            if not gone:
+            if waits:
                 self._failure(job, error)
         with self._changed:
             self._changed.notify_all()
@@ -411,9 +412,9 @@ def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]
 
 def _read_vocabulary(engine: Engine) -> None:
     """Read the tokenizer as constraints need it, which holds up all threads, before there are requests."""
-    target = engine.target
     with contextlib.suppress(Exception):  # whoever asks for a constraint is told
-        engine.constraint(GenerationOptions.of({"json_object": True}, target.generation_config, 1, target.max_context))
+        defaults = engine.target.generation_config
+        engine.constraint(GenerationOptions.of({"json_object": True}, defaults, 1, engine.target.max_context))
 
 
 def limits_of(engine: Engine) -> ModelLimits:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 HOST = "127.0.0.1"
+HOSTILE_HOST = "127.0.0.2"  # clients are told apart by their addresses
 MAX_SECONDS = 8.0
 AT_ONCE = 12
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize")
@@ -149,7 +150,7 @@ class Attack:
         self, sent: bytes, pause: float = 0.0, leaves: float | None = None, ends: bool = False
     ) -> bytes:
         """Send bytes; return what comes, read to the end or until one leaves."""
-        reader, writer = await asyncio.open_connection(HOST, self.port)
+        reader, writer = await asyncio.open_connection(HOST, self.port, local_addr=(HOSTILE_HOST, 0))
         received = b""
         try:
             for piece in [sent[at : at + 1] for at in range(len(sent))] if pause else [sent]:

@@ -346,6 +346,22 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         assert texts == [server.post(LONG, TEXTS).json()["choices"][0]["text"]] * 2
 
 
+def test_full_places_of_one_client_do_not_hold_up_another(steps: Steps) -> None:
+    with served(native_engine, parallel=2, queue=4) as server, ThreadPoolExecutor(5) as many:
+        answers = [many.submit(server.post, LONG, TEXTS) for _ in range(2)]
+        steps.until(lambda: server.metric("num_requests_running") == 2)
+        answers.append(many.submit(server.post, LONG, TEXTS))
+        until(lambda: server.metric("num_requests_waiting") == 1)
+        steps.allow(1)
+        assert server.metric("num_requests_running") == 2, "one client has no more places than there are"
+        answers += [many.submit(server.post, LONG | {"user": "another"}, TEXTS) for _ in range(2)]
+        until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 5)
+        steps.until(lambda: server.metric("num_requests_running") == 3)
+        assert server.metric("num_requests_waiting") == 2, "a spare place for one answer"
+        steps.allow(10_000)
+        assert len({answer.result().json()["choices"][0]["text"] for answer in answers}) == 1
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, in_time: bool) -> None:
     drain = 20.0 if in_time else 0.3
