@@ -88,7 +88,6 @@ def train(args: argparse.Namespace) -> None:
             intermediate_size=units,
             draft_vocab_size=tokens,
             average=0.99,
-            keep_gib=0.0,
             validate_every=args.steps,
         )
         print(shape, flush=True)

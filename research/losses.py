@@ -61,7 +61,6 @@ OPTIONS = TrainOptions(
     intermediate_size=512,
     batch_tokens=1024,
     lengths=(512,),
-    keep_gib=0.0,
     validate_every=10**6,
     learning_rate=5e-4,
     temperatures=False,

@@ -67,14 +67,6 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def part(text: str) -> tuple[int, int]:
-    """Return I/N as (I - 1, N)."""
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
-    return int(index) - 1, int(count)
-
-
 def one_of(accepted: Sequence[str], meanings: Mapping[str, str] | None = None) -> Callable[[str], str]:
     """Return a type of NAME or NAME/PRESET. With `meanings` it takes a name alone, and returns its meaning."""
 

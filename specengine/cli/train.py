@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, fields
+import math
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from specengine.cli.given import read_prompts
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, require
-from specengine.files import atomic
+from specengine.models.eagle import default_layer_ids
+from specengine.models.native import NativeTarget
 from specengine.registry import build
 from specengine.request.prompts import token_ids
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
@@ -22,30 +23,19 @@ from specengine.train.draft.options import Loss, TrainOptions, find_recipe, make
 from specengine.train.draft.training import train_draft
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.options import SynthesisOptions
-from specengine.train.text.requests import requests
 from specengine.train.text.synthesis import write_corpus
+
+TEXT_SHARE = 0.4  # of the hours, for writing text
+MAX_TOKENS = 1 << 40  # where time, and room on the disk, say how many
 
 
 def run_data(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
     options: SynthesisOptions = build(SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option")
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
-    engine = _load(arguments, speculate=arguments.speculate)
-    source = engine if arguments.speculate else engine.target.model  # type: ignore[attr-defined]
-    _write_text(engine, source, arguments.folder, options, prompts=prompts, part=arguments.part)
+    engine = _load(arguments)
+    _write_text(engine, arguments.folder, options, prompts=prompts)
     print(arguments.folder)
-    return 0
-
-
-def run_requests(arguments: argparse.Namespace) -> int:
-    require("file", str(arguments.file), "a .jsonl file", arguments.file.suffix == ".jsonl")
-    corpus = Corpus.open(arguments.data)
-    tokenizer = _load(arguments).tokenizer
-    passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]
-    texts = requests(arguments.count, passages, arguments.seed)
-    with atomic(arguments.file) as temporary:
-        temporary.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in texts), encoding="utf-8")
-    print(arguments.file)
     return 0
 
 
@@ -54,23 +44,39 @@ def run_draft(arguments: argparse.Namespace) -> int:
     options: TrainOptions = build(TrainOptions, asdict(recipe.training) | dict(arguments.option), "option")
     loss = recipe.loss if arguments.loss is None else make_loss(arguments.loss)
     loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
+    if arguments.hours is not None:
+        require("hours", f"{arguments.hours:g}", "above 0", 0 < arguments.hours < math.inf)
     corpus = None if arguments.data is None else Corpus.open(arguments.data)
     engine = _load(arguments)
-    model = engine.target.model  # type: ignore[attr-defined]
+    target: Any = engine.target
+    seconds = None if arguments.hours is None else 3600 * arguments.hours
     if corpus is None:
-        corpus = _write_text(engine, model, arguments.folder / "data", recipe.text)
-    train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), progress=say)
+        limits = {} if seconds is None else {"seconds": TEXT_SHARE * seconds}
+        text = recipe.text if seconds is None else replace(recipe.text, tokens=MAX_TOKENS)
+        corpus = _write_text(engine, arguments.folder / "data", text, **limits)
+        seconds = None if seconds is None else (1 - TEXT_SHARE) * seconds
+    model = target.lm if isinstance(target, NativeTarget) else target.model
+    train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), seconds=seconds, progress=say)
     print(arguments.folder)
     return 0
 
 
-def _write_text(engine: Engine, source: Any, folder: Path, options: SynthesisOptions, **more: Any) -> Corpus:
+def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more: Any) -> Corpus:
+    """Write text, on the native forward with the states that an EAGLE-3 head reads."""
+    target: Any = engine.target
+    if isinstance(target, NativeTarget):
+        ids = default_layer_ids(target.lm.layers)
+        more["features"] = ids if min(ids) >= 0 else ()
+        source = target.lm
+    else:
+        source = target.model
     return write_corpus(source, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
 
 
-def _load(arguments: argparse.Namespace, *, speculate: bool = False) -> Engine:
-    """Return the engine with its draft on the serving forward, or the target alone as transformers has it."""
-    return load_engine(arguments) if speculate else load_engine(arguments, policy="plain", pack=False)
+def _load(arguments: argparse.Namespace) -> Engine:
+    """Return the target alone, on the native forward or as transformers has it."""
+    engine = load_engine(arguments, policy="plain")
+    return engine if isinstance(engine.target, NativeTarget) else load_engine(arguments, policy="plain", pack=False)
 
 
 def _name(engine: Engine) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target, part
+from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target
 from specengine.errors import declared_in
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.draft.options import LOSSES, RECIPES, Loss, TrainOptions
@@ -74,7 +74,6 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     parts = {
         "data": (_add_data, "let the target write training text"),
-        "requests": (_add_requests, "make prompts for `train data` around text that a target wrote"),
         "draft": (_add_draft, "train an EAGLE head"),
     }
     for name, (add_to, text) in parts.items():
@@ -108,19 +107,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add_options(parser, "-o", "option")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to add. {PROMPT_FORMATS}")
-    parser.add_argument(
-        "--part",
-        type=part,
-        default=(0, 1),
-        metavar="I/N",
-        help="write the I-th of N parts, to run N commands side by side",
-    )
-    parser.add_argument(
-        "--speculate",
-        action="store_true",
-        help="let the engine write conversation by conversation, with the target's default draft: on few threads, and "
-        "where prompts are long, faster than all of a shard in lockstep",
-    )
     text = {name: asdict(recipe.text) for name, recipe in RECIPES.items()}
     parser.epilog = "\n\n".join(
         [
@@ -128,19 +114,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
             changes("other recipes", _differing(text)),
         ]
     )
-
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_requests")
-    parser.description = (
-        "Prompts for --prompts of `train data`: summaries, extraction, rewriting, translation, code, sums and facts, "
-        "around text that the target wrote itself; one or two user's turns each."
-    )
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="file to write; an older one is replaced")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`")
-    parser.add_argument("-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
-    add_target(parser)
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +124,13 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", help="text to train on (default: the recipe's is written first)"
+    )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        metavar="H",
+        help="time for text and training together, over all calls, which chooses the numbers of tokens and of steps "
+        "(default: the recipe's)",
     )
     usual = RECIPES[DEFAULT_RECIPE]
     parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})")

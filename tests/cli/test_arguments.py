@@ -96,7 +96,7 @@ def test_a_trace_is_shown_without_torch(tmp_path: Path) -> None:
         "generate hi --trace =",
         "trace t.jsonl --html =",
         "serve --learn =",
-        "train requests = --data folder",
+        "train draft = --hours 1",
     ],
 )
 def test_an_empty_path_is_refused(words: str, capsys: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from specengine.cli import main
 from specengine.cli import train as command
-from specengine.cli.parser import part
 from specengine.train.draft.options import RECIPES
 from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny
@@ -33,26 +32,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.sliced(1)
-@pytest.mark.parametrize("way", [[], ["--speculate"]])
-def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any, way: list[str]) -> None:
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any, kept: float) -> None:
     data, head = str(tmp_path / "data"), str(tmp_path / "head")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["abc", "def"]}\n"xyz"\n')
-    given = ["--prompts", str(prompts), "--part", "1/1", *way]
+    given = ["--prompts", str(prompts), "-o", f"gib={kept}"]
     assert main(["train", "data", data, "--target", folder, *TEXT, *given]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{data}\n"
     assert "(100%)" in printed.err
     manifest = Corpus.open(Path(data)).manifest
     assert manifest["target"] == Path(folder).name, "no folder of this machine"
-    assert manifest.get("writer") == ("engine" if way else None)
-    for loss, kind in (("talf", "eagle3"), ("hass", "eagle1")):
+    assert manifest["features"] == ([2, 3, 3] if kept else [])
+    for loss, kind in (("talf", "eagle3"), ("hass", "eagle1"), ("ttt", "eagle3")):
         out = f"{head}-{loss}"
         given = ["train", "draft", out, "--target", folder, "--data", data, "--loss", loss, *TRAINING]
         assert main([*given, "-l", "anchors=0.5"]) == 0
         printed = capsys.readouterr()
         assert printed.out == f"{out}\n"
         assert f"EAGLE-{kind[-1]} head" in printed.err
+        assert ("runs the target again" in printed.err) == (loss != "ttt" or not kept)
         assert main(["generate", "abc", "--model", folder, "--draft", out, "--max-new-tokens", "5"]) == 0
         assert "EAGLE" in capsys.readouterr().err
 
@@ -89,12 +89,24 @@ def test_mistakes_are_named_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def test_parts_are_counted_from_one(capsys: Any) -> None:
-    for wrong in ("0/2", "3/2", "1", "a/b"):
-        with pytest.raises(SystemExit):
-            main(["train", "data", "x", "--part", wrong])
-    assert "expected I/N" in capsys.readouterr().err
-    assert part("2/3") == (1, 3)
+def test_hours_are_above_zero(capsys: Any) -> None:
+    for wrong in ("0", "-1", "nan", "inf"):
+        assert main(["train", "draft", "x", f"--hours={wrong}"]) == 2
+        assert "hours: got" in capsys.readouterr().err
+
+
+def test_hours_choose_text_and_steps(folder: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = RECIPES["cpu-small"]
+    monkeypatch.setitem(RECIPES, "cpu-small", replace(usual, text=replace(usual.text, rows=4, length=40)))
+    monkeypatch.setattr("specengine.train.draft.training.MIN_STEPS", 3)
+    given = ["train", "draft", str(tmp_path / "head"), "--target", folder, "--hours", "1e-6", *TRAINING]
+    assert main([*given]) == 0
+    said = capsys.readouterr().err
+    assert "(100%)" in said
+    assert "3 steps in 0.0 hours" in said
+    assert "runs the target again" not in said
+    assert main([*given]) == 0
+    assert "resuming at step 3 of 3" in capsys.readouterr().err
 
 
 def test_the_recipes_are_sound() -> None:

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.models.eagle import causal
-from specengine.train.draft.new_heads import new_head, start_from_text
+from specengine.models.eagle import causal, default_layer_ids
+from specengine.models.native import NativeLM, NativeTarget, from_model
+from specengine.train.draft.losses import loss_of
+from specengine.train.draft.new_heads import _vocabulary_size, new_head, start_from_text
 from specengine.train.draft.options import TrainOptions, make_loss
-from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.teacher import ServingTeacher, StoredTeacher, Teacher
 from specengine.train.draft.training import CURVE, LOG, STATE, Epochs, pack, train_draft
-from specengine.train.draft.validation import agreement
+from specengine.train.draft.validation import Validation, agreement
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
@@ -309,22 +311,13 @@ def test_a_killed_training_resumes_to_the_same_curve(
     monkeypatch.undo()
     (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')  # the rest of the line was not written any more
     said: list[str] = []
-    resumed = train_draft(model, corpus, tmp_path / "cut", replace(options, keep_gib=0.0), LOSS, progress=said.append)
+    resumed = train_draft(model, corpus, tmp_path / "cut", options, LOSS, progress=said.append)
     assert "resuming at step 4 of 12" in said
     assert log(resumed) == log(whole)
     states = [load_head(folder).state for folder in (resumed, whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
     states = [torch.load(folder / STATE, weights_only=True)["head"] for folder in (resumed, whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
-
-
-def test_the_kept_readings_change_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path / "data", random_texts(6))
-    kept, again = (
-        train_draft(model, corpus, tmp_path / name, replace(OPTIONS, keep_gib=gib), LOSS)
-        for name, gib in (("kept", 1.0), ("again", 0.0))
-    )
-    assert log(kept) == log(again)
 
 
 def test_a_training_begun_otherwise_is_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -378,3 +371,119 @@ def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> 
 def test_key_value_heads_must_divide_the_heads(model: PreTrainedModel) -> None:
     with pytest.raises(InputError, match="kv_heads: got 3, accepted divisors of the 4 heads"):
         new_head(model, replace(OPTIONS, kv_heads=3), LOSS, torch.ones(VOCABULARY))
+
+
+# ---------------------------------------------------------------------------------------------------- kept states
+
+
+def native_corpus(folder: Path, family: str = "qwen2", tokens: int = 1500) -> tuple[NativeLM, Corpus]:
+    lm = from_model(tiny(family, num_hidden_layers=LAYERS))
+    features = default_layer_ids(lm.layers)
+    text = SynthesisOptions(tokens=tokens, rows=8, length=48)
+    return lm, write_corpus(lm, byte_tokenizer(), folder, text, name="tiny", features=features)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_kept_states_teach_what_the_target_would(tmp_path: Path, family: str) -> None:
+    """Labels, features and losses next to those of the target that reads the texts again, rounded to bfloat16."""
+    lm, corpus = native_corpus(tmp_path, family)
+    texts = list(corpus)[:4]
+    ids = default_layer_ids(lm.layers)
+    stored, serving = StoredTeacher(NativeTarget(lm), ids), ServingTeacher(NativeTarget(lm), ids)
+    vocabulary = torch.arange(0, VOCABULARY, 2)
+    head = new_head(lm, OPTIONS, LOSS, torch.ones(VOCABULARY))
+    for text in texts:
+        kept, read = stored.read_text(text), serving.read_text(text)
+        torch.testing.assert_close(kept.features.float(), read.features, rtol=1e-2, atol=1e-2)
+        rows = text.answers.nonzero()[:, 0] - 1
+        assert torch.equal(stored.best(kept.states[0, rows]), serving.best(read.states[0, rows]))
+        for own in (vocabulary, None):
+            best, chances = stored.labels(kept.states[0, rows], own)
+            expected, of_all = serving.labels(read.states[0, rows], own)
+            assert torch.equal(best, expected)
+            seen = chances > 0
+            assert float((chances.float().sum(1) - 1).abs().max()) < 0.02
+            ratio = of_all.float() / (of_all.float() * seen).sum(1, keepdim=True)
+            torch.testing.assert_close(chances.float()[seen], ratio[seen], rtol=0.03, atol=0.003)
+        losses = [
+            float(loss_of(LOSS, head, teacher, reading, text.answers[None], generator=torch.Generator()).loss.detach())
+            for teacher, reading in ((stored, kept), (serving, read))
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_the_target_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head and biases; the head that is saved drafts for the target, and one step changes it."""
+    lm, corpus = native_corpus(tmp_path / "data")
+    said: list[str] = []
+
+    def run(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the target was run")
+
+    options = replace(OPTIONS, held_back=0.1, validate_every=100, temperatures=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("specengine.train.draft.training.validate", lambda *_, **__: Validation([0.5], [0.5], 1.0))
+        patch.setattr(NativeLM, "run", run)
+        patch.setattr(NativeLM, "run_lanes", run)
+        patch.setattr(type(lm), "model", property(run))
+        out = train_draft(lm, corpus, tmp_path / "head", options, LOSS, progress=said.append)
+    assert not [line for line in said if "again" in line]
+    config, state, _ = load_head(out)
+    assert config.qkv_bias
+    biases = [name for name in state if name.endswith("q_proj.bias")]
+    assert len(biases) == 1
+    model = lm.source.model()
+    plain = Engine.from_pretrained(model, policy="plain", tokenizer=byte_tokenizer())
+    engine = Engine.from_pretrained(model, str(out), policy="eagle", tokenizer=byte_tokenizer())
+    assert "native" in engine.target.backend
+    assert engine.generate("abc", max_new_tokens=30).token_ids == plain.generate("abc", max_new_tokens=30).token_ids
+
+
+@pytest.mark.parametrize("loss", ["talf", "hass"])
+def test_losses_that_need_more_than_kept_states_say_so(tmp_path: Path, loss: str) -> None:
+    lm, corpus = native_corpus(tmp_path / "data")
+    said: list[str] = []
+    options, chosen = replace(OPTIONS, steps=1), make_loss(loss, anchors=0.2)
+    train_draft(lm, corpus, tmp_path / "head", options, chosen, progress=said.append)
+    assert [line for line in said if "does not suffice for this loss: transformers runs the target again" in line]
+
+
+def test_text_without_states_is_read_again(tmp_path: Path) -> None:
+    lm = from_model(tiny("qwen3", num_hidden_layers=LAYERS))
+    said: list[str] = []
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    train_draft(lm, corpus, tmp_path / "head", replace(OPTIONS, steps=1), LOSS, progress=said.append)
+    assert [line for line in said if "was kept with states None, [2, 3, 3] are needed" in line]
+
+
+def test_a_training_on_kept_states_resumes_to_the_same_curve(tmp_path: Path) -> None:
+    lm, corpus = native_corpus(tmp_path / "data")
+    whole = train_draft(lm, corpus, tmp_path / "whole", OPTIONS, LOSS)
+    train_draft(lm, corpus, tmp_path / "cut", OPTIONS, LOSS, stop_after=4)
+    (tmp_path / "cut" / LOG).write_text("".join((tmp_path / "cut" / LOG).read_text().splitlines(keepends=True)[:1]))
+    cut = train_draft(lm, corpus, tmp_path / "cut", OPTIONS, LOSS)
+    states = [load_head(folder).state for folder in (cut, whole)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_time_chooses_the_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, corpus = native_corpus(tmp_path / "data")
+    monkeypatch.setattr("specengine.train.draft.training.MIN_STEPS", 7)
+    said: list[str] = []
+    options = replace(OPTIONS, save_every=2)
+    train_draft(lm, corpus, tmp_path / "head", options, LOSS, seconds=1e-6, stop_after=3, progress=said.append)
+    assert [line for line in said if line.startswith("7 steps in 0.0 hours")]
+    out = train_draft(lm, corpus, tmp_path / "head", options, LOSS, seconds=1e6, progress=said.append)
+    assert "resuming at step 3 of 7" in said
+    assert log(out)[-1]["step"] == 7
+
+
+def test_the_draft_vocabulary_covers_the_answers() -> None:
+    counts = torch.zeros(100_000, dtype=torch.int64)
+    counts[:10] = 1000
+    assert _vocabulary_size(counts) == 8192
+    counts[:20_000] = 100
+    assert _vocabulary_size(counts) == 20 * 1024
+    counts[:] = 1
+    assert _vocabulary_size(counts) == 32768
+    assert _vocabulary_size(counts[:500]) == 500

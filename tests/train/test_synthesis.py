@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.train.text import synthesis
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import ChatFormat, write_corpus
-from tests.toy import RandomShape, byte_tokenizer, tiny
+from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENIZER = byte_tokenizer()
 OPTIONS = SynthesisOptions(tokens=900, rows=6, length=48, seed=3)
-WAYS = pytest.mark.parametrize("way", ["lockstep", "engine"])
+WAYS = pytest.mark.parametrize("way", ["lockstep", "lanes"])
 USER, ASSISTANT, SYSTEM, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
 
 
@@ -38,14 +37,12 @@ def model() -> PreTrainedModel:
     return made
 
 
-def write(model: PreTrainedModel | Engine, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
+def write(model: PreTrainedModel | NativeLM, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
     return write_corpus(model, more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
 
 
-def source(model: PreTrainedModel, way: str, tokenizer: Any = TOKENIZER) -> PreTrainedModel | Engine:
-    if way == "lockstep":
-        return model
-    return Engine.from_pretrained(model, "recycling", RandomShape(seed=2), tokenizer=tokenizer)
+def source(model: PreTrainedModel, way: str) -> PreTrainedModel | NativeLM:
+    return model if way == "lockstep" else from_model(model)
 
 
 def texts(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
@@ -105,9 +102,11 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
         assert answers[-1]
 
 
-def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path) -> None:
+@WAYS
+def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
-    writer = synthesis.Lockstep(model, ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    kind: Any = synthesis.Lockstep if way == "lockstep" else synthesis.Lanes
+    writer = kind(source(model, way), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
         rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
@@ -121,26 +120,6 @@ def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Pa
     assert all(hits[True])
     assert len(hits[True]) > 100
     assert 0.05 < sum(hits[False]) / len(hits[False]) < 0.95
-
-
-@pytest.mark.slow
-def test_an_engine_writes_what_its_target_would(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Greedy answers are the target's best tokens; drawn ones are not, and come again with the seed alone."""
-    engine = source(model, "engine")
-    corpus = write(engine, tmp_path / "a")
-    assert corpus.manifest["writer"] == "engine"
-    assert texts(corpus) == texts(write(engine, tmp_path / "b"))
-    assert texts(corpus) != texts(write(engine, tmp_path / "c", replace(OPTIONS, seed=4)))
-    shares = []
-    for text in corpus:
-        with torch.no_grad():
-            best = model(text.tokens.long()[None]).logits[0].argmax(-1)
-        shares.append(float((best[:-1] == text.tokens[1:])[text.answers[1:]].float().mean()))
-    greedy = sum(share == 1 for share in shares) / len(shares)
-    assert 0.3 < greedy < 0.7
-    assert sum(share < 0.9 for share in shares) / len(shares) > 0.3
-    with pytest.raises(InputError, match=r"^writer: the text in .* was begun with 'engine', got None"):
-        write(model, tmp_path / "a")
 
 
 def _all_rows(writer: Any, shard: int) -> list[Text]:
@@ -161,7 +140,7 @@ def _all_rows(writer: Any, shard: int) -> list[Text]:
 @WAYS
 def test_base_models_continue_single_tokens(tmp_path: Path, way: str) -> None:
     tokenizer = byte_tokenizer(None)
-    found = texts(write(source(tiny(), way, tokenizer), tmp_path, tokenizer=tokenizer))
+    found = texts(write(source(tiny(), way), tmp_path, tokenizer=tokenizer))
     assert all(answers == [False] + [True] * (len(tokens) - 1) for tokens, answers in found)
     assert len({tokens[0] for tokens, _ in found}) > 5
     assert all(len(tokens) == OPTIONS.length for tokens, _ in found)
@@ -249,19 +228,6 @@ def test_who_stops_a_writer_is_told_where(model: PreTrainedModel, tmp_path: Path
     assert len(Corpus.open(tmp_path).shards()) == 2
 
 
-def test_parts_write_the_same_text_together(model: PreTrainedModel, tmp_path: Path) -> None:
-    options = replace(OPTIONS, tokens=1800)
-    for index in (1, 0):
-        together = write(model, tmp_path / "parts", options, part=(index, 2))
-    alone = write(model, tmp_path / "alone", options)
-    shared = min(len(alone.shards()), len(together.shards()))
-    assert shared > 3
-    for number in range(shared):
-        assert [t.tokens.tolist() for t in alone.read(number)] == [t.tokens.tolist() for t in together.read(number)]
-    with pytest.raises(InputError, match="part: got 2 of 2"):
-        write(model, tmp_path / "parts", options, part=(2, 2))
-
-
 def test_another_seed_writes_other_text(model: PreTrainedModel, tmp_path: Path) -> None:
     first = write(model, tmp_path / "a")
     second = write(model, tmp_path / "b", replace(OPTIONS, seed=4))
@@ -304,9 +270,103 @@ def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
         list(corpus)
 
 
+# ---------------------------------------------------------------------------------------------------- states
+
+
+FEATURES = (1, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3_text", "llama"])
+def test_kept_states_are_those_of_the_forward_that_serves(tmp_path: Path, family: str) -> None:
+    """Biases, tied heads and scales included: as the target reads the whole text, and its likeliest tokens after it."""
+    lm = from_model(tiny(family, num_hidden_layers=3))
+    corpus = write(lm, tmp_path, features=FEATURES)
+    target = NativeTarget(lm)
+    for text in list(corpus)[:4]:
+        assert text.states is not None
+        target.reset()
+        target.want((*FEATURES, lm.layers))
+        with torch.inference_mode():
+            read = target.prefill(text.tokens.tolist(), 0)
+            logs = lm.head(read[:, -lm.shape.hidden :].contiguous()).log_softmax(-1)
+        kept = text.states
+        assert torch.equal(kept.features, read[:, : -lm.shape.hidden].bfloat16())
+        before_answers = text.answers.nonzero()[:, 0] - 1
+        best = logs[before_answers].topk(synthesis.TOP, dim=-1)
+        torch.testing.assert_close(kept.logs[before_answers].float(), best.values, rtol=1e-2, atol=1e-2)
+        assert torch.equal(kept.ids[before_answers, 0].long(), best.indices[:, 0])
+        drawn = text.tokens[before_answers + 1]
+        assert (kept.ids[before_answers] == drawn[:, None]).any(1).float().mean() > 0.3
+
+
+def test_texts_and_states_do_not_depend_on_those_beside_them(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Greedy rows of a shard of six, written again alone from the same beginnings."""
+    lm = from_model(model)
+    corpus = write(lm, tmp_path, features=FEATURES)
+    writer = synthesis.Lanes(
+        lm, ChatFormat.of(TOKENIZER, frozenset({END})), replace(OPTIONS, rows=1), TOKENIZER, FEATURES
+    )
+    for text in list(corpus)[:3]:
+        alone = synthesis.Row(writer.form, OPTIONS.length, 0.0, [text.tokens.tolist()])
+        writer.row = lambda *_, row=alone: row  # type: ignore[method-assign, misc]
+        (again,) = writer._texts(0, [])
+        assert again.states is not None
+        assert text.states is not None
+        count = len(text.tokens)
+        assert torch.equal(again.states.features[:count], text.states.features)
+
+
+def test_an_interrupted_writer_ends_with_the_same_states(model: PreTrainedModel, tmp_path: Path) -> None:
+    lm, calls = from_model(model), list[int]()
+    whole = write(lm, tmp_path / "whole", features=FEATURES)
+    real = lm.run_lanes
+
+    def stop(batch: Any) -> None:
+        calls.append(len(batch))
+        if len(calls) == 70:
+            raise KeyboardInterrupt
+        real(batch)
+
+    lm.run_lanes = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        write(lm, tmp_path / "cut", features=FEATURES)
+    lm.run_lanes = real  # type: ignore[method-assign]
+    assert 0 < len(Corpus.open(tmp_path / "cut").shards()) < len(whole.shards())
+    again = write(lm, tmp_path / "cut", features=FEATURES)
+    for one, other in zip(whole, again, strict=True):
+        assert one.states is not None
+        assert other.states is not None
+        assert all(map(torch.equal, (*one[:2], *one.states), (*other[:2], *other.states)))
+
+
+def test_the_bound_on_disk_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    lm = from_model(model)
+    writer = synthesis.Lanes(lm, ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER, FEATURES)
+    gib = 3.5 * OPTIONS.rows * OPTIONS.length * writer.token_bytes / 2**30
+    options = replace(OPTIONS, tokens=10**9, gib=gib)
+    corpus = write(lm, tmp_path / "a", options, features=FEATURES)
+    states = sum(part.nbytes for text in corpus if text.states is not None for part in text.states)
+    assert 0.6 * gib * 2**30 < states <= gib * 2**30
+    with pytest.raises(InputError, match=r"^gib: got .* the hidden states of 288 tokens take"):
+        write(lm, tmp_path / "b", replace(options, gib=gib / 8), features=FEATURES)
+    assert not (tmp_path / "b").exists()
+    none = write(lm, tmp_path / "c", replace(OPTIONS, gib=0.0), features=FEATURES)
+    assert all(text.states is None for text in none)
+    larger = write(lm, tmp_path / "a", replace(options, gib=2 * gib), features=FEATURES)
+    assert sum(len(text.tokens) for text in larger) * writer.token_bytes > gib * 2**30
+
+
+def test_writing_ends_with_its_time(model: PreTrainedModel, tmp_path: Path) -> None:
+    corpus = write(from_model(model), tmp_path, replace(OPTIONS, tokens=10**9), features=FEATURES, seconds=0.3)
+    spent = [corpus.seconds(number) for number in corpus.numbers()]
+    assert sum(spent[:-1]) < 0.3 <= sum(spent)
+    assert len(write(from_model(model), tmp_path, OPTIONS, features=FEATURES, seconds=0.3).shards()) == len(spent)
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        ({"gib": -1.0}, "gib"),
         ({"tokens": 0}, "tokens"),
         ({"rows": 0}, "rows"),
         ({"length": 3}, "length"),
@@ -316,19 +376,3 @@ def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
 def test_options_out_of_range_are_named(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError, match=f"^{field}: got"):
         replace(OPTIONS, **changes)
-
-
-# ---------------------------------------------------------------------------------------------------- the cache
-
-
-def test_the_cache_of_the_lockstep_is_transformers_own(model: PreTrainedModel) -> None:
-    """The same logits, token by token, with room beforehand and with concatenation."""
-    tokens = torch.randint(200, (3, 12))
-    roomy, usual = synthesis._lockstep_cache(model, 12), DynamicCache(config=model.config)
-
-    def logits(cache: Any) -> Tensor:
-        return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split([5, 1, 1, 5], dim=1)], 1)
-
-    with torch.no_grad():
-        torch.testing.assert_close(logits(roomy), logits(usual), rtol=0, atol=1e-5)
-    assert roomy.get_seq_length() == usual.get_seq_length() == 12

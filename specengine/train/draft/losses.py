@@ -16,7 +16,7 @@ from torch.nn.functional import linear, smooth_l1_loss
 from specengine.errors import InputError
 from specengine.models.eagle import EagleHead, within
 from specengine.train.draft.options import Loss
-from specengine.train.draft.teacher import Reading, Teacher
+from specengine.train.draft.teacher import HeadTeacher, Reading
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
 BLOCK = 2048  # rows of the draft's head whose gradients are computed at once
@@ -60,7 +60,7 @@ class Report(NamedTuple):
 def loss_of(
     loss: Loss,
     head: EagleHead,
-    teacher: Teacher,
+    teacher: HeadTeacher,
     reading: Reading,
     answers: Tensor,
     *,
@@ -117,7 +117,7 @@ def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> T
 def _steps(
     loss: Loss,
     head: EagleHead,
-    teacher: Teacher,
+    teacher: HeadTeacher,
     reading: Reading,
     rows: Tensor,
     anchors: Tensor,
@@ -151,7 +151,7 @@ def _along_text(
 
 
 def _along_tree(
-    loss: Loss, teacher: Teacher, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
+    loss: Loss, teacher: Any, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
 ) -> Iterator[UnrolledStep]:
     """Yield the later steps of TALF. The label of a node of the target's tree is the target's distribution after it."""
     roots = anchors.clamp(min=0) + 1  # positions of the root tokens
@@ -184,7 +184,9 @@ class Unrolling:
     and reads its parent's output. This is the arithmetic of `drafters.eagle` in a few large passes.
     """
 
-    def __init__(self, head: EagleHead, teacher: Teacher, features: Tensor, tokens: Tensor, anchors: Tensor) -> None:
+    def __init__(
+        self, head: EagleHead, teacher: HeadTeacher, features: Tensor, tokens: Tensor, anchors: Tensor
+    ) -> None:
         """features: [batch, length, ...]; tokens: int64 [batch, length]; anchors: rows, -1 for none."""
         self._head, self._teacher = head, teacher
         self._features, self._tokens = features, tokens
@@ -302,7 +304,7 @@ class Labels:
     A row whose best token is not in the draft's vocabulary has no loss, as in EAGLE-3, and never counts as a hit.
     """
 
-    def __init__(self, teacher: Teacher, head: EagleHead) -> None:
+    def __init__(self, teacher: HeadTeacher, head: EagleHead) -> None:
         self._teacher, self._head = teacher, head
         self._ids = head.target_ids()
         self._states: list[Tensor] = []
@@ -328,13 +330,9 @@ class Labels:
     def add(self, states: Tensor) -> Tensor:
         """Add the target's states after its final norm, [rows, hidden size]. Return their row numbers."""
         for rows in states.split(LABEL_ROWS):
-            logits = self._teacher.head(rows)
-            highest = logits.amax(dim=-1)
-            if self._ids is not None:
-                logits = logits[:, self._ids]
-            best = logits.max(dim=-1)
-            self._best.append(torch.where(best.values == highest, best.indices, -1))
-            self._probabilities.append(logits.float().softmax(dim=-1).to(rows.dtype))
+            best, probabilities = self._teacher.labels(rows, self._ids)
+            self._best.append(best)
+            self._probabilities.append(probabilities)
         self._states.append(states)
         first, self._count = self._count, self._count + len(states)
         return torch.arange(first, self._count, device=states.device, dtype=torch.int64)

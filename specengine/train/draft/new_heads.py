@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import require
+from specengine.models.configs import family_of
 from specengine.models.eagle import (
     DEFAULT_THETA,
     ROPE_TYPES,
@@ -22,26 +25,63 @@ from specengine.models.eagle import (
     head_from,
     make_head,
 )
+from specengine.models.native import NativeLM
 from specengine.train.draft.options import Loss, TrainOptions
-from specengine.train.draft.teacher import Teacher
+from specengine.train.draft.teacher import HeadTeacher
 
 RIDGE = 1e-4  # relative to the mean squared input
+MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = 8192, 32768, 1024  # of a head, chosen from the text
+COVERED = 0.99  # share of the answers' tokens that it has, if it may be so large
 
 
-def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
+class Weights(NamedTuple):
+    """What a head takes from its target.
+
+    parameter   returns a decoder's parameter by its name in transformers' decoder; None if there is none
+    vocabulary  returns the rows of the language-model head, [vocabulary, hidden size]
+    """
+
+    config: PretrainedConfig
+    vocab_size: int
+    device: torch.device
+    parameter: Callable[[str], Tensor | None]
+    vocabulary: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel | NativeLM) -> Weights:
+        config = model.config.get_text_config(decoder=True)
+        if isinstance(model, NativeLM):
+            source, family = model.source, family_of(model.config)
+            stored, embedding = source.shapes(), f"{family.embedding.transformers}.weight"
+            prefix, head = family.embedding.transformers.rpartition(".")[0], f"{family.head.transformers}.weight"
+
+            def parameter(name: str) -> Tensor | None:
+                return source.tensor(f"{prefix}.{name}") if f"{prefix}.{name}" in stored else None
+
+            vocabulary = functools.partial(source.tensor, head if head in stored else embedding)
+            return cls(config, model.vocab_size, model.device, parameter, vocabulary)
+        table, rows = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        states = dict(model.get_decoder().named_parameters())
+        return cls(config, table.shape[0], table.device, states.get, lambda: rows)
+
+
+def new_head(model: PreTrainedModel | NativeLM, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
     """Return a float32 head for `model` to train. counts: int64 [vocabulary], of each token in the answers."""
-    device = model.get_input_embeddings().weight.device
+    weights = Weights.of(model)
+    device = weights.device
+    if options.draft_vocab_size < 0:
+        options = replace(options, draft_vocab_size=_vocabulary_size(counts))
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
         config = replace(config, temperatures=())  # they were fitted to the old weights
         config, state = _resized(config, state, options)
-        config, state = _with_more_tokens(config, state, model, options, counts)
+        config, state = _with_more_tokens(config, state, weights, options, counts)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
         if config.own_embeddings:
             head.embed_tokens.requires_grad_(False)
         return head
     version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (1 if loss.name in ("eagle", "hass") else 3)
-    config = new_config(model, version, options)
+    config = new_config(weights, version, options)
     torch.manual_seed(options.seed)
     head = make_head(config).to(device)
     for parameter in head.parameters():
@@ -50,7 +90,7 @@ def new_head(model: PreTrainedModel, options: TrainOptions, loss: Loss, counts: 
     if isinstance(head, Eagle3Head):
         _choose_vocabulary(head, counts)
     if options.start == "target" and version == 3:
-        _start_from_target(head, model)
+        _start_from_target(head, weights)
     return head
 
 
@@ -87,7 +127,7 @@ def _resized(
 
 
 def _with_more_tokens(
-    config: EagleConfig, state: dict[str, Tensor], model: PreTrainedModel, options: TrainOptions, counts: Tensor
+    config: EagleConfig, state: dict[str, Tensor], weights: Weights, options: TrainOptions, counts: Tensor
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Return the head with a vocabulary of `options.draft_vocab_size`.
 
@@ -96,7 +136,7 @@ def _with_more_tokens(
     size, before = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
     if "d2t" not in state or size <= before:
         return config, state
-    rows = model.get_output_embeddings().weight
+    rows = weights.vocabulary()
     old = state["d2t"].cpu() + torch.arange(before, dtype=torch.int64, device="cpu")
     missing = counts.clone()
     missing[old] = -1
@@ -110,7 +150,7 @@ def _with_more_tokens(
 
 
 @torch.no_grad()
-def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]) -> None:
+def start_from_text(head: EagleHead, teacher: HeadTeacher, batches: Sequence[Tensor]) -> None:
     """Initialise an EAGLE-1 head as the best linear prediction of the target's next hidden state.
 
     Its fusion becomes the least-squares solution over `batches` (int64 [sequences, length] each). Its layer adds
@@ -134,9 +174,8 @@ def start_from_text(head: EagleHead, teacher: Teacher, batches: Sequence[Tensor]
             parameter.zero_()
 
 
-def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> EagleConfig:
-    target = model.config.get_text_config(decoder=True)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleConfig:
+    target, vocab_size = weights.config, weights.vocab_size
     heads = target.num_attention_heads
     rope = dict(getattr(target, "rope_parameters", None) or {})
     if rope.get("rope_type") not in ROPE_TYPES:
@@ -159,7 +198,16 @@ def new_config(model: PreTrainedModel, version: int, options: TrainOptions) -> E
         max_position_embeddings=max(2048, *options.lengths),
         layer_ids=default_layer_ids(target.num_hidden_layers) if version == 3 else None,
         fc_bias=version == 1,
+        qkv_bias=weights.parameter(f"layers.{target.num_hidden_layers - 1}.self_attn.q_proj.bias") is not None,
     )
+
+
+def _vocabulary_size(counts: Tensor) -> int:
+    """Return how many of the most frequent tokens make up COVERED of the answers, within the bounds."""
+    shares = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
+    needed = int((shares < COVERED).sum()) + 1
+    steps = -(-needed // VOCABULARY_STEP)
+    return min(max(steps * VOCABULARY_STEP, MIN_VOCABULARY), MAX_VOCABULARY, len(counts))
 
 
 def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
@@ -172,7 +220,7 @@ def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
 
 
 @torch.no_grad()
-def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
+def _start_from_target(head: EagleHead, weights: Weights) -> None:
     """Copy weights of the target that have the same shape and meaning.
 
     The fusion starts as the last of the hidden states. The target's last layer becomes the head's layer, which reads
@@ -182,22 +230,21 @@ def _start_from_target(head: EagleHead, model: PreTrainedModel) -> None:
     ids = head.target_ids()
     vocabulary = head.vocabulary_head()
     if vocabulary is not None:
-        rows = model.get_output_embeddings().weight
+        rows = weights.vocabulary()
         vocabulary.weight.copy_(rows if ids is None else rows[ids])
-    states = dict(model.get_decoder().named_parameters())
-    last = f"layers.{model.config.get_text_config(decoder=True).num_hidden_layers - 1}."
+    last = f"layers.{weights.config.num_hidden_layers - 1}."
     layer = dict(head.layers.named_parameters())
     for name, parameter in layer.items():
-        source = states.get(last + name.removeprefix("0."))
+        source = weights.parameter(last + name.removeprefix("0."))
         if name == "0.hidden_norm.weight":
-            source = states.get(last + "input_layernorm.weight")
+            source = weights.parameter(last + "input_layernorm.weight")
         if source is None or source.ndim != parameter.ndim or source.shape[0] != parameter.shape[0]:
             continue
         if source.shape == parameter.shape:
             parameter.copy_(source)
         elif parameter.ndim == 2 and parameter.shape[1] == 2 * source.shape[1]:
             parameter[:, source.shape[1] :] = source
-    norm, final = getattr(head, "norm", None), states.get("norm.weight")
+    norm, final = getattr(head, "norm", None), weights.parameter("norm.weight")
     if norm is not None and final is not None and final.shape == norm.weight.shape:
         norm.weight.copy_(final)
     head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device, dtype=torch.float32)

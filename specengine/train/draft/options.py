@@ -142,10 +142,11 @@ class TrainOptions(Checked):
         help="maximum norm of the gradient, above 0",
     )
     draft_vocab_size: int = option(
-        at_least(0),
-        default=8192,
-        help="size of an EAGLE-3 head's vocabulary, 0 or more: the most frequent tokens of the answers; 0: the "
-        "target's whole vocabulary. With `start`, a head with fewer tokens gets the missing ones, unless 0",
+        at_least(-1),
+        default=-1,
+        help="size of an EAGLE-3 head's vocabulary, -1 or more: the most frequent tokens of the answers; -1: 8,192 to "
+        "32,768, as few as make up 99 % of the answers; 0: the target's whole vocabulary. With `start`, a head with "
+        "fewer tokens gets the missing ones, unless 0",
     )
     kv_heads: int = option(
         at_least(0),
@@ -170,12 +171,6 @@ class TrainOptions(Checked):
         PART,
         default=0.02,
         help="share of the texts that is not trained on, 0 to below 1",
-    )
-    keep_gib: float = option(
-        at_least(0),
-        default=6.0,
-        help="GiB of main memory for the target's hidden states, which later epochs then need not compute again, 0 "
-        "or more",
     )
     temperatures: bool = option(
         default=True,
@@ -215,7 +210,7 @@ class TrainingRecipe:
 RECIPES = {
     "cpu-small": TrainingRecipe(
         "two CPU cores; 89 minutes for a model of 135M parameters, text included, with other work on the machine",
-        SynthesisOptions(tokens=650_000, rows=128, length=512),
+        SynthesisOptions(tokens=650_000, rows=64, length=512),
         TrainOptions(
             steps=1700, batch_tokens=1024, lengths=(512, 1024), learning_rate=1e-3, validate_every=500, save_every=50
         ),
@@ -224,9 +219,7 @@ RECIPES = {
     "gpu": TrainingRecipe(
         "one large GPU, tens of minutes for small models; not measured",
         SynthesisOptions(tokens=30_000_000, rows=1024, length=1024),
-        TrainOptions(
-            steps=12_000, batch_tokens=8192, lengths=(1024, 2048), learning_rate=5e-4, keep_gib=0.0, validate_every=1000
-        ),
+        TrainOptions(steps=12_000, batch_tokens=8192, lengths=(1024, 2048), learning_rate=5e-4, validate_every=1000),
         make_loss("ttt", steps=5),
     ),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
-from specengine.models.eagle import EagleHead, embed
+from specengine.models.eagle import EagleHead, embed, embed_for
+from specengine.train.text.corpus import Text
 
 
 def _as_stored(method: Any) -> Any:
@@ -38,10 +41,6 @@ class Reading(NamedTuple):
     states: Tensor
     cache: DynamicCache | None
 
-    def to(self, device: torch.device) -> Reading:
-        """Return the reading on `device`, without the cache."""
-        return Reading(self.tokens.to(device), self.features.to(device), self.states.to(device), None)
-
 
 class TargetLayer(NamedTuple):
     """Tree nodes of one depth, `width` for each anchor.
@@ -56,7 +55,108 @@ class TargetLayer(NamedTuple):
     states: Tensor
 
 
-class Teacher:
+class HeadTeacher(ABC):
+    """A target whose `Reading.states` its language-model head reads.
+
+    model  a PreTrainedModel or a NativeLM
+    head   returns logits [rows, vocabulary] of states after the final norm, [rows, hidden size]
+    """
+
+    model: Any
+    device: torch.device
+    head: Any
+
+    @abstractmethod
+    def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
+        """Return token embeddings as the head reads them, [..., hidden size]."""
+
+    @abstractmethod
+    def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
+        """Run whole sequences without padding. tokens: int64 [batch, length]."""
+
+    def read_text(self, text: Text) -> Reading:
+        """Return the reading of one text."""
+        return self.read(text.tokens.long().to(self.device)[None])
+
+    def read_batch(self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False) -> Reading:
+        """Return the reading of sequences. tokens: int64 [batch, length]; pieces: the texts that each is made of."""
+        return self.read(tokens, keep_cache=keep_cache)
+
+    def labels(self, states: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what a draft is to predict at each row of `Reading.states`, [rows, ...].
+
+        ids: of the draft's vocabulary; None: the target's. Returns the column of the target's best token, int64 [rows],
+        -1 where the draft does not have it, and probabilities [rows, draft vocabulary], each row summing to 1.
+        """
+        logits = self.head(states)
+        highest = logits.amax(dim=-1)
+        if ids is not None:
+            logits = logits[:, ids]
+        best = logits.max(dim=-1)
+        return torch.where(best.values == highest, best.indices, -1), logits.float().softmax(dim=-1).to(states.dtype)
+
+    def best(self, states: Tensor) -> Tensor:
+        """Return the target's best token at each row of `Reading.states`, int64 [rows]."""
+        return self.head(states).argmax(dim=-1)
+
+
+class ServingTeacher(HeadTeacher):
+    """Read texts as the target serves them, one at a time, with the states and distributions that its draft meets."""
+
+    def __init__(self, target: Any, feature_ids: tuple[int, ...]) -> None:
+        self._target, self._ids = target, (*feature_ids, target.lm.layers)
+        self.device, self.model = target.device, target.lm
+
+    def head(self, states: Tensor) -> Tensor:
+        return self.model.head(states)
+
+    def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
+        return embed_for(head, self.model, tokens.flatten()).view(*tokens.shape, -1)
+
+    def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
+        """Run one text, int64 [1, length]. Its keys and values are not kept."""
+        with torch.inference_mode():
+            self._target.reset()
+            self._target.want(self._ids)
+            states = self._target.prefill(tokens[0].tolist(), 0)
+            self._target.reset()
+        states = states[None].clone()  # no tensor of inference mode
+        size = states.shape[-1] // len(self._ids)
+        return Reading(tokens, states[..., :-size], states[..., -size:], None)
+
+
+class StoredTeacher(ServingTeacher):
+    """Read the states that were kept when the target wrote the texts, each by itself; it is not run again.
+
+    The `states` of its readings are the likeliest next tokens and their log-probabilities, float32 [..., 2 * count].
+    """
+
+    def read_text(self, text: Text) -> Reading:
+        return self.read_batch(text.tokens.long()[None], [[text]])
+
+    def read_batch(self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False) -> Reading:
+        states = [[text.states for text in texts if text.states is not None] for texts in pieces]
+        features = torch.stack([torch.cat([part.features for part in parts]) for parts in states])
+        top = torch.stack(
+            [torch.cat([torch.cat([part.ids, part.logs.float()], 1) for part in parts]) for parts in states]
+        )
+        return Reading(tokens, features, top, None)
+
+    def labels(self, states: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens, logs = states.chunk(2, dim=-1)
+        vocabulary = torch.arange(self.model.vocab_size, dtype=torch.int64, device="cpu") if ids is None else ids
+        columns = torch.searchsorted(vocabulary, tokens.long()).clamp(max=len(vocabulary) - 1)
+        inside = vocabulary[columns] == tokens
+        chances = logs.exp() * inside
+        found = torch.zeros(len(states), len(vocabulary), dtype=torch.float32, device="cpu")
+        found.scatter_add_(1, columns, chances / chances.sum(dim=-1, keepdim=True).clamp(min=1e-30))
+        return torch.where(inside[:, 0], columns[:, 0], -1), found.to(torch.bfloat16)
+
+    def best(self, states: Tensor) -> Tensor:
+        return states[:, 0].long()
+
+
+class Teacher(HeadTeacher):
     """A frozen target. feature_ids: indices into transformers' `hidden_states` that the draft reads."""
 
     def __init__(self, model: PreTrainedModel, feature_ids: tuple[int, ...]) -> None:
@@ -68,7 +168,7 @@ class Teacher:
         self._check_head()
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.model.get_input_embeddings().weight.device
 
     @property
@@ -77,7 +177,6 @@ class Teacher:
         return self.model.get_output_embeddings()
 
     def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
-        """Return token embeddings as the head reads them, [..., hidden size]."""
         return embed(head, self.model, tokens)
 
     @_as_stored

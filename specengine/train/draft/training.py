@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -24,24 +25,27 @@ from specengine.errors import InputError, why_not_loaded
 from specengine.files import atomic
 from specengine.models.eagle import EagleHead, require_fit
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeLM, NativeTarget
 from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import Loss, TrainOptions, make_loss
-from specengine.train.draft.teacher import Reading, Teacher
+from specengine.train.draft.teacher import HeadTeacher, StoredTeacher, Teacher
 from specengine.train.draft.validation import Validation, autocasting, fit_temperatures, validate
 from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
 MEASURE_EVERY = 10  # steps
 MAX_HELD_BACK = 32  # texts
+PACED, PACED_SHARE = 5, 0.85  # steps that are timed to choose their number, and share of the time that steps take
+MIN_STEPS, VALIDATIONS = 100, 24  # where their number is chosen
 START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
-HOUSEKEEPING = ("keep_gib", "validate_every", "save_every", "temperatures")  # options that do not change the result
+HOUSEKEEPING = ("validate_every", "save_every", "temperatures")  # options that do not change the result
 
 Progress = Callable[[str], None]
 
 
-def train_draft(
-    model: PreTrainedModel,
+def train_draft(  # noqa: PLR0913
+    model: PreTrainedModel | NativeLM,
     corpus: Corpus,
     out: Path,
     options: TrainOptions,
@@ -49,43 +53,53 @@ def train_draft(
     *,
     name: str = "",
     stop_after: int | None = None,
+    seconds: float | None = None,
     progress: Progress = lambda line: None,
 ) -> Path:
     """Train a head for `model` and save it in the folder `out`, every `save_every` steps and at the end.
 
+    A NativeLM learns from the states that were kept with the text, and is not run again but to measure. Where there
+    are none, or the loss needs more, its model is run by transformers.
+
     stop_after: end at this step of the schedule.
+    seconds: choose as many steps as take so long by the pace of the first ones, in the place of `options.steps`.
 
     After an interruption, the same call resumes from the last saved state, with the same result. Raise InputError for
     text of another target, and for a folder that was begun with other settings.
     """
     loss = loss or make_loss("ttt")
-    run = _Run(model, corpus, out, options, loss, name, progress)
-    run.train(min(stop_after or options.steps, options.steps))
+    run = _Run(model, corpus, out, options, loss, name, progress, seconds)
+    run.train(min(stop_after or run.options.steps, run.options.steps))
     return out
 
 
 class _Run:
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | NativeLM,
         corpus: Corpus,
         out: Path,
         options: TrainOptions,
         loss: Loss,
         name: str,
         progress: Progress,
+        seconds: float | None,
     ) -> None:
-        vocab_size = model.get_input_embeddings().weight.shape[0]
+        # fail now rather than after the training
+        self.target = NativeTarget(model) if isinstance(model, NativeLM) else HuggingFaceTarget(model, pack=False)
+        vocab_size = self.target.vocab_size
         if corpus.manifest.get("vocab_size") != vocab_size:
             raise InputError(
                 f"data: the text was written by {corpus.manifest.get('target')!r} with a vocabulary of "
                 f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
             )
-        self.model, self.out, self.options, self.loss, self.progress = model, out, options, loss, progress
+        self.out, self.loss, self.progress = out, loss, progress
         self.name, self.log = name, out / LOG
         saved = self._read_state()
-        settings = {name: value for name, value in asdict(options).items() if name not in HOUSEKEEPING}
-        self.begun_as = {"options": json.loads(json.dumps(settings)), "loss": asdict(loss)}
+        if seconds is not None and saved is not None:
+            options = replace(options, steps=saved["options"]["steps"])
+        self.options = options
+        self.begun_as = {"options": _settings(options), "loss": asdict(loss)}
         if saved is not None:
             self._require_same(saved)
         self.epochs = Epochs(corpus, options, saved["shards"] if saved else ())
@@ -97,15 +111,12 @@ class _Run:
             counts += batch.tokens[batch.answers].bincount(minlength=vocab_size)
         self.head = new_head(model, options, loss, counts)
         check_fit(loss, self.head)
-        self.target = HuggingFaceTarget(model, pack=False)  # fail now rather than after the training
         require_fit(self.head.config, self.target.lm)
         ids = self.head.target_ids()
         self.coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.teacher = Teacher(model, self.head.config.feature_ids(layers))
+        self.teacher = self._teacher(model, corpus)
         if saved is None and options.start == "target" and self.head.config.version == 1:
             start_from_text(self.head, self.teacher, [batch.tokens for batch in self.epochs.batches[:START_BATCHES]])
-        self.readings = _Readings(self.teacher, options.keep_gib)
         self.learns = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.learns, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
@@ -115,6 +126,32 @@ class _Run:
         self.temperatures: tuple[float, ...] = ()  # not yet fitted
         if saved is not None:
             self._restore(saved)
+        elif seconds is not None:
+            self._choose_steps(seconds)
+
+    def _teacher(self, model: PreTrainedModel | NativeLM, corpus: Corpus) -> HeadTeacher:
+        """Return what the head learns from: states that were kept, or the target on transformers' modules."""
+        ids = self.head.config.feature_ids(self.target.lm.layers)
+        if not isinstance(model, NativeLM):
+            return Teacher(model, ids)
+        kept, along_text = corpus.manifest.get("features"), not (self.loss.width or self.loss.regression)
+        if kept == list(ids) and along_text and self.head.vocabulary_head() is not None:
+            return StoredTeacher(self.target, ids)
+        why = f"was kept with states {kept}, {list(ids)} are needed" if along_text else "does not suffice for this loss"
+        self.progress(f"The text {why}: transformers runs the target again, which takes longer")
+        return Teacher(model.model, ids)
+
+    def _choose_steps(self, seconds: float) -> None:
+        """Set the number of steps to what the time allows, by the pace of a few that change nothing."""
+        took = []
+        for _, batch in islice(self.epochs, PACED):
+            began = time.perf_counter()
+            self._backward(batch, measure=False)
+            took.append(time.perf_counter() - began)
+        steps = max(MIN_STEPS, int(PACED_SHARE * seconds / statistics.median(took)))
+        self.options = replace(self.options, steps=steps, validate_every=max(1, steps // VALIDATIONS))
+        self.begun_as["options"] = _settings(self.options)
+        self.progress(f"{steps:,} steps in {seconds / 3600:.1f} hours, {statistics.median(took):.2f} s each")
 
     def train(self, until: int) -> None:
         options = self.options
@@ -126,10 +163,10 @@ class _Run:
                 "of the answers"
             )
         began, before = time.perf_counter(), self.seconds
-        for number, batch in islice(self.epochs, self.step, until):
+        for _, batch in islice(self.epochs, self.step, until):
             rate = self._set_rate()
             measure = self.step % MEASURE_EVERY == 0
-            report = self._backward(number, batch, measure=measure)
+            report = self._backward(batch, measure=measure)
             norm = float(torch.nn.utils.clip_grad_norm_(self.learns, options.clip))
             self.optimizer.step()
             if self.average is not None:
@@ -155,11 +192,11 @@ class _Run:
         self.save()
         plot(self.log, self.out / CURVE)
 
-    def _backward(self, number: int, batch: Batch, *, measure: bool) -> Report:
+    def _backward(self, batch: Batch, *, measure: bool) -> Report:
         """Compute the gradients of one batch. Raise InputError if the loss is not finite."""
         device = self.teacher.device
         generator = torch.Generator(device).manual_seed(self.options.seed * 1_000_003 + self.step)
-        reading = self.readings.get(number, batch.tokens.to(device), keep_cache=self.loss.width > 0)
+        reading = self.teacher.read_batch(batch.tokens.to(device), batch.pieces, keep_cache=self.loss.width > 0)
         with autocasting(device, enabled=self.options.autocast):
             report = loss_of(
                 self.loss,
@@ -192,13 +229,13 @@ class _Run:
         return self.head if self.average is None else cast(EagleHead, self.average.module)
 
     def _validate(self) -> Validation:
-        texts = self.epochs.held_back or [Text(*row) for row in zip(*self.epochs.batches[0], strict=True)]
+        texts = self.epochs.held_back or [row[0] for row in self.epochs.batches[0].pieces]
         return validate(self.result, self.teacher, self.target, texts, autocast=self.options.autocast)
 
     # ---- on disk
 
     def save(self) -> None:
-        dtype = self.model.dtype
+        dtype = self.target.lm.dtype
         state = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self.result.state_dict().items()
@@ -282,33 +319,26 @@ def _fingerprint(batches: Sequence[Batch]) -> str:
     return digest.hexdigest()[:16]
 
 
-class _Readings:
-    """The teacher's readings, stored in up to `gib` GiB of memory for later epochs."""
-
-    def __init__(self, teacher: Teacher, gib: float) -> None:
-        self._teacher = teacher
-        self._stored: dict[int, Reading] = {}
-        self._room = gib * 2**30
-
-    def get(self, number: int, tokens: Tensor, *, keep_cache: bool) -> Reading:
-        if number in self._stored:
-            return self._stored[number]._replace(tokens=tokens).to(tokens.device)
-        reading = self._teacher.read(tokens, keep_cache=keep_cache)
-        size = reading.features.nbytes + reading.states.nbytes
-        if size <= self._room and not keep_cache:  # for a tree, keys and values are needed too, which are far larger
-            self._stored[number] = reading.to(torch.device("cpu"))
-            self._room -= size
-        return reading
+def _settings(options: TrainOptions) -> Any:
+    """Return the options that change the result, as JSON has them."""
+    settings = {name: value for name, value in asdict(options).items() if name not in HOUSEKEEPING}
+    return json.loads(json.dumps(settings))
 
 
 # ---- batches
 
 
 class Batch(NamedTuple):
-    """A batch. tokens: int64 [sequences, length]; answers: bool [sequences, length]."""
+    """A batch.
+
+    tokens   int64 [sequences, length]
+    answers  bool [sequences, length]
+    pieces   the texts, or their beginnings, that each sequence is made of
+    """
 
     tokens: Tensor
     answers: Tensor
+    pieces: list[list[Text]]
 
 
 def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
@@ -327,23 +357,25 @@ def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
         for _ in range(options.batch_tokens // length):
             row, place = _row(texts, order, place, length)
             rows.append(row)
-        batches.append(
-            Batch(torch.stack([row.tokens for row in rows]).long(), torch.stack([row.answers for row in rows]))
+        tokens, answers = (
+            torch.stack([torch.cat([getattr(piece, part) for piece in row]) for row in rows])
+            for part in ("tokens", "answers")
         )
+        batches.append(Batch(tokens.long(), answers, rows))
     return batches
 
 
-def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tuple[Text, int]:
-    """Return a sequence of texts from `place` in the order, and the place after them."""
+def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tuple[list[Text], int]:
+    """Return the pieces of a sequence from `place` in the order, and the place after them."""
     pieces: list[Text] = []
     room = length
     while room:
         text = texts[order[place % len(order)]]
         if len(text.tokens) <= room or not pieces:
             place += 1
-        pieces.append(Text(text.tokens[:room], text.answers[:room]))
+        pieces.append(text.begin(room))
         room -= len(pieces[-1].tokens)
-    return Text(torch.cat([piece.tokens for piece in pieces]), torch.cat([piece.answers for piece in pieces])), place
+    return pieces, place
 
 
 class Epochs:

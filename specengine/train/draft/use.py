@@ -26,10 +26,11 @@ from specengine.drafters import innermost
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import ABOVE_0, Checked, InputError, at_least, number, option
-from specengine.models.eagle import EagleHead, embed_for, head_from
+from specengine.models.eagle import EagleHead, head_from
+from specengine.models.native import NativeTarget
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
-from specengine.train.draft.teacher import Reading
+from specengine.train.draft.teacher import Reading, ServingTeacher
 from specengine.train.draft.validation import along_text, autocasting, fit_temperatures, spread
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
@@ -71,31 +72,6 @@ class UseOptions(Checked):
         default=4e-4,
         help="peak learning rate, above 0; it rises and falls within a round",
     )
-
-
-class ServingTeacher:
-    """Read texts as the target serves them, one at a time, with the states and distributions that its draft meets."""
-
-    def __init__(self, target: Any, feature_ids: tuple[int, ...]) -> None:
-        self._target, self._ids = target, (*feature_ids, target.lm.layers)
-        self.device, self.model = target.device, target.lm
-
-    def head(self, states: Tensor) -> Tensor:
-        return self.model.head(states)
-
-    def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
-        return embed_for(head, self.model, tokens.flatten()).view(*tokens.shape, -1)
-
-    def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
-        """Run one text, int64 [1, length]."""
-        with torch.inference_mode():
-            self._target.reset()
-            self._target.want(self._ids)
-            states = self._target.prefill(tokens[0].tolist(), 0)
-            self._target.reset()
-        states = states[None].clone()  # no tensor of inference mode
-        size = states.shape[-1] // len(self._ids)
-        return Reading(tokens, states[..., :-size], states[..., -size:], None)
 
 
 class HeadComparison(NamedTuple):
@@ -210,7 +186,7 @@ class Learner:
             self.progress("writing text to compare with, once")
             folder = self.learnt.folder / "general"
             corpus: Corpus = write_corpus(
-                self.engine,
+                self.target.lm if isinstance(self.target, NativeTarget) else self.target.model,  # type: ignore[attr-defined]
                 self.engine.tokenizer,
                 folder,
                 GENERAL,
@@ -255,7 +231,7 @@ class Learner:
         readings = []
         for text in texts:
             self.turn()
-            readings.append(self.teacher.read(text.tokens.long()[None]))
+            readings.append(self.teacher.read_text(text))
         tokens, features, states = (
             pad_sequence([reading[part][0] for reading in readings], batch_first=True) for part in range(3)
         )
@@ -316,7 +292,7 @@ def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
     ids = head.target_ids()
     right = torch.ones(len(places), dtype=torch.bool, device="cpu")
     total = float(len(places))
-    for depth, states in enumerate(along_text(head, teacher, teacher.read(tokens), places, CHAIN_TOKENS)):
+    for depth, states in enumerate(along_text(head, teacher, teacher.read_text(text), places, CHAIN_TOKENS)):
         best = head.logits(states).argmax(dim=-1)  # type: ignore[union-attr]
         best = best if ids is None else ids[best]
         at = places + 2 + depth

@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from specengine.checkpoints import eagle
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
-from specengine.models.eagle import EagleHead, head_from
+from specengine.models.eagle import EagleHead
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
 from specengine.policies.baselines.eagle import Eagle as EaglePolicy
 from specengine.train.draft.losses import Unrolling, loss_of
 from specengine.train.draft.options import make_loss
-from specengine.train.draft.teacher import Reading, Teacher
+from specengine.train.draft.teacher import HeadTeacher, Reading
 from specengine.train.text.corpus import Text
 
 MEASURED_STEPS = 5  # tokens ahead, for the agreement on held-back text
@@ -39,7 +41,12 @@ class Validation(NamedTuple):
 
 
 def validate(
-    head: EagleHead, teacher: Teacher, target: HuggingFaceTarget, texts: Sequence[Text], *, autocast: bool
+    head: EagleHead,
+    teacher: HeadTeacher,
+    target: HuggingFaceTarget | NativeTarget,
+    texts: Sequence[Text],
+    *,
+    autocast: bool,
 ) -> Validation:
     """Validate on up to 12 texts, and on answers to the first questions of 4 of them."""
     hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
@@ -50,14 +57,14 @@ def validate(
 
 @torch.no_grad()
 def agreement(
-    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, autocast: bool
+    head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, autocast: bool
 ) -> tuple[list[float], list[float]]:
     """Return hits and overlap (see Validation) along the answers of the texts, with the text's tokens as input."""
     measuring = make_loss("ttt", steps=MEASURED_STEPS)
     sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64, device="cpu")
     counted = 0
     for text in texts:
-        reading = teacher.read(text.tokens.long().to(teacher.device)[None])
+        reading = teacher.read_text(text)
         with autocasting(teacher.device, enabled=autocast):
             report = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
         weight = int(text.answers.sum())
@@ -68,10 +75,11 @@ def agreement(
 
 
 @torch.no_grad()
-def acceptance_length(target: HuggingFaceTarget, head: EagleHead, prompts: Sequence[list[int]]) -> float:
+def acceptance_length(target: HuggingFaceTarget | NativeTarget, head: EagleHead, prompts: Sequence[list[int]]) -> float:
     """Return mean tokens per cycle, greedy, with EAGLE's tree of 60 nodes; 0 without prompts."""
-    serving = head_from(head.config, head.state_dict(), target.model.dtype, target.device)
-    engine = Engine(target, Eagle(serving, target.lm, pack=False), EaglePolicy(width=10, expansions=6, budget=60))
+    found = eagle.Checkpoint(head.config, head.state_dict(), cast(Any, None))  # which is for those who read a folder
+    draft = Eagle.of(found, target.lm, "", pack=None if isinstance(target, NativeTarget) else False)
+    engine = Engine(target, draft, EaglePolicy(width=10, expansions=6, budget=60))
     tokens = cycles = 0
     for prompt in prompts:
         stats = engine.generate(prompt, max_new_tokens=ANSWER_TOKENS, temperature=0.0).stats
@@ -95,7 +103,7 @@ CHUNK = 128  # rows of logits at a time
 
 @torch.no_grad()
 def fit_temperatures(
-    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
+    head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
 ) -> tuple[float, ...]:
     """Return a temperature for each depth from 1, which makes the target's best tokens as likely as possible.
 
@@ -109,11 +117,11 @@ def fit_temperatures(
         places = spread(text.answers[2:].nonzero()[:, 0], ANCHORS).to(teacher.device)
         if not len(places):
             continue
-        tokens = text.tokens.long().to(teacher.device)[None]
-        reading = teacher.read(tokens)
+        reading = teacher.read_text(text)
+        length = len(text.tokens)
         with autocasting(teacher.device, enabled=autocast):
             for depth, states in enumerate(along_text(head, teacher, reading, places, depths)):
-                inside = places + 1 + depth < tokens.shape[1]
+                inside = places + 1 + depth < length
                 total, count = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
                 losses[depth] += total
                 rows[depth] += count
@@ -128,7 +136,9 @@ def spread(places: Tensor, count: int) -> Tensor:
     return places[chosen.long().unique().to(places.device)]
 
 
-def along_text(head: EagleHead, teacher: Teacher, reading: Reading, places: Tensor, depths: int) -> Iterator[Tensor]:
+def along_text(
+    head: EagleHead, teacher: HeadTeacher, reading: Reading, places: Tensor, depths: int
+) -> Iterator[Tensor]:
     """Yield the draft's states [places, hidden size] by depth, where its tokens from each place are those of the text.
 
     reading: of one text.
@@ -141,13 +151,13 @@ def along_text(head: EagleHead, teacher: Teacher, reading: Reading, places: Tens
         yield unrolling.next(following, torch.zeros_like(following), detach=True)[0, :, 0]
 
 
-def logits_of(head: EagleHead, teacher: Teacher, states: Tensor) -> Tensor:
+def logits_of(head: EagleHead, teacher: HeadTeacher, states: Tensor) -> Tensor:
     """Return logits of the draft's recurrent states, float32 [..., draft vocabulary], before temperatures."""
     logits = head.logits(states)
     return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 
 
-def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def _losses(head: EagleHead, teacher: HeadTeacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Return sums over rows of -log p of the target's best token, float64 by sharpness, and the number of rows.
 
     draft, target: states [rows, hidden size] of the same places.
@@ -155,7 +165,7 @@ def _losses(head: EagleHead, teacher: Teacher, draft: Tensor, target: Tensor) ->
     total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
     sharpness = SHARPNESS.to(draft.device)
     for draft_rows, target_rows in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
-        logits, best = logits_of(head, teacher, draft_rows), teacher.head(target_rows).argmax(dim=-1)
+        logits, best = logits_of(head, teacher, draft_rows), teacher.best(target_rows)
         if ids is not None:
             best = torch.searchsorted(ids, best).clamp(max=len(ids) - 1).masked_fill(~torch.isin(best, ids), -1)
         logits, best = logits[best >= 0], best[best >= 0]

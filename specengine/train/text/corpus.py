@@ -93,11 +93,30 @@ class ShardFolder:
             raise InputError(f"{self.contents.field}: {file} is damaged ({error}); {redo}") from error
 
 
+class States(NamedTuple):
+    """What a target had at each token of a text, as it serves.
+
+    features  bfloat16 [length, features * hidden size], the hidden states that a draft reads
+    ids       int32 [length, count], the likeliest next tokens, the best first; only in front of an answer's tokens
+    logs      bfloat16 [length, count], their log-probabilities
+    """
+
+    features: Tensor
+    ids: Tensor
+    logs: Tensor
+
+
 class Text(NamedTuple):
     """A conversation. tokens: int32 [length]; answers: bool [length], true for tokens of answers."""
 
     tokens: Tensor
     answers: Tensor
+    states: States | None = None
+
+    def begin(self, count: int) -> Text:
+        """Return the first `count` tokens. Nothing is read or copied."""
+        states = None if self.states is None else States(*(part[:count] for part in self.states))
+        return Text(self.tokens[:count], self.answers[:count], states)
 
 
 class Corpus(ShardFolder):
@@ -110,16 +129,24 @@ class Corpus(ShardFolder):
     def numbers(self) -> list[int]:
         return [int(file.name.split(".")[0]) for file in self.shards()]
 
-    def add(self, number: int, texts: list[Text]) -> None:
+    def add(self, number: int, texts: list[Text], seconds: float = 0.0) -> None:
+        """Write a shard. seconds: that writing its texts took."""
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).to(torch.int32),
             "answers": torch.cat([text.answers for text in texts]),
             "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64, device="cpu"),
+            "seconds": torch.tensor([seconds], dtype=torch.float64, device="cpu"),
         }
+        states = [text.states for text in texts if text.states is not None]
+        tensors |= {name: torch.cat([getattr(part, name) for part in states]) for name in States._fields if states}
         self.save(number, tensors)
 
+    def seconds(self, number: int) -> float:
+        """Return how long writing a shard took. Raise InputError if it is damaged."""
+        return self.load(self.shard(number), lambda tensors: float(tensors["seconds"]) if "seconds" in tensors else 0.0)
+
     def read(self, number: int) -> list[Text]:
-        """Return the texts of a shard. Raise InputError if it is damaged."""
+        """Return the texts of a shard; states stay on disk until they are used. Raise InputError if it is damaged."""
         return self.load(self.shard(number), _texts)
 
     def __iter__(self) -> Iterator[Text]:
@@ -128,8 +155,9 @@ class Corpus(ShardFolder):
 
 
 def _texts(tensors: dict[str, Tensor]) -> list[Text]:
-    tokens, answers, lengths = (tensors[name] for name in ("tokens", "answers", "lengths"))
-    if not len(tokens) == len(answers) == int(lengths.sum()):
+    lengths = tensors["lengths"].tolist()
+    names = ["tokens", "answers", *(name for name in States._fields if name in tensors)]
+    if {len(tensors[name]) for name in names} != {sum(lengths)}:
         raise ValueError("its tensors have different lengths")
-    pieces = [split.split(lengths.tolist()) for split in (tokens, answers)]
-    return [Text(*text) for text in zip(*pieces, strict=True)]
+    texts = zip(*(tensors[name].split(lengths) for name in names), strict=True)
+    return [Text(tokens, answers, States(*states) if states else None) for tokens, answers, *states in texts]

@@ -26,6 +26,12 @@ class SynthesisOptions(Checked):
         default=512,
         help="maximum number of tokens of a conversation, 16 or more",
     )
+    gib: float = option(
+        at_least(0),
+        default=16.0,
+        help="GiB of disk that the hidden states of the native forward may take, where the text ends, 0 or more; 0: "
+        "none are kept, so that training runs the target again",
+    )
     seed: int = option(
         at_least(0),
         default=0,

@@ -13,21 +13,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from specengine.errors import InputError, require
+from specengine.errors import InputError
+from specengine.models.kv_cache import in_own_dtype
+from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.request.templates import filled
-from specengine.train.text.corpus import Corpus, Text
+from specengine.train.text.corpus import Corpus, States, Text
 from specengine.train.text.options import SynthesisOptions
-
-if TYPE_CHECKING:
-    from specengine.engine import Engine
-
 
 # Temperatures of the rows of a batch, in turn. A draft meets greedy answers most; the others add variety.
 ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
@@ -35,6 +33,10 @@ USER_TEMPERATURE = 1.0
 MIN_P = 0.02  # tokens below this share of the best token's probability are not drawn
 TURN_ROOM = 0.3  # share of the length: with less room, a conversation ends with its answer
 QUESTION_LIMIT = 0.5  # share of the length at which a user's turn is ended
+TOP = 32  # tokens whose chances are kept
+PIECE = 64  # tokens of a prompt that a text runs at a time beside others
+BLOCK = 128  # tokens
+MAY_GROW = ("tokens", "gib")  # options of a folder that a later call may change
 BASE_LEAD = 8  # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
 
 
@@ -87,11 +89,14 @@ def as_turns(turns: Sequence[str], form: ChatFormat, tokenizer: Any) -> list[lis
 class Writer(ABC):
     """Writes conversations of a format, up to `options.length` tokens long, in shards of `options.rows`."""
 
-    def __init__(self, form: ChatFormat, options: SynthesisOptions, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(
+        self, form: ChatFormat, options: SynthesisOptions, tokenizer: Any, vocab_size: int, device: torch.device
+    ) -> None:
         self.form, self.options = form, options
         special = set(tokenizer.all_special_ids) | form.stops
-        self.no_words = sorted(i for i in special if i < vocab_size)
         self._ordinary = [i for i in range(min(vocab_size, len(tokenizer))) if i not in special]
+        self._no_words = torch.ones(vocab_size, dtype=torch.bool, device=device)  # also rows without a token
+        self._no_words[self._ordinary] = False
 
     def write(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         """Return the texts of a shard that have an answer. prompts: users' turns of conversations to mix in."""
@@ -102,6 +107,22 @@ class Writer(ABC):
 
     def seed(self, shard: int) -> int:
         return self.options.seed * 1_000_003 + shard
+
+    def draw(self, logits: Tensor, rows: list[Row], generator: torch.Generator) -> list[int]:
+        """Return each row's next token at its temperature. logits: [rows, vocabulary]; those of users are changed."""
+        device = logits.device
+        users = [number for number, row in enumerate(rows) if row.asks]
+        if users:  # a user's turn has at least one word, and no markup in it
+            first = torch.tensor([not rows[number].words for number in users], device=device, dtype=torch.bool)
+            banned = self._no_words.repeat(len(users), 1)
+            banned[:, sorted(self.form.stops)] &= first[:, None]
+            logits[users] = logits[users].masked_fill(banned, float("-inf"))
+        best = logits.argmax(dim=-1)
+        temperatures = torch.tensor([row.temperature_now for row in rows], device=device, dtype=torch.float32)
+        drawing = temperatures.nonzero()[:, 0]
+        if len(drawing):
+            best[drawing] = _sample(logits[drawing], temperatures[drawing], generator)
+        return best.tolist()
 
     def row(self, number: int, shard: int, prompts: list[list[list[int]]], generator: torch.Generator) -> Row:
         temperature = ANSWER_TEMPERATURES[number % len(ANSWER_TEMPERATURES)]
@@ -140,13 +161,6 @@ class Row:
         if self.forced or self.done:
             return 0.0
         return USER_TEMPERATURE if self.asks or self.leads else self.temperature
-
-    @property
-    def max_words(self) -> int:
-        """Maximum number of tokens to draw at this temperature, apart from the limit on the length."""
-        if self.asks:
-            return max(1, math.ceil(QUESTION_LIMIT * self.length) - self.words)
-        return BASE_LEAD - self.words if self.leads else self.length
 
     def take(self) -> int:
         """Append the next forced token and return it."""
@@ -197,33 +211,28 @@ class Row:
         )
 
 
-# Neutral values, whatever the model's own config has.
-NEUTRAL = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-
-
-def write_corpus(
-    source: PreTrainedModel | Engine,
+def write_corpus(  # noqa: PLR0913
+    source: PreTrainedModel | NativeLM,
     tokenizer: Any,
     folder: Path,
     options: SynthesisOptions,
     *,
     name: str,
     prompts: Sequence[Sequence[str]] = (),
-    part: tuple[int, int] = (0, 1),
+    features: tuple[int, ...] = (),
+    seconds: float = math.inf,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Corpus:
     """Let a model write training text into `folder` until it has `options.tokens` tokens.
 
-    source: a model writes all conversations of a shard in lockstep; an engine (with this tokenizer) writes one at a
-    time, as it answers its users.
+    source: writes all conversations of a shard at once; the native forward also gives the states of what it writes.
     prompts: users' turns of conversations to mix in.
-    part: (i, n), write only every n-th shard from the i-th on, and an n-th of the tokens, for n parallel calls.
+    features: hidden states that are kept for training, numbered as in transformers, of the native forward.
+    seconds: of writing, over all calls, after which no shard is begun.
 
     After an interruption, the same call resumes after the last complete shard and ends with the same text. Raise
-    InputError if `folder` was begun with other settings.
+    InputError if `folder` was begun with other settings, and if `options.gib` is too little for a shard's states.
     """
-    index, parts = part
-    require("part", f"{index} of {parts}", f"0 to {parts - 1}", 0 <= index < parts)
     form = ChatFormat.of(tokenizer, stop_tokens(source, tokenizer))
     turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
     if prompts and not turn_ids:
@@ -232,27 +241,44 @@ def write_corpus(
         raise InputError(f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens")
     manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids)}
     writer: Writer
+    most = options.tokens
     if isinstance(source, PreTrainedModel):
         writer = Lockstep(source, form, options, tokenizer)
         manifest["vocab_size"] = source.get_input_embeddings().weight.shape[0]
     else:
-        writer = Speculative(source, form, options)
-        manifest |= {"vocab_size": source.target.vocab_size, "writer": "engine"}
-    settings = {field: value for field, value in asdict(options).items() if field != "tokens"}  # a folder may grow
+        writer = Lanes(source, form, options, tokenizer, features if options.gib else ())
+        manifest |= {"vocab_size": source.vocab_size, "writer": source.numerics, "features": list(writer.features)}
+        if writer.features:
+            most = min(most, _most_tokens(options, writer.token_bytes))
+    settings = {field: value for field, value in asdict(options).items() if field not in MAY_GROW}
     corpus = Corpus.create(folder, manifest | settings)
-    number, have, began = index, 0, time.perf_counter()
-    written = 0
-    while have * parts < options.tokens:
+    number, have, spent, rate = 0, 0, 0.0, 0.0
+    while have < most and spent < seconds:
         if not corpus.shard(number).is_file():
+            began = time.perf_counter()
             texts = _written(writer, number, turn_ids, have, progress)
-            corpus.add(number, texts)
-            written += sum(len(text.tokens) for text in texts)
+            took = time.perf_counter() - began
+            corpus.add(number, texts, took)
+            rate = sum(len(text.tokens) for text in texts) / took
         have += sum(len(text.tokens) for text in corpus.read(number))
-        rate = written / (time.perf_counter() - began)
-        share = min(1.0, have * parts / options.tokens)
-        progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second")
-        number += parts
+        spent += corpus.seconds(number)
+        share = min(1.0, max(have / most, spent / seconds))
+        left = spent * (1 / share - 1)
+        progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {left / 60:.0f} min left")
+        number += 1
     return corpus
+
+
+def _most_tokens(options: SynthesisOptions, token_bytes: int) -> int:
+    """Return after how many tokens no shard may begin, so that all states together stay within the bound."""
+    shard = options.rows * options.length
+    most = int(options.gib * 2**30) // token_bytes - shard
+    if most < 0:
+        raise InputError(
+            f"gib: got {options.gib:g}, but the hidden states of {shard:,} tokens take "
+            f"{shard * token_bytes / 2**30:.2f} GiB; allow more, or choose fewer rows or a smaller length"
+        )
+    return most + 1
 
 
 def _written(writer: Writer, number: int, turns: Any, have: int, progress: Callable[[str], None]) -> list[Any]:
@@ -266,9 +292,9 @@ def _written(writer: Writer, number: int, turns: Any, have: int, progress: Calla
         raise
 
 
-def stop_tokens(source: PreTrainedModel | Engine, tokenizer: Any) -> frozenset[int]:
+def stop_tokens(source: PreTrainedModel | NativeLM, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a sequence, from the model's generation config and the tokenizer."""
-    config = source.generation_config if isinstance(source, PreTrainedModel) else source.target.generation_config
+    config = source.generation_config if isinstance(source, PreTrainedModel) else source.source.generation_config
     ends = config.eos_token_id if config else None
     ids = [ends] if isinstance(ends, int) else list(ends or [])
     if tokenizer.eos_token_id is not None:
@@ -284,11 +310,8 @@ class Lockstep(Writer):
 
     def __init__(self, model: PreTrainedModel, form: ChatFormat, options: SynthesisOptions, tokenizer: Any) -> None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        super().__init__(form, options, tokenizer, vocabulary)
+        super().__init__(form, options, tokenizer, vocabulary, model.device)
         self.model = model.eval()
-        self._no_words = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
-        self._no_words[self.no_words] = True
-        self._no_words[len(tokenizer) :] = True  # rows of the head without a token
 
     @torch.inference_mode()
     def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
@@ -297,10 +320,10 @@ class Lockstep(Writer):
         rows = [self.row(number, shard, prompts, generator) for number in range(options.rows)]
         lead = min(len(row.forced) for row in rows)
         inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64)
-        cache = _lockstep_cache(self.model, options.length)
+        cache = DynamicCache(config=self.model.config)
         for position in range(lead, options.length):
             logits = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn = self._draw(logits, rows, generator).tolist()
+            drawn = self.draw(logits, rows, generator)
             inputs = torch.tensor(
                 [[row.advance(token, options.length - position)] for row, token in zip(rows, drawn, strict=True)],
                 device=device,
@@ -310,104 +333,142 @@ class Lockstep(Writer):
                 break
         return [row.text() for row in rows]
 
-    def _draw(self, logits: Tensor, rows: list[Row], generator: torch.Generator) -> Tensor:
-        """Return each row's next token at its temperature, int64 [rows]."""
-        device = logits.device
-        users = torch.tensor([row.asks for row in rows], device=device, dtype=torch.bool)
-        if users.any():  # a user's turn has at least one word, and no markup in it
-            first = torch.tensor([row.asks and not row.words for row in rows], device=device, dtype=torch.bool)
-            banned = self._no_words & users[:, None]
-            stops = torch.tensor(sorted(self.form.stops), dtype=torch.int64, device=device)
-            banned[:, stops] &= first[:, None]
-            logits = logits.masked_fill(banned, float("-inf"))
-        best = logits.argmax(dim=-1)
-        temperatures = torch.tensor([row.temperature_now for row in rows], device=device, dtype=torch.float32)
-        drawing = temperatures.nonzero()[:, 0]
-        if len(drawing):
-            best[drawing] = _sample(logits[drawing], temperatures[drawing], generator)
-        return best
-
 
 def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a drawn token per row, int64 [rows]."""
+    lowest = logits.amax(dim=-1) + temperatures * math.log(MIN_P)
+    logits, ids = _with_largest(logits, lambda largest: int((largest >= lowest[:, None]).sum(dim=1).max()))
     probabilities = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
     cumulated = probabilities.cumsum(dim=-1)
     noise = torch.rand(len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32)
     # To the right of the drawn value, so that a token without probability is never chosen.
     drawn = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
-    return torch.minimum(drawn, (cumulated < cumulated[:, -1:]).sum(dim=-1))
+    drawn = torch.minimum(drawn, (cumulated < cumulated[:, -1:]).sum(dim=-1))
+    return ids.gather(1, drawn[:, None])[:, 0]
 
 
-def _lockstep_cache(model: PreTrainedModel, length: int) -> DynamicCache:
-    """Return transformers' cache. Layers that only grow have room for `length` tokens from the start."""
-    cache = DynamicCache(config=model.config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = _RoomyLayer(length)
-    return cache
+def _with_largest(logits: Tensor, count: Callable[[Tensor], int]) -> tuple[Tensor, Tensor]:
+    """Return the logits and token ids of each row's blocks of tokens with the largest logits, [rows, any].
+
+    count: how many blocks, by the largest logit of each block. Reading all of a large vocabulary once and then few
+    tokens is several times faster than softmax and top-k of all.
+    """
+    blocks = pad(logits, (0, -logits.shape[1] % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK))
+    largest = blocks.amax(dim=-1)
+    chosen = largest.topk(min(count(largest), largest.shape[1]), dim=-1).indices.sort(dim=-1).values[..., None]
+    places = torch.arange(BLOCK, dtype=torch.int64, device=logits.device)
+    return blocks.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), (chosen * BLOCK + places).flatten(1)
 
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values as views of buffers with room for all positions. Appending copies nothing."""
+class Lanes(Writer):
+    """Writes the conversations of a shard at the same time on the native forward, each with a cache of its own.
 
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-        self._buffers: tuple[Tensor, Tensor] | None = None
+    The same forwards give what a draft learns from, as it will be when the target serves. A text's tokens and states do
+    not depend on the texts beside it.
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._buffers = tuple(  # type: ignore[assignment]
-                states.new_empty(*states.shape[:2], self._length, states.shape[3])
-                for states in (key_states, value_states)
-            )
-        start = self.get_seq_length()
-        stop = start + key_states.shape[2]
-        for buffer, states in zip(self._buffers or (), (key_states, value_states), strict=True):
-            buffer[:, :, start:stop] = states
-        self.keys, self.values = (buffer[:, :, :stop] for buffer in self._buffers or ())
-        return self.keys, self.values
-
-
-class Speculative(Writer):
-    """Writes one conversation at a time, as the engine answers its users, with its own draft and policy.
-
-    Faster with few threads and long prompts.
+    features: the hidden states that are kept; none: no states are
     """
 
-    def __init__(self, engine: Engine, form: ChatFormat, options: SynthesisOptions) -> None:
-        super().__init__(form, options, engine.tokenizer, engine.target.vocab_size)
-        self.engine = engine
-        unnamed = range(len(engine.tokenizer), engine.target.vocab_size)  # rows of the head without a token
-        self._suppressed = [i for i in [*self.no_words, *unnamed] if i not in form.stops]
+    def __init__(
+        self,
+        lm: NativeLM,
+        form: ChatFormat,
+        options: SynthesisOptions,
+        tokenizer: Any,
+        features: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(form, options, tokenizer, lm.vocab_size, lm.device)
+        self.lm, self.features = lm, features
 
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes that the states of a token take on disk."""
+        count = min(TOP, self.lm.vocab_size)
+        return 2 * len(self.features) * self.lm.shape.hidden + 6 * count if self.features else 0
+
+    @torch.inference_mode()
     def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         generator = torch.Generator().manual_seed(self.seed(shard))
         rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
-        for number, row in enumerate(rows):
-            self._fill(row, self.seed(shard) * self.options.rows + number)
-        return [row.text() for row in rows]
+        lanes = [_Lane(row, self.lm, self.features) for row in rows]
+        under_way = lanes
+        with in_own_dtype(one_torch_thread(), "cpu"):
+            while under_way := [lane for lane in under_way if lane.goes_on]:
+                self._step(under_way, generator)
+        return [lane.text() for lane in lanes]
 
-    def _fill(self, row: Row, seed: int) -> None:
-        length = self.options.length
-        while not row.done and len(row.tokens) < length:
-            if row.forced:
-                row.take()
-                continue
-            for token in self._drawn(row, seed):
-                row.advance(token, length - len(row.tokens))
+    def _step(self, lanes: list[_Lane], generator: torch.Generator) -> None:
+        """Run the next tokens of each lane, and draw one for those that have run all."""
+        batch = [lane.ask() for lane in lanes]
+        drawing = [lane for lane, rows in zip(lanes, batch, strict=True) if lane.draws_after(rows)]
+        logits = torch.empty(len(drawing), self.lm.vocab_size, dtype=torch.float32, device="cpu")
+        waiting = iter(logits.split(1))
+        for lane, rows in zip(lanes, batch, strict=True):
+            rows.logits = next(waiting) if lane.draws_after(rows) else None
+        self.lm.run_lanes(batch)
+        for lane, rows in zip(lanes, batch, strict=True):
+            lane.keep(rows)
+        if self.features:
+            values, ids = _with_largest(logits, lambda largest: TOP)
+            top = values.topk(min(TOP, logits.shape[1]), dim=-1)
+            logs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+            for lane, tokens, chances in zip(drawing, ids.gather(1, top.indices), logs, strict=True):
+                lane.label(tokens, chances)
+        drawn = self.draw(logits, [lane.row for lane in drawing], generator)
+        for lane, token in zip(drawing, drawn, strict=True):
+            lane.row.advance(token, self.options.length - len(lane.row.tokens))
 
-    def _drawn(self, row: Row, seed: int) -> list[int]:
-        """Return tokens until the turn ends, the temperature changes, or the row is full."""
-        options: dict[str, Any] = {
-            "max_new_tokens": min(row.max_words, self.options.length - len(row.tokens)),
-            "temperature": row.temperature_now,
-            "eos_token_id": sorted(self.form.stops),
-            **NEUTRAL,
-        }
-        if row.temperature_now:
-            options |= {"seed": seed, "min_p": MIN_P}
-        if row.asks:  # a user's turn has at least one word, and no markup in it
-            options |= {"suppress_tokens": self._suppressed, "min_new_tokens": 1}
-        return self.engine.generate(row.tokens, **options).token_ids
+
+class _Lane:
+    """A conversation with its cache and its states."""
+
+    def __init__(self, row: Row, lm: NativeLM, features: tuple[int, ...]) -> None:
+        self.row = row
+        self._lm, self._features = lm, features
+        self._cache = lm.new_cache(1)
+        width, count = len(features) * lm.shape.hidden, min(TOP, lm.vocab_size)
+        self._states = States(
+            torch.zeros(row.length, width, dtype=torch.bfloat16, device="cpu"),
+            torch.zeros(row.length, count, dtype=torch.int32, device="cpu"),
+            torch.zeros(row.length, count, dtype=torch.bfloat16, device="cpu"),
+        )
+
+    @property
+    def _is_open(self) -> bool:
+        return not self.row.done and len(self.row.tokens) < self.row.length
+
+    @property
+    def goes_on(self) -> bool:
+        return self._is_open or self._cache.length < len(self.row.tokens)
+
+    def ask(self) -> RowBatch:
+        """Return the next tokens to run: forced ones in pieces, without the last one, whose logits are wanted."""
+        row, start = self.row, self._cache.length
+        while row.forced and len(row.tokens) < row.length:
+            row.take()
+        whole = len(row.tokens) - start
+        count = min(PIECE, whole - 1 if whole > 1 and self._is_open else whole)
+        tokens = torch.tensor(row.tokens[start : start + count], dtype=torch.int64, device="cpu")
+        positions = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
+        self._cache.reserve(start + count)
+        return RowBatch(self._lm, tokens, positions, self._cache, (start, start, None), self._features)
+
+    def draws_after(self, rows: RowBatch) -> bool:
+        """Return whether a token is drawn after these rows."""
+        return self._is_open and rows.seen[0] + len(rows.tokens) == len(self.row.tokens)
+
+    def keep(self, rows: RowBatch) -> None:
+        start, self._cache.length = self._cache.length, self._cache.length + len(rows.tokens)
+        if rows.states is not None:
+            self._states.features[start : self._cache.length] = rows.states
+
+    def label(self, tokens: Tensor, logs: Tensor) -> None:
+        """Note the likeliest tokens after the last one, unless a user's turn goes on there."""
+        if not self.row.asks:
+            self._states.ids[self._cache.length - 1] = tokens
+            self._states.logs[self._cache.length - 1] = logs
+
+    def text(self) -> Text:
+        text = self.row.text()
+        return text._replace(states=self._states).begin(len(text.tokens)) if self._features else text

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specengine.cli import main
+from research import requests as module
+from research.requests import MAX_PASSAGE, MIN_PASSAGE, main, requests
 from specengine.cli.given import read_prompts
 from specengine.errors import InputError
-from specengine.train.text import requests as module
 from specengine.train.text.corpus import Text
-from specengine.train.text.requests import MAX_PASSAGE, MIN_PASSAGE, requests
 from tests.toy import byte_tokenizer, tiny
 from tests.train.test_draft import corpus_of
 
@@ -64,8 +63,9 @@ def test_the_command_writes_prompts(tmp_path: Path) -> None:
     corpus_of(tmp_path / "data", [Text(tokens, torch.ones(len(tokens), dtype=torch.bool))] * 3)
     out = tmp_path / "asks.jsonl"
     given = ["--data", str(tmp_path / "data"), "--target", str(tmp_path / "model")]
-    assert main(["train", "requests", str(out), *given, "-n", "6"]) == 0
+    assert main([str(out), *given, "-n", "6"]) == 0
     found = [list(turns) for turns in read_prompts(out)]
     assert found == requests(6, [PASSAGE * 2] * 3)
-    assert main(["train", "requests", str(tmp_path / "asks.txt"), *given]) == 2
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "asks.txt"), *given])
     assert not (tmp_path / "asks.txt").exists()

@@ -3,15 +3,25 @@
 A chat model that is prompted with the bare beginning of a user's turn mostly writes short questions. Real users also
 ask for code, sums, summaries, translations and facts from a text, and a draft should have seen such answers. All
 requests come from templates and lists in this file and from the model's own text, none from a data set.
+
+    python -m research.requests asks.jsonl --data my-text --target MODEL
+    specengine train data more-text --target MODEL --prompts asks.jsonl
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+from specengine.engine import Engine
 from specengine.errors import InputError, require
+from specengine.files import atomic
+from specengine.train.text.corpus import Corpus
 
 MIN_PASSAGE, MAX_PASSAGE = 120, 1600  # characters
 FOLLOW_UPS = (
@@ -252,3 +262,27 @@ def _cut(text: str) -> str:
     short = text[:MAX_PASSAGE]
     end = max(short.rfind(mark) for mark in (". ", "! ", "? ", ".\n"))
     return short[: end + 1] if end > 0 else short
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m research.requests", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="file to write; an older one is replaced")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`")
+    parser.add_argument("--target", metavar="MODEL", help="the model that wrote it (default: the embedded)")
+    parser.add_argument("-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    if args.file.suffix != ".jsonl":
+        parser.error(f"FILE: got {args.file}, accepted a .jsonl file")
+    corpus = Corpus.open(args.data)
+    tokenizer = Engine.from_pretrained(args.target, policy="plain").tokenizer
+    passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]
+    turns = requests(args.count, passages, args.seed)
+    with atomic(args.file) as temporary:
+        temporary.write_text("".join(json.dumps({"turns": asked}) + "\n" for asked in turns), encoding="utf-8")
+    print(args.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
