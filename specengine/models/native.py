@@ -378,6 +378,18 @@ class NativeLM:
             )
         return states
 
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context for many forwards, in which torch uses one thread."""
+        return in_own_dtype(one_torch_thread(), "cpu")
+
+    def rows_of(self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()) -> RowBatch:
+        """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
+        start, end = cache.length, cache.length + len(tokens)
+        cache.reserve(end)
+        positions = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        return RowBatch(self, ids, positions, cache, (start, start, None), features)
+
     def run_lanes(self, batch: Sequence[RowBatch]) -> None:
         """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own."""
         began = time.perf_counter()
@@ -969,7 +981,7 @@ class NativeTarget(CachedTarget):
         return self.lm.source.generation_config
 
     def running(self) -> AbstractContextManager[None]:
-        return in_own_dtype(one_torch_thread(), "cpu")
+        return self.lm.running()
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
@@ -1085,7 +1097,7 @@ class LaneTarget(NativeTarget):
         states: list[Tensor] = []
         for end in dict.fromkeys((mark, len(tokens))):
             while (start := self.cache.length) < end:
-                rows = self._piece(tokens[start : min(end, start + size(start))], start)
+                rows = self.lm.rows_of(tokens[start : min(end, start + size(start))], self.cache, self._features)
                 yield rows
                 self.cache.length = start + len(rows.tokens)
                 self.tokens = tokens[: self.cache.length]
@@ -1093,13 +1105,6 @@ class LaneTarget(NativeTarget):
             if end == mark:
                 self.cache.mark()
         return torch.cat(states) if states else None
-
-    def _piece(self, tokens: list[int], start: int) -> RowBatch:
-        end = start + len(tokens)
-        self.cache.reserve(end)
-        positions = torch.arange(start, end, dtype=torch.int64, device="cpu")
-        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        return RowBatch(self.lm, ids, positions, self.cache, (start, start, None), self._features)
 
     def shares(self, other: LaneTarget, tokens: list[int]) -> int:
         """Return how many of the first `tokens` another cache holds that can be copied."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import InputError
-from specengine.models.kv_cache import in_own_dtype
-from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.request.templates import filled
 from specengine.train.text.corpus import Corpus, States, Text
 from specengine.train.text.options import SynthesisOptions
+
+if TYPE_CHECKING:
+    from specengine.models.native import NativeLM, RowBatch
 
 # Temperatures of the rows of a batch, in turn. A draft meets greedy answers most; the others add variety.
 ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
@@ -393,7 +394,7 @@ class Lanes(Writer):
         rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
         lanes = [_Lane(row, self.lm, self.features) for row in rows]
         under_way = lanes
-        with in_own_dtype(one_torch_thread(), "cpu"):
+        with self.lm.running():
             while under_way := [lane for lane in under_way if lane.goes_on]:
                 self._step(under_way, generator)
         return [lane.text() for lane in lanes]
@@ -449,10 +450,7 @@ class _Lane:
             row.take()
         whole = len(row.tokens) - start
         count = min(PIECE, whole - 1 if whole > 1 and self._is_open else whole)
-        tokens = torch.tensor(row.tokens[start : start + count], dtype=torch.int64, device="cpu")
-        positions = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
-        self._cache.reserve(start + count)
-        return RowBatch(self._lm, tokens, positions, self._cache, (start, start, None), self._features)
+        return self._lm.rows_of(row.tokens[start : start + count], self._cache, self._features)
 
     def draws_after(self, rows: RowBatch) -> bool:
         """Return whether a token is drawn after these rows."""
