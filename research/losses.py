@@ -40,7 +40,7 @@ from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.training import CURVE, LOG, MEASURE_EVERY, STATE, Epochs, train_draft
+from specengine.train.draft.training import LOG, MEASURE_EVERY, STATE, Epochs, train_draft
 from specengine.train.draft.validation import agreement
 from specengine.train.text.corpus import Corpus, Text
 
@@ -108,8 +108,7 @@ def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptio
     """Train one head. Return the processor time in seconds."""
     options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
     train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
-    for file in (STATE, CURVE):
-        (out / file).unlink(missing_ok=True)
+    (out / STATE).unlink(missing_ok=True)
     return round(cpu_seconds(_log(out)))
 
 

@@ -21,12 +21,12 @@ import torch
 
 from bench import provenance
 from bench.arguments import add_arguments
+from research.curve import draw
 from specengine import ops
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
 from specengine.records import Outcome
-from specengine.train.draft.training import draw
 
 PRICE, CHILDREN, EVERY = 0.08, 5, 50  # tokens of a node; of the root; cycles of a point
 

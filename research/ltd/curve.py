@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specengine.train.draft.training import draw
+from research.curve import draw
 
 
 def plot(entries: list[dict[str, Any]], file: Path) -> bool:

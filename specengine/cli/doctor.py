@@ -37,7 +37,6 @@ EXTRAS = {  # what a user may miss, and the packages of each
     "grammar": ("llguidance",),
     "serve": ("fastapi", "prometheus_client", "uvicorn"),
     "ray": ("ray",),
-    "train": ("matplotlib",),
 }
 COMPILERS = ("c++", "g++", "clang++")
 ROWS = (1, 2, 4, 8, 16, 32)

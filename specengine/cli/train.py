@@ -67,10 +67,7 @@ def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more:
     if isinstance(target, NativeTarget):
         ids = default_layer_ids(target.lm.layers)
         more["features"] = ids if min(ids) >= 0 else ()
-        source = target.lm
-    else:
-        source = target.model
-    return write_corpus(source, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
+    return write_corpus(target, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
 
 
 def _load(arguments: argparse.Namespace) -> Engine:

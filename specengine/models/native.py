@@ -378,10 +378,6 @@ class NativeLM:
             )
         return states
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context for many forwards, in which torch uses one thread."""
-        return in_own_dtype(one_torch_thread(), "cpu")
-
     def rows_of(self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()) -> RowBatch:
         """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
         start, end = cache.length, cache.length + len(tokens)
@@ -981,7 +977,7 @@ class NativeTarget(CachedTarget):
         return self.lm.source.generation_config
 
     def running(self) -> AbstractContextManager[None]:
-        return self.lm.running()
+        return in_own_dtype(one_torch_thread(), "cpu")
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine.errors import InputError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.train.text import synthesis
 from specengine.train.text.corpus import Corpus, Text
@@ -37,8 +38,12 @@ def model() -> PreTrainedModel:
     return made
 
 
+def target_of(model: PreTrainedModel | NativeLM) -> HuggingFaceTarget | NativeTarget:
+    return NativeTarget(model) if isinstance(model, NativeLM) else HuggingFaceTarget(model, pack=False)
+
+
 def write(model: PreTrainedModel | NativeLM, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
-    return write_corpus(model, more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
+    return write_corpus(target_of(model), more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
 
 
 def source(model: PreTrainedModel, way: str) -> PreTrainedModel | NativeLM:
@@ -106,7 +111,7 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
 def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
     kind: Any = synthesis.Lockstep if way == "lockstep" else synthesis.Lanes
-    writer = kind(source(model, way), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    writer = kind(target_of(source(model, way)), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
         rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
@@ -124,17 +129,11 @@ def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Pa
 
 def _all_rows(writer: Any, shard: int) -> list[Text]:
     """Return all rows, conversations without an answer included, so that rows and texts can be matched."""
-    found: list[Text] = []
-    original = synthesis.Row.text
-
-    def noted(self: Any) -> Text:
-        found.append(original(self))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthesis.Row, "text", noted)
-        writer.write(shard, [])
-    return found
+    rows, fill = list[Any](), writer._fill
+    writer._fill = lambda given, generator: (rows.extend(given), fill(given, generator))
+    writer.write(shard, [])
+    writer._fill = fill
+    return [row.text() for row in rows]
 
 
 @WAYS
@@ -304,12 +303,12 @@ def test_texts_and_states_do_not_depend_on_those_beside_them(model: PreTrainedMo
     lm = from_model(model)
     corpus = write(lm, tmp_path, features=FEATURES)
     writer = synthesis.Lanes(
-        lm, ChatFormat.of(TOKENIZER, frozenset({END})), replace(OPTIONS, rows=1), TOKENIZER, FEATURES
+        target_of(lm), ChatFormat.of(TOKENIZER, frozenset({END})), replace(OPTIONS, rows=1), TOKENIZER, FEATURES
     )
     for text in list(corpus)[:3]:
         alone = synthesis.Row(writer.form, OPTIONS.length, 0.0, [text.tokens.tolist()])
-        writer.row = lambda *_, row=alone: row  # type: ignore[method-assign, misc]
-        (again,) = writer._texts(0, [])
+        writer._fill([alone], torch.Generator())
+        again = alone.text()
         assert again.states is not None
         assert text.states is not None
         count = len(text.tokens)
@@ -341,7 +340,7 @@ def test_an_interrupted_writer_ends_with_the_same_states(model: PreTrainedModel,
 
 def test_the_bound_on_disk_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:
     lm = from_model(model)
-    writer = synthesis.Lanes(lm, ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER, FEATURES)
+    writer = synthesis.Lanes(target_of(lm), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER, FEATURES)
     gib = 3.5 * OPTIONS.rows * OPTIONS.length * writer.token_bytes / 2**30
     options = replace(OPTIONS, tokens=10**9, gib=gib)
     corpus = write(lm, tmp_path / "a", options, features=FEATURES)

@@ -23,7 +23,8 @@ from specengine.models.eagle import embed, head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.use import CHAIN_TOKENS, HeadComparison, Learner, ServingTeacher, UseOptions, chain_lengths
+from specengine.train.draft.use import HeadComparison, Learner, ServingTeacher, UseOptions
+from specengine.train.draft.validation import CHAIN_TOKENS, chain_lengths
 from specengine.train.text.corpus import Text
 from tests.toy import CPU, VOCABULARY, byte_tokenizer, head_config, random_state, tiny
 

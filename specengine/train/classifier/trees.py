@@ -288,7 +288,3 @@ def edge_log_probs(logits: Tensor, tree: TokenTree) -> Tensor:
     log_probs = torch.zeros(len(tree), device=logits.device, dtype=torch.float32)
     log_probs[1:] = rows[place, tokens] - rows.logsumexp(-1)[place]
     return log_probs
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.long() if tensor.dtype is torch.int32 else tensor

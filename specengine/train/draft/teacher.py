@@ -95,10 +95,6 @@ class HeadTeacher(ABC):
         best = logits.max(dim=-1)
         return torch.where(best.values == highest, best.indices, -1), logits.float().softmax(dim=-1).to(states.dtype)
 
-    def best(self, states: Tensor) -> Tensor:
-        """Return the target's best token at each row of `Reading.states`, int64 [rows]."""
-        return self.head(states).argmax(dim=-1)
-
 
 class ServingTeacher(HeadTeacher):
     """Read texts as the target serves them, one at a time, with the states and distributions that its draft meets."""
@@ -136,9 +132,9 @@ class StoredTeacher(ServingTeacher):
 
     def read_batch(self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False) -> Reading:
         states = [[text.states for text in texts if text.states is not None] for texts in pieces]
-        features = torch.stack([torch.cat([part.features for part in parts]) for parts in states])
+        features = torch.stack([torch.cat([piece.features for piece in row]) for row in states])
         top = torch.stack(
-            [torch.cat([torch.cat([part.ids, part.logs.float()], 1) for part in parts]) for parts in states]
+            [torch.cat([torch.cat([piece.ids, piece.logs.float()], 1) for piece in row]) for row in states]
         )
         return Reading(tokens, features, top, None)
 
@@ -148,12 +144,9 @@ class StoredTeacher(ServingTeacher):
         columns = torch.searchsorted(vocabulary, tokens.long()).clamp(max=len(vocabulary) - 1)
         inside = vocabulary[columns] == tokens
         chances = logs.exp() * inside
-        found = torch.zeros(len(states), len(vocabulary), dtype=torch.float32, device="cpu")
-        found.scatter_add_(1, columns, chances / chances.sum(dim=-1, keepdim=True).clamp(min=1e-30))
-        return torch.where(inside[:, 0], columns[:, 0], -1), found.to(torch.bfloat16)
-
-    def best(self, states: Tensor) -> Tensor:
-        return states[:, 0].long()
+        probabilities = torch.zeros(len(states), len(vocabulary), dtype=torch.float32, device="cpu")
+        probabilities.scatter_add_(1, columns, chances / chances.sum(dim=-1, keepdim=True).clamp(min=1e-30))
+        return torch.where(inside[:, 0], columns[:, 0], -1), probabilities.to(torch.bfloat16)
 
 
 class Teacher(HeadTeacher):
@@ -164,7 +157,6 @@ class Teacher(HeadTeacher):
         self.decoder = model.get_decoder()  # the model without its language-model head
         self.feature_ids = feature_ids
         self.layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._check_head()
 
     @property
@@ -248,7 +240,7 @@ class Branches:
         )[:, :, None]
         self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: ancestors
 
-    @_as_stored
+    @torch.no_grad()
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return states after the final norm, [batch, anchors, width, hidden size], of nodes one depth further.
 
@@ -280,10 +272,6 @@ class Branches:
             output_hidden_states=True,
         )
         return out.hidden_states[-1].view(batch, count, width, -1)
-
-    @property
-    def device(self) -> torch.device:
-        return self._teacher.device
 
 
 def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

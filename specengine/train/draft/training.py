@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +32,7 @@ from specengine.train.draft.teacher import HeadTeacher, StoredTeacher, Teacher
 from specengine.train.draft.validation import Validation, autocasting, fit_temperatures, validate
 from specengine.train.text.corpus import Corpus, Text
 
-STATE, LOG, CURVE = "training.pt", "log.jsonl", "curve.svg"
+STATE, LOG = "training.pt", "log.jsonl"
 MEASURE_EVERY = 10  # steps
 MAX_HELD_BACK = 32  # texts
 PACED, PACED_SHARE = 5, 0.85  # steps that are timed to choose their number, and share of the time that steps take
@@ -58,8 +57,8 @@ def train_draft(  # noqa: PLR0913
 ) -> Path:
     """Train a head for `model` and save it in the folder `out`, every `save_every` steps and at the end.
 
-    A NativeLM learns from the states that were kept with the text, and is not run again but to measure. Where there
-    are none, or the loss needs more, its model is run by transformers.
+    A NativeLM learns from the states that were kept with the text, and is not run again. Where there are none, or the
+    loss needs more, its model is run by transformers.
 
     stop_after: end at this step of the schedule.
     seconds: choose as many steps as take so long by the pace of the first ones, in the place of `options.steps`.
@@ -102,7 +101,7 @@ class _Run:
         self.begun_as = {"options": _settings(options), "loss": asdict(loss)}
         if saved is not None:
             self._require_same(saved)
-        self.epochs = Epochs(corpus, options, saved["shards"] if saved else ())
+        self.epochs = Epochs(corpus, options, None if saved is None else saved["shards"])
         self.begun_as["text"] = _fingerprint(self.epochs.batches)
         if saved is not None:
             self._require_same(saved, "text")
@@ -134,17 +133,19 @@ class _Run:
         ids = self.head.config.feature_ids(self.target.lm.layers)
         if not isinstance(model, NativeLM):
             return Teacher(model, ids)
-        kept, along_text = corpus.manifest.get("features"), not (self.loss.width or self.loss.regression)
-        if kept == list(ids) and along_text and self.head.vocabulary_head() is not None:
+        states, along_text = corpus.manifest.get("features"), not (self.loss.width or self.loss.regression)
+        if states == list(ids) and along_text and self.head.vocabulary_head() is not None:
             return StoredTeacher(self.target, ids)
-        why = f"was kept with states {kept}, {list(ids)} are needed" if along_text else "does not suffice for this loss"
+        why = (
+            f"was kept with states {states}, {list(ids)} are needed" if along_text else "does not suffice for this loss"
+        )
         self.progress(f"The text {why}: transformers runs the target again, which takes longer")
         return Teacher(model.model, ids)
 
     def _choose_steps(self, seconds: float) -> None:
         """Set the number of steps to what the time allows, by the pace of a few that change nothing."""
         took = []
-        for _, batch in islice(self.epochs, PACED):
+        for batch in itertools.islice(self.epochs, PACED):
             began = time.perf_counter()
             self._backward(batch, measure=False)
             took.append(time.perf_counter() - began)
@@ -163,7 +164,7 @@ class _Run:
                 "of the answers"
             )
         began, before = time.perf_counter(), self.seconds
-        for _, batch in islice(self.epochs, self.step, until):
+        for batch in itertools.islice(self.epochs, self.step, until):
             rate = self._set_rate()
             measure = self.step % MEASURE_EVERY == 0
             report = self._backward(batch, measure=measure)
@@ -190,7 +191,6 @@ class _Run:
             self._log(temperatures=self.temperatures)
             self.progress(f"temperatures by depth: {', '.join(map(str, self.temperatures))}")
         self.save()
-        plot(self.log, self.out / CURVE)
 
     def _backward(self, batch: Batch, *, measure: bool) -> Report:
         """Compute the gradients of one batch. Raise InputError if the loss is not finite."""
@@ -229,8 +229,8 @@ class _Run:
         return self.head if self.average is None else cast(EagleHead, self.average.module)
 
     def _validate(self) -> Validation:
-        texts = self.epochs.held_back or [row[0] for row in self.epochs.batches[0].pieces]
-        return validate(self.result, self.teacher, self.target, texts, autocast=self.options.autocast)
+        texts = self.epochs.held_back or self.epochs.texts
+        return validate(self.result, self.teacher, texts, autocast=self.options.autocast)
 
     # ---- on disk
 
@@ -301,7 +301,7 @@ class _Run:
         ahead = " / ".join(f"{share:.0%}" for share in validation.hits)
         self.progress(
             f"step {self.step}: agreement 1 to {len(validation.hits)} tokens ahead {ahead}, "
-            f"acceptance length {validation.acceptance_length:.2f}"
+            f"{validation.tokens_per_cycle:.2f} tokens per cycle of a chain"
         )
 
 
@@ -358,8 +358,8 @@ def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
             row, place = _row(texts, order, place, length)
             rows.append(row)
         tokens, answers = (
-            torch.stack([torch.cat([getattr(piece, part) for piece in row]) for row in rows])
-            for part in ("tokens", "answers")
+            torch.stack([torch.cat([getattr(piece, name) for piece in row]) for row in rows])
+            for name in ("tokens", "answers")
         )
         batches.append(Batch(tokens.long(), answers, rows))
     return batches
@@ -379,96 +379,24 @@ def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tu
 
 
 class Epochs:
-    """The batches of all epochs of a training run.
+    """The batches of a training run, shuffled for every epoch.
 
-    New shards are packed into batches at the beginning of an epoch, so text may be written during the training. Batches
-    keep their composition and are shuffled for every epoch. `shards` records the new shards of each epoch, so that a
-    resumed run sees the same batches.
+    shards: numbers of those to read, so that a resumed run has the same text; None: all that there are
     """
 
-    def __init__(self, corpus: Corpus, options: TrainOptions, shards: Sequence[Sequence[int]] = ()) -> None:
-        self._corpus, self._options = corpus, options
-        self.shards: list[list[int]] = []
-        self.batches: list[Batch] = []
-        self.held_back: list[Text] = []
-        self._packed: list[int] = []  # number of batches of each epoch
-        self._recorded = [list(numbers) for numbers in shards]
-        self._begin()
+    def __init__(self, corpus: Corpus, options: TrainOptions, shards: Sequence[int] | None = None) -> None:
+        self._seed = options.seed
+        self.shards = corpus.numbers() if shards is None else list(shards)
+        texts = [text for number in self.shards for text in corpus.read(number) if text.answers[2:].any()]
+        held_back = min(MAX_HELD_BACK, math.ceil(options.held_back * len(texts))) if len(texts) > 1 else 0
+        self.held_back, self.texts = texts[:held_back], texts[held_back:]
+        if not self.texts:
+            raise InputError(f"data: {corpus.folder} has no text with an answer")
+        self.batches = [batch for batch in pack(self.texts, options) if batch.answers[:, 2:].any()]
 
-    def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield numbered batches without end. A batch keeps its number in all epochs."""
-        epoch = 0
-        while True:
-            if epoch >= len(self.shards):
-                self._begin()
-            generator = torch.Generator().manual_seed(self._options.seed * 1_000_003 + epoch)
-            for number in torch.randperm(
-                self._packed[epoch], generator=generator, dtype=torch.int64, device="cpu"
-            ).tolist():
-                yield number, self.batches[number]
-            epoch += 1
-
-    def _begin(self) -> None:
-        epoch = len(self.shards)
-        if epoch < len(self._recorded):
-            new = self._recorded[epoch]
-        else:
-            taken = {number for numbers in self.shards for number in numbers}
-            new = [number for number in self._corpus.numbers() if number not in taken]
-        texts = [text for number in new for text in self._corpus.read(number) if text.answers[2:].any()]
-        if epoch == 0:
-            held_back = min(MAX_HELD_BACK, math.ceil(self._options.held_back * len(texts))) if len(texts) > 1 else 0
-            self.held_back, texts = texts[:held_back], texts[held_back:]
-            if not texts:
-                raise InputError(f"data: {self._corpus.folder} has no text with an answer")
-        self.batches += [batch for batch in pack(texts, self._options) if batch.answers[:, 2:].any()]
-        self.shards.append(new)
-        self._packed.append(len(self.batches))
-
-
-# ---- the curve
-
-
-def plot(log: Path, file: Path) -> bool:
-    """Plot losses and agreement on held-back text from `log` into an SVG file. Return False without matplotlib."""
-    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-
-    def onto(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        _losses(left, [entry for entry in entries if "loss" in entry])
-        _agreement(right, [entry for entry in entries if "held_back" in entry])
-
-    return draw(file, (9, 4), onto)
-
-
-def _losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
-    axes.plot(steps, losses, linewidth=0.6, alpha=0.5)
-    window = max(1, len(losses) // 50)
-    axes.plot(steps, [fmean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))])
-    axes.set(xlabel="step", ylabel="training loss")
-
-
-def _agreement(axes: Any, entries: list[dict[str, Any]]) -> None:
-    steps = [entry["step"] for entry in entries]
-    for ahead, hits in enumerate(zip(*(entry["held_back"]["hits"] for entry in entries), strict=True), start=1):
-        axes.plot(steps, hits, marker=".", label=f"{ahead} ahead")
-    axes.set(xlabel="step", ylabel="agreement on held-back text", ylim=(0, 1))
-    if entries:
-        axes.legend()
-    lengths = axes.twinx()
-    lengths.plot(steps, [entry["held_back"]["acceptance_length"] for entry in entries], "k--")
-    lengths.set(ylabel="acceptance length (dashed)")
-
-
-def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> bool:
-    """Write an SVG file of `size` inches that `onto` draws. Return False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=size, layout="constrained")
-    onto(figure)
-    with atomic(file) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-    return True
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches without end."""
+        for epoch in itertools.count():
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.batches), generator=generator, dtype=torch.int64, device="cpu")
+            yield from (self.batches[number] for number in order.tolist())

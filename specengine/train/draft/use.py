@@ -26,12 +26,11 @@ from specengine.drafters import innermost
 from specengine.drafters.eagle import Eagle
 from specengine.engine import Engine
 from specengine.errors import ABOVE_0, Checked, InputError, at_least, number, option
-from specengine.models.eagle import EagleHead, head_from
-from specengine.models.native import NativeTarget
+from specengine.models.eagle import head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, ServingTeacher
-from specengine.train.draft.validation import along_text, autocasting, fit_temperatures, spread
+from specengine.train.draft.validation import autocasting, chain_lengths, fit_temperatures
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
@@ -42,7 +41,6 @@ MIN_TEXTS = 20, 4  # texts to train on, and held back
 COMPARED = 64  # held-back texts of the user, the newest
 SHARES = 1.0, 0.6, 0.35  # of the copy in the candidates
 CALIBRATED = 12  # texts that temperatures are fitted to
-CHAIN_TOKENS, PLACES = 5, 64  # tokens of the chain, and places of each text where it begins
 SLOWEST = 1 / 16  # of the rate: from there on learning waits for new texts
 
 Progress = Callable[[str], None]
@@ -127,7 +125,7 @@ class Learner:
             turn,
             progress,
         )
-        self.target = engine.target
+        self.target: Any = engine.target
         self.teacher: Any = ServingTeacher(engine.target, config.feature_ids(engine.target.lm.layers))  # type: ignore[attr-defined]
         self._general = None if general is None else list(general)
         self._scores: dict[str, Tensor] = {}  # of the head in use, by text
@@ -186,7 +184,7 @@ class Learner:
             self.progress("writing text to compare with, once")
             folder = self.learnt.folder / "general"
             corpus: Corpus = write_corpus(
-                self.target.lm if isinstance(self.target, NativeTarget) else self.target.model,  # type: ignore[attr-defined]
+                self.target,
                 self.engine.tokenizer,
                 folder,
                 GENERAL,
@@ -279,26 +277,6 @@ def mixed(head: eagle.Checkpoint, other: eagle.Checkpoint, share: float) -> eagl
         for name, tensor in head.state.items()
     }
     return head._replace(state=state)
-
-
-@torch.no_grad()
-def chain_lengths(head: EagleHead, teacher: Any, text: Text) -> Tensor:
-    """Return the sum of tokens per cycle of a greedy chain over places of the answers, and their number; float64 [2].
-
-    A cycle brings the draft's tokens as long as the text has the same, and one more.
-    """
-    places = spread(text.answers[2:].nonzero()[:, 0], PLACES)
-    tokens = text.tokens.long()[None]
-    ids = head.target_ids()
-    right = torch.ones(len(places), dtype=torch.bool, device="cpu")
-    total = float(len(places))
-    for depth, states in enumerate(along_text(head, teacher, teacher.read_text(text), places, CHAIN_TOKENS)):
-        best = head.logits(states).argmax(dim=-1)  # type: ignore[union-attr]
-        best = best if ids is None else ids[best]
-        at = places + 2 + depth
-        right = right & (at < tokens.shape[1]) & (best.cpu() == tokens[0, at.clamp(max=tokens.shape[1] - 1)])
-        total += float(right.sum())
-    return torch.tensor([total, float(len(places))], dtype=torch.float64, device="cpu")
 
 
 def as_text(text: UsedText) -> Text:

@@ -1,22 +1,16 @@
-"""Judge a draft on held-back text: agreement, acceptance length when it serves, and temperatures by depth."""
+"""Judge a draft on held-back text: agreement, tokens per cycle of a chain, and temperatures by depth."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specengine.checkpoints import eagle
-from specengine.drafters.eagle import Eagle
-from specengine.engine import Engine
 from specengine.models.eagle import EagleHead
-from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.native import NativeTarget
-from specengine.policies.baselines.eagle import Eagle as EaglePolicy
 from specengine.train.draft.losses import Unrolling, loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import HeadTeacher, Reading
@@ -24,7 +18,7 @@ from specengine.train.text.corpus import Text
 
 MEASURED_STEPS = 5  # tokens ahead, for the agreement on held-back text
 VALIDATED = 12  # texts
-ANSWERS, ANSWER_TOKENS = 4, 48  # number and length of the answers for the acceptance length
+CHAIN_TOKENS, PLACES = 5, 64  # tokens of a chain, and places of each text where it begins
 
 
 class Validation(NamedTuple):
@@ -32,27 +26,20 @@ class Validation(NamedTuple):
 
     hits[j]            share of held-back answer tokens for which the draft's best token j + 1 ahead is the target's
     overlap[j]         acceptance rate of a sampled draft, j + 1 tokens ahead
-    acceptance_length  mean tokens per cycle when the draft serves
+    tokens_per_cycle   mean of a greedy chain of 5 tokens along the text
     """
 
     hits: list[float]
     overlap: list[float]
-    acceptance_length: float
+    tokens_per_cycle: float
 
 
-def validate(
-    head: EagleHead,
-    teacher: HeadTeacher,
-    target: HuggingFaceTarget | NativeTarget,
-    texts: Sequence[Text],
-    *,
-    autocast: bool,
-) -> Validation:
-    """Validate on up to 12 texts, and on answers to the first questions of 4 of them."""
+def validate(head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, autocast: bool) -> Validation:
+    """Validate on up to 12 texts."""
     hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
-    questions = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in texts[:VALIDATED]]
-    prompts = list(filter(None, questions))
-    return Validation(hits, overlap, acceptance_length(target, head, prompts[:ANSWERS]))
+    with autocasting(teacher.device, enabled=autocast):
+        chains = torch.stack([chain_lengths(head, teacher, text) for text in texts[:VALIDATED]]).sum(dim=0)
+    return Validation(hits, overlap, float(chains[0] / chains[1]))
 
 
 @torch.no_grad()
@@ -75,16 +62,24 @@ def agreement(
 
 
 @torch.no_grad()
-def acceptance_length(target: HuggingFaceTarget | NativeTarget, head: EagleHead, prompts: Sequence[list[int]]) -> float:
-    """Return mean tokens per cycle, greedy, with EAGLE's tree of 60 nodes; 0 without prompts."""
-    found = eagle.Checkpoint(head.config, head.state_dict(), cast(Any, None))  # which is for those who read a folder
-    draft = Eagle.of(found, target.lm, "", pack=None if isinstance(target, NativeTarget) else False)
-    engine = Engine(target, draft, EaglePolicy(width=10, expansions=6, budget=60))
-    tokens = cycles = 0
-    for prompt in prompts:
-        stats = engine.generate(prompt, max_new_tokens=ANSWER_TOKENS, temperature=0.0).stats
-        tokens, cycles = tokens + stats.num_generated_tokens, cycles + stats.num_spec_steps
-    return tokens / cycles if cycles else 0.0
+def chain_lengths(head: EagleHead, teacher: HeadTeacher, text: Text) -> Tensor:
+    """Return the sum of tokens per cycle of a greedy chain over places of the answers, and their number; float64 [2].
+
+    A cycle brings the draft's tokens as long as the text has the same, and one more.
+    """
+    places = spread(text.answers[2:].nonzero()[:, 0], PLACES).to(teacher.device)
+    reading = teacher.read_text(text)
+    tokens = reading.tokens
+    ids = head.target_ids()
+    right = torch.ones_like(places, dtype=torch.bool)
+    total = float(len(places))
+    for depth, states in enumerate(along_text(head, teacher, reading, places, CHAIN_TOKENS)):
+        best = logits_of(head, teacher, states).argmax(dim=-1)
+        best = best if ids is None else ids[best]
+        at = places + 2 + depth
+        right = right & (at < tokens.shape[1]) & (best == tokens[0, at.clamp(max=tokens.shape[1] - 1)])
+        total += float(right.sum())
+    return torch.tensor([total, float(len(places))], dtype=torch.float64, device="cpu")
 
 
 @contextmanager
@@ -165,9 +160,8 @@ def _losses(head: EagleHead, teacher: HeadTeacher, draft: Tensor, target: Tensor
     total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
     sharpness = SHARPNESS.to(draft.device)
     for draft_rows, target_rows in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
-        logits, best = logits_of(head, teacher, draft_rows), teacher.best(target_rows)
-        if ids is not None:
-            best = torch.searchsorted(ids, best).clamp(max=len(ids) - 1).masked_fill(~torch.isin(best, ids), -1)
+        logits = logits_of(head, teacher, draft_rows)
+        best, _ = teacher.labels(target_rows, ids)
         logits, best = logits[best >= 0], best[best >= 0]
         of_best = logits.gather(1, best[:, None])[:, 0]
         for number, factor in enumerate(sharpness):

@@ -115,7 +115,7 @@ class Text(NamedTuple):
 
     def begin(self, count: int) -> Text:
         """Return the first `count` tokens. Nothing is read or copied."""
-        states = None if self.states is None else States(*(part[:count] for part in self.states))
+        states = None if self.states is None else States(*(values[:count] for values in self.states))
         return Text(self.tokens[:count], self.answers[:count], states)
 
 
@@ -138,7 +138,7 @@ class Corpus(ShardFolder):
             "seconds": torch.tensor([seconds], dtype=torch.float64, device="cpu"),
         }
         states = [text.states for text in texts if text.states is not None]
-        tensors |= {name: torch.cat([getattr(part, name) for part in states]) for name in States._fields if states}
+        tensors |= {name: torch.cat([getattr(values, name) for values in states]) for name in States._fields if states}
         self.save(number, tensors)
 
     def seconds(self, number: int) -> float:

@@ -13,20 +13,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from specengine.errors import InputError
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeLM, NativeTarget, RowBatch
 from specengine.request.templates import filled
 from specengine.train.text.corpus import Corpus, States, Text
 from specengine.train.text.options import SynthesisOptions
-
-if TYPE_CHECKING:
-    from specengine.models.native import NativeLM, RowBatch
 
 # Temperatures of the rows of a batch, in turn. A draft meets greedy answers most; the others add variety.
 ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
@@ -35,7 +34,7 @@ MIN_P = 0.02  # tokens below this share of the best token's probability are not 
 TURN_ROOM = 0.3  # share of the length: with less room, a conversation ends with its answer
 QUESTION_LIMIT = 0.5  # share of the length at which a user's turn is ended
 TOP = 32  # tokens whose chances are kept
-PIECE = 64  # tokens of a prompt that a text runs at a time beside others
+PIECE = 64  # tokens of a prompt that a text runs at a time
 BLOCK = 128  # tokens
 MAY_GROW = ("tokens", "gib")  # options of a folder that a later call may change
 BASE_LEAD = 8  # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
@@ -88,26 +87,37 @@ def as_turns(turns: Sequence[str], form: ChatFormat, tokenizer: Any) -> list[lis
 
 
 class Writer(ABC):
-    """Writes conversations of a format, up to `options.length` tokens long, in shards of `options.rows`."""
+    """Writes conversations of a format, up to `options.length` tokens long, in shards of `options.rows`.
+
+    features: the hidden states that are kept; none: no states are
+    """
 
     def __init__(
-        self, form: ChatFormat, options: SynthesisOptions, tokenizer: Any, vocab_size: int, device: torch.device
+        self,
+        target: HuggingFaceTarget | NativeTarget,
+        form: ChatFormat,
+        options: SynthesisOptions,
+        tokenizer: Any,
+        features: tuple[int, ...] = (),
     ) -> None:
-        self.form, self.options = form, options
+        self.target: Any = target
+        self.form, self.options, self.features = form, options, features
         special = set(tokenizer.all_special_ids) | form.stops
-        self._ordinary = [i for i in range(min(vocab_size, len(tokenizer))) if i not in special]
-        self._no_words = torch.ones(vocab_size, dtype=torch.bool, device=device)  # also rows without a token
+        self._ordinary = [i for i in range(min(target.vocab_size, len(tokenizer))) if i not in special]
+        self._no_words = torch.ones(target.vocab_size, dtype=torch.bool, device=target.device)  # also unnamed rows
         self._no_words[self._ordinary] = False
 
     def write(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         """Return the texts of a shard that have an answer. prompts: users' turns of conversations to mix in."""
-        return [text for text in self._texts(shard, prompts) if text.answers.any()]
+        generator = torch.Generator(self._no_words.device).manual_seed(self.options.seed * 1_000_003 + shard)
+        rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
+        with torch.inference_mode():
+            self._fill(rows, generator)
+        return [row.text() for row in rows if any(row.answers)]
 
     @abstractmethod
-    def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]: ...
-
-    def seed(self, shard: int) -> int:
-        return self.options.seed * 1_000_003 + shard
+    def _fill(self, rows: list[Row], generator: torch.Generator) -> None:
+        """Write the conversations of a shard to their ends."""
 
     def draw(self, logits: Tensor, rows: list[Row], generator: torch.Generator) -> list[int]:
         """Return each row's next token at its temperature. logits: [rows, vocabulary]; those of users are changed."""
@@ -152,6 +162,7 @@ class Row:
         self.done = False
         self.tokens: list[int] = []
         self.answers: list[bool] = []
+        self.states: States | None = None  # at the tokens
 
     @property
     def leads(self) -> bool:
@@ -167,8 +178,8 @@ class Row:
         """Append the next forced token and return it."""
         return self._keep(self.forced.popleft(), answer=False)
 
-    def advance(self, drawn: int, remaining: int) -> int:
-        """Append the next token, a forced one or `drawn`, and return it. remaining: positions left in the row."""
+    def advance(self, drawn: int) -> int:
+        """Append the next token, a forced one or `drawn`, and return it."""
         if self.done:
             return drawn
         if self.forced:
@@ -177,7 +188,7 @@ class Row:
             return self._ask(drawn)
         self.words += 1
         if drawn in self.form.stops:
-            self._end_answer(drawn, remaining)
+            self._end_answer(drawn)
         return self._keep(drawn, answer=True)
 
     def _ask(self, drawn: int) -> int:
@@ -188,13 +199,13 @@ class Row:
         self.words += 1
         return self._keep(drawn, answer=False)
 
-    def _end_answer(self, drawn: int, remaining: int) -> None:
+    def _end_answer(self, drawn: int) -> None:
         rest = self.form.to_user[1:] if self.form.to_user[:1] == [drawn] else self.form.to_user
         self.words = 0
         if self.turns:
             turn = self.turns.popleft()
             self.forced.extend(turn[len(self.form.to_user) - len(rest) :])
-        elif self.form.chat and not self.prompted and remaining > TURN_ROOM * self.length:
+        elif self.form.chat and not self.prompted and self.length - len(self.tokens) > TURN_ROOM * self.length:
             self.forced.extend(rest)
             self.asks = True
         else:
@@ -206,14 +217,13 @@ class Row:
         return token
 
     def text(self) -> Text:
-        return Text(
-            torch.tensor(self.tokens, dtype=torch.int32, device="cpu"),
-            torch.tensor(self.answers, dtype=torch.bool, device="cpu"),
-        )
+        tokens = torch.tensor(self.tokens, dtype=torch.int32, device="cpu")
+        answers = torch.tensor(self.answers, dtype=torch.bool, device="cpu")
+        return Text(tokens, answers, self.states).begin(len(tokens))
 
 
 def write_corpus(  # noqa: PLR0913
-    source: PreTrainedModel | NativeLM,
+    target: HuggingFaceTarget | NativeTarget,
     tokenizer: Any,
     folder: Path,
     options: SynthesisOptions,
@@ -226,7 +236,7 @@ def write_corpus(  # noqa: PLR0913
 ) -> Corpus:
     """Let a model write training text into `folder` until it has `options.tokens` tokens.
 
-    source: writes all conversations of a shard at once; the native forward also gives the states of what it writes.
+    target: writes all conversations of a shard at once; the native forward also gives the states of what it writes.
     prompts: users' turns of conversations to mix in.
     features: hidden states that are kept for training, numbered as in transformers, of the native forward.
     seconds: of writing, over all calls, after which no shard is begun.
@@ -234,21 +244,18 @@ def write_corpus(  # noqa: PLR0913
     After an interruption, the same call resumes after the last complete shard and ends with the same text. Raise
     InputError if `folder` was begun with other settings, and if `options.gib` is too little for a shard's states.
     """
-    form = ChatFormat.of(tokenizer, stop_tokens(source, tokenizer))
+    form = ChatFormat.of(tokenizer, stop_tokens(target, tokenizer))
     turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
     if prompts and not turn_ids:
         raise InputError(f"prompts: each is longer than the length of {options.length} tokens")
     if not form.chat and len(form.before) + 1 >= options.length:
         raise InputError(f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens")
-    manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids)}
-    writer: Writer
+    manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids), "vocab_size": target.vocab_size}
+    writer: Writer = Lockstep(target, form, options, tokenizer)
     most = options.tokens
-    if isinstance(source, PreTrainedModel):
-        writer = Lockstep(source, form, options, tokenizer)
-        manifest["vocab_size"] = source.get_input_embeddings().weight.shape[0]
-    else:
-        writer = Lanes(source, form, options, tokenizer, features if options.gib else ())
-        manifest |= {"vocab_size": source.vocab_size, "writer": source.numerics, "features": list(writer.features)}
+    if isinstance(target, NativeTarget):
+        writer = Lanes(target, form, options, tokenizer, features if options.gib else ())
+        manifest |= {"writer": target.lm.numerics, "features": list(writer.features)}
         if writer.features:
             most = min(most, _most_tokens(options, writer.token_bytes))
     settings = {field: value for field, value in asdict(options).items() if field not in MAY_GROW}
@@ -264,8 +271,8 @@ def write_corpus(  # noqa: PLR0913
         have += sum(len(text.tokens) for text in corpus.read(number))
         spent += corpus.seconds(number)
         share = min(1.0, max(have / most, spent / seconds))
-        left = spent * (1 / share - 1)
-        progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {left / 60:.0f} min left")
+        remaining = spent * (1 / share - 1)
+        progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {remaining / 60:.0f} min left")
         number += 1
     return corpus
 
@@ -293,9 +300,9 @@ def _written(writer: Writer, number: int, turns: Any, have: int, progress: Calla
         raise
 
 
-def stop_tokens(source: PreTrainedModel | NativeLM, tokenizer: Any) -> frozenset[int]:
+def stop_tokens(target: HuggingFaceTarget | NativeTarget, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a sequence, from the model's generation config and the tokenizer."""
-    config = source.generation_config if isinstance(source, PreTrainedModel) else source.source.generation_config
+    config = target.generation_config
     ends = config.eos_token_id if config else None
     ids = [ends] if isinstance(ends, int) else list(ends or [])
     if tokenizer.eos_token_id is not None:
@@ -309,30 +316,21 @@ def stop_tokens(source: PreTrainedModel | NativeLM, tokenizer: Any) -> frozenset
 class Lockstep(Writer):
     """Writes a batch of conversations in lockstep. All rows are at the same position, so nothing is padded."""
 
-    def __init__(self, model: PreTrainedModel, form: ChatFormat, options: SynthesisOptions, tokenizer: Any) -> None:
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        super().__init__(form, options, tokenizer, vocabulary, model.device)
-        self.model = model.eval()
-
-    @torch.inference_mode()
-    def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
-        options, device = self.options, self.model.device
-        generator = torch.Generator(device).manual_seed(self.seed(shard))
-        rows = [self.row(number, shard, prompts, generator) for number in range(options.rows)]
+    def _fill(self, rows: list[Row], generator: torch.Generator) -> None:
+        model, device = self.target.lm.model.eval(), self.target.device
         lead = min(len(row.forced) for row in rows)
         inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64)
-        cache = DynamicCache(config=self.model.config)
-        for position in range(lead, options.length):
-            logits = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        cache = DynamicCache(config=model.config)
+        for _ in range(lead, self.options.length):
+            logits = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             drawn = self.draw(logits, rows, generator)
             inputs = torch.tensor(
-                [[row.advance(token, options.length - position)] for row, token in zip(rows, drawn, strict=True)],
+                [[row.advance(token)] for row, token in zip(rows, drawn, strict=True)],
                 device=device,
                 dtype=torch.int64,
             )
             if all(row.done for row in rows):
                 break
-        return [row.text() for row in rows]
 
 
 def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
@@ -366,48 +364,30 @@ class Lanes(Writer):
     """Writes the conversations of a shard at the same time on the native forward, each with a cache of its own.
 
     The same forwards give what a draft learns from, as it will be when the target serves. A text's tokens and states do
-    not depend on the texts beside it.
-
-    features: the hidden states that are kept; none: no states are
+    not depend on the other texts.
     """
-
-    def __init__(
-        self,
-        lm: NativeLM,
-        form: ChatFormat,
-        options: SynthesisOptions,
-        tokenizer: Any,
-        features: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(form, options, tokenizer, lm.vocab_size, lm.device)
-        self.lm, self.features = lm, features
 
     @property
     def token_bytes(self) -> int:
         """Return the bytes that the states of a token take on disk."""
-        count = min(TOP, self.lm.vocab_size)
-        return 2 * len(self.features) * self.lm.shape.hidden + 6 * count if self.features else 0
+        lm = self.target.lm
+        return 2 * len(self.features) * lm.shape.hidden + 6 * min(TOP, lm.vocab_size)
 
-    @torch.inference_mode()
-    def _texts(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
-        generator = torch.Generator().manual_seed(self.seed(shard))
-        rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
-        lanes = [_Lane(row, self.lm, self.features) for row in rows]
-        under_way = lanes
-        with self.lm.running():
-            while under_way := [lane for lane in under_way if lane.goes_on]:
-                self._step(under_way, generator)
-        return [lane.text() for lane in lanes]
+    def _fill(self, rows: list[Row], generator: torch.Generator) -> None:
+        lanes = [_Lane(row, self.target.lm, self.features) for row in rows]
+        with self.target.running():
+            while lanes := [lane for lane in lanes if lane.goes_on]:
+                self._step(lanes, generator)
 
     def _step(self, lanes: list[_Lane], generator: torch.Generator) -> None:
         """Run the next tokens of each lane, and draw one for those that have run all."""
         batch = [lane.ask() for lane in lanes]
         drawing = [lane for lane, rows in zip(lanes, batch, strict=True) if lane.draws_after(rows)]
-        logits = torch.empty(len(drawing), self.lm.vocab_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(len(drawing), self.target.vocab_size, dtype=torch.float32, device="cpu")
         waiting = iter(logits.split(1))
         for lane, rows in zip(lanes, batch, strict=True):
             rows.logits = next(waiting) if lane.draws_after(rows) else None
-        self.lm.run_lanes(batch)
+        self.target.lm.run_lanes(batch)
         for lane, rows in zip(lanes, batch, strict=True):
             lane.keep(rows)
         if self.features:
@@ -418,7 +398,7 @@ class Lanes(Writer):
                 lane.label(tokens, chances)
         drawn = self.draw(logits, [lane.row for lane in drawing], generator)
         for lane, token in zip(drawing, drawn, strict=True):
-            lane.row.advance(token, self.options.length - len(lane.row.tokens))
+            lane.row.advance(token)
 
 
 class _Lane:
@@ -434,6 +414,7 @@ class _Lane:
             torch.zeros(row.length, count, dtype=torch.int32, device="cpu"),
             torch.zeros(row.length, count, dtype=torch.bfloat16, device="cpu"),
         )
+        row.states = self._states if features else None
 
     @property
     def _is_open(self) -> bool:
@@ -466,7 +447,3 @@ class _Lane:
         if not self.row.asks:
             self._states.ids[self._cache.length - 1] = tokens
             self._states.logs[self._cache.length - 1] = logs
-
-    def text(self) -> Text:
-        text = self.row.text()
-        return text._replace(states=self._states).begin(len(text.tokens)) if self._features else text
