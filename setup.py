@@ -47,7 +47,11 @@ WINDOWS = sys.platform == "win32"
 
 # the sanitizers see more at -O1, and what they find ends the process; what torch and Python are made of has no types
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
-WATCHED = [*SANITIZERS, "-fno-omit-frame-pointer", "-g", "-O1"] if os.environ.get("SPECENGINE_SANITIZE") == "1" else []
+WATCHED = (
+    [*SANITIZERS, "-fno-omit-frame-pointer", "-g", "-O1"]
+    if os.environ.get("SPECENGINE_SANITIZE") == "1"
+    else []
+)
 
 
 def cpu_is_wanted() -> bool:
@@ -79,7 +83,9 @@ def free_memory() -> int:
     """Return the bytes of memory that new processes may take, as Linux tells; of other systems, all there is."""
     limits = [int(line) - int(used) for line, used in cgroup_memory()]
     try:
-        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        available = re.search(
+            r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
+        )
     except OSError:
         available = None
     if available is not None:
@@ -93,7 +99,10 @@ def cgroup_memory() -> list[tuple[str, str]]:
     """Return the limit on this container's memory and what is used of it, in bytes as text; empty without a limit."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         try:
             texts = Path(limit).read_text().strip(), Path(used).read_text().strip()
@@ -110,7 +119,9 @@ def compile_at_once(compiler: Any, most: int) -> None:
     def compile_all(sources: list[str], **options: Any) -> list[str]:
         with ThreadPool(most) as pool:
             return [
-                file for files in pool.map(lambda source: one_by_one([source], **options), sources, 1) for file in files
+                file
+                for files in pool.map(lambda source: one_by_one([source], **options), sources, 1)
+                for file in files
             ]
 
     compiler.compile = compile_all
@@ -126,7 +137,9 @@ def list_formats(folder: str, csrc: str = "csrc") -> None:
         names = sorted(path.stem for path in Path(csrc, "cpu", kind).glob("*.inl"))
         each = " ".join(f"each({name})" for name in names)
         headers["formats.hpp"] += f"#define CPU_{kind.upper()}(each) {each}\n"
-        headers[f"{kind}.inl"] = "\n".join(f'#include "cpu/{kind}/{name}.inl"' for name in names) + "\n"
+        headers[f"{kind}.inl"] = (
+            "\n".join(f'#include "cpu/{kind}/{name}.inl"' for name in names) + "\n"
+        )
     Path(folder, "cpu").mkdir(parents=True, exist_ok=True)
     for header, text in headers.items():
         Path(folder, "cpu", header).write_text(text)
@@ -138,7 +151,10 @@ class OptionalBuildExt(build_ext):
     def build_extensions(self):
         most = 1 if WINDOWS else jobs()
         files = sum(len(extension.sources) for extension in self.extensions)
-        print(f"specengine: compiling {files} files, {most} at a time, about 10 s of a processor each", flush=True)
+        print(
+            f"specengine: compiling {files} files, {most} at a time, about 10 s of a processor each",
+            flush=True,
+        )
         if most > 1:
             compile_at_once(self.compiler, most)
         super().build_extensions()
@@ -189,16 +205,24 @@ def pybind11_of_torch() -> str | None:
     """Return the folder of the pybind11 headers that torch's wheels bring; None where there are none."""
     found = find_spec("torch")
     folder = Path(found.origin).parent / "include" if found is not None and found.origin else None
-    return str(folder) if folder is not None and (folder / "pybind11" / "pybind11.h").is_file() else None
+    return (
+        str(folder)
+        if folder is not None and (folder / "pybind11" / "pybind11.h").is_file()
+        else None
+    )
 
 
 def with_headers(folder: str) -> Any:
     """Return the maker of an extension as pybind11's, with the headers in this folder."""
 
-    def make(name: str, sources: list[str], *, include_dirs: list[str], cxx_std: int, **options: Any) -> Extension:
+    def make(
+        name: str, sources: list[str], *, include_dirs: list[str], cxx_std: int, **options: Any
+    ) -> Extension:
         flags = [f"-std=c++{cxx_std}", "-fvisibility=hidden", *options.pop("extra_compile_args")]
         include = [*include_dirs, folder]
-        return Extension(name, sources, include_dirs=include, extra_compile_args=flags, language="c++", **options)
+        return Extension(
+            name, sources, include_dirs=include, extra_compile_args=flags, language="c++", **options
+        )
 
     return make
 
@@ -242,7 +266,11 @@ if __name__ == "__main__":
     setup(
         long_description=for_an_index(Path("README.md").read_text(encoding="utf-8")),
         long_description_content_type="text/markdown",
-        packages=[*find_packages(include=["specengine", "specengine.*"]), "specengine_kernels", "specengine_csrc"],
+        packages=[
+            *find_packages(include=["specengine", "specengine.*"]),
+            "specengine_kernels",
+            "specengine_csrc",
+        ],
         # kernels/ has no __init__.py: with one it would hide Hugging Face's `kernels` wherever the root is on the path
         package_dir={"specengine_kernels": "kernels", "specengine_csrc": "csrc"},
         package_data={
@@ -258,7 +286,9 @@ if __name__ == "__main__":
             "specengine_kernels": ["README.md"],
             "specengine_csrc": ["best_first.cu", "worth.cu", "spec/*.hpp"],
         },
-        exclude_package_data={"specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]},
+        exclude_package_data={
+            "specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]
+        },
         ext_modules=extensions(),
         cmdclass={"build_ext": OptionalBuildExt},
     )

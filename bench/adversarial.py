@@ -34,8 +34,12 @@ def cases(vocabulary: int) -> dict[str, tuple[Any, dict[str, Any]]]:
     def noise(length: int) -> list[int]:
         return [draw.randrange(vocabulary) for _ in range(length)]
 
-    found: dict[str, tuple[Any, dict[str, Any]]] = {f"random tokens {i}": (noise(40), {}) for i in range(4)}
-    found |= {f"random tokens, temperature 2, {i}": (noise(40), {"temperature": 2.0}) for i in range(3)}
+    found: dict[str, tuple[Any, dict[str, Any]]] = {
+        f"random tokens {i}": (noise(40), {}) for i in range(4)
+    }
+    found |= {
+        f"random tokens, temperature 2, {i}": (noise(40), {"temperature": 2.0}) for i in range(3)
+    }
     story = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
     found |= {f"temperature 2, {i}": (story, {"temperature": 2.0}) for i in range(3)}
     found |= {name: (text, {}) for name, text in LANGUAGES.items()}
@@ -64,9 +68,20 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(
-    ours: Engine, plain: Engine, name: str, prompt: Any, options: dict[str, Any], args: argparse.Namespace
+    ours: Engine,
+    plain: Engine,
+    name: str,
+    prompt: Any,
+    options: dict[str, Any],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    settings = {"temperature": 0.0, **options, "max_new_tokens": args.max_new_tokens, "eos_token_id": [], "seed": 0}
+    settings = {
+        "temperature": 0.0,
+        **options,
+        "max_new_tokens": args.max_new_tokens,
+        "eos_token_id": [],
+        "seed": 0,
+    }
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     results = {}
     for number in range(args.rounds):
@@ -78,7 +93,9 @@ def _measure(
     return {
         "record": "row",
         "case": name,
-        "over_plain": round(statistics.median(times["plain"]) / statistics.median(times["ours"]), 3),
+        "over_plain": round(
+            statistics.median(times["plain"]) / statistics.median(times["ours"]), 3
+        ),
         "rounds": [round(b / a, 3) for a, b in zip(times["ours"], times["plain"], strict=True)],
         "tau": round(stats.mean_acceptance_length, 3),
         "plain_steps": stats.num_plain_steps,

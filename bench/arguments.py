@@ -13,7 +13,10 @@ from specengine.cli.parser import flag
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "default: the embedded model"},
     "draft": {"help": "default: the model's best"},
-    "prompts": {"type": Path, "help": "folder of .jsonl prompt sets; default: a few built-in prompts"},
+    "prompts": {
+        "type": Path,
+        "help": "folder of .jsonl prompt sets; default: a few built-in prompts",
+    },
     "per_set": {"type": int, "default": 5, "help": "prompts of each set"},
     "max_new_tokens": {"type": int, "default": 128, "help": "tokens of an answer"},
     "rounds": {"type": int, "default": 3},

@@ -37,8 +37,12 @@ class Watched(Auto):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hits, self.tries = torch.zeros(2, 2 * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64).unbind()
-        self.seen: list[tuple[int, float, float, bool]] = []  # cell, stated, counted chance, whether it was accepted
+        self.hits, self.tries = torch.zeros(
+            2, 2 * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64
+        ).unbind()
+        self.seen: list[
+            tuple[int, float, float, bool]
+        ] = []  # cell, stated, counted chance, whether it was accepted
         self._random = random.Random(0)
 
     def _first(self, tree: TokenTree, state: Any) -> Nodes:
@@ -61,31 +65,54 @@ class Watched(Auto):
                 for knot, weight in ((low, 1 - (at - low)), (low + 1, at - low)):
                     self.tries[cell, knot] += weight
                     self.hits[cell, knot] += weight * hit
-                self.seen.append((cell, float(stated.exp()), float(tree.log_probs[node].exp()), hit))
+                self.seen.append(
+                    (cell, float(stated.exp()), float(tree.log_probs[node].exp()), hit)
+                )
         super().learn(outcome)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=Path, help="JSON list of prompts; default: a few built-in prompts")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSON list of prompts; default: a few built-in prompts"
+    )
     add_arguments(parser, "max_new_tokens", "out")
-    parser.add_argument("--prior", type=Path, help="write the counts as the initial counts of new engines")
+    parser.add_argument(
+        "--prior", type=Path, help="write the counts as the initial counts of new engines"
+    )
     args = parser.parse_args()
-    prompts = json.loads(args.prompts.read_text()) if args.prompts else [w.text for w in workloads.read(None, 99)]
+    prompts = (
+        json.loads(args.prompts.read_text())
+        if args.prompts
+        else [w.text for w in workloads.read(None, 99)]
+    )
     policy = Watched()
     engine = Engine.from_pretrained(policy=policy)
     for number, prompt in enumerate(prompts):
         for temperature in (0.0, 1.0):
-            engine.generate(prompt, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=number)
+            engine.generate(
+                prompt, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=number
+            )
         if number % 10 == 9:
-            print(f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes", flush=True)
-    records = [{"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)]
+            print(
+                f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes", flush=True
+            )
+    records = [
+        {"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)
+    ]
     provenance.show(records, args.out)
     if args.prior:
         counts = policy._state[torch.device("cpu")].counts
-        found = {"table": smoothed(policy.hits, policy.tries).float(), "profile": counts.profile.clone()}
+        found = {
+            "table": smoothed(policy.hits, policy.tries).float(),
+            "profile": counts.profile.clone(),
+        }
         with atomic(args.prior) as part:
-            save_file(found, part, metadata={"outcomes": str(len(policy.seen)), "prompts": str(len(prompts))})
+            save_file(
+                found,
+                part,
+                metadata={"outcomes": str(len(policy.seen)), "prompts": str(len(prompts))},
+            )
 
 
 def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, Any]]:
@@ -93,7 +120,11 @@ def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, An
     rows = []
     for group, name in enumerate(("greedy", "temperature 1")):
         for source in range(SOURCES):
-            own = [(stated, counted, hit) for cell, stated, counted, hit in seen if _kind(cell) == (group, source)]
+            own = [
+                (stated, counted, hit)
+                for cell, stated, counted, hit in seen
+                if _kind(cell) == (group, source)
+            ]
             if not own:
                 continue
             label = KINDS[source % 4] + (", without a pass" if source >= 4 else "")

@@ -37,14 +37,20 @@ _ORDER = (
     "and 1 tea pot at 19.99. Express delivery, I pay by card."
 )
 _TICKET = (
-    "Classify this ticket.\n\nSince the update this morning nobody in our office can log in any more. It is urgent!"
+    "Classify this ticket.\n\nSince the update this morning nobody in our office can log in any more. "
+    "It is urgent!"
 )
 _TEXT = {"type": "string", "maxLength": 40}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
     names = list(properties)
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": names,
+        "additionalProperties": False,
+    }
 
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,17 +80,34 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "minItems": 2,
                 "maxItems": 2,
             },
-            delivery=_object(method={"enum": ["standard", "express"]}, payment={"enum": ["card", "invoice"]}),
+            delivery=_object(
+                method={"enum": ["standard", "express"]}, payment={"enum": ["card", "invoice"]}
+            ),
         ),
     ),
     "enums": (
         _TICKET,
         _object(
-            category={"enum": ["authentication_failure", "billing_question", "feature_request", "performance_problem"]},
+            category={
+                "enum": [
+                    "authentication_failure",
+                    "billing_question",
+                    "feature_request",
+                    "performance_problem",
+                ]
+            },
             severity={"enum": ["critical_outage", "major_degradation", "minor_inconvenience"]},
-            affected_component={"enum": ["login_service", "payment_service", "reporting_service", "user_interface"]},
+            affected_component={
+                "enum": ["login_service", "payment_service", "reporting_service", "user_interface"]
+            },
             customer_sentiment={"enum": ["frustrated", "neutral", "satisfied"]},
-            recommended_action={"enum": ["escalate_to_engineering", "reply_with_instructions", "close_without_action"]},
+            recommended_action={
+                "enum": [
+                    "escalate_to_engineering",
+                    "reply_with_instructions",
+                    "close_without_action",
+                ]
+            },
             requires_human_review={"type": "boolean"},
         ),
     ),
@@ -149,7 +172,10 @@ def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]
 
 def _decoder(kind: type[EngineDecoder], engines: Engines, options: dict[str, Any]) -> EngineDecoder:
     policy: Any = engines.first.policy  # with its options, such as given costs
-    return kind(engines.make(policies.make("auto") if policy is None else dataclasses.replace(policy)), options)
+    return kind(
+        engines.make(policies.make("auto") if policy is None else dataclasses.replace(policy)),
+        options,
+    )
 
 
 def main(load: Callable[[], Engine] = Engine.from_pretrained) -> None:

@@ -45,12 +45,18 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     items = workloads.read(args.prompts, args.per_set)
     first = Engine.from_pretrained(args.model, args.draft)
-    asked = [(PLAIN, False), *((name, knows) for name in args.policy or POLICIES for knows in (True, False))]
+    asked = [
+        (PLAIN, False),
+        *((name, knows) for name in args.policy or POLICIES for knows in (True, False)),
+    ]
     for sampling, options in SAMPLINGS.items():
         ways = {_name(*one): one for one in asked}
         run = Run(
             Comparison.plain(first),
-            [Way(name, partial(_decoder, first, *one, options | {"seed": args.seed})) for name, one in ways.items()],
+            [
+                Way(name, partial(_decoder, first, *one, options | {"seed": args.seed}))
+                for name, one in ways.items()
+            ],
             options | {"seed": args.seed},
             length=args.max_new_tokens,
             say=lambda line: print(line, file=sys.stderr, flush=True),

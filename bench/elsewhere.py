@@ -52,16 +52,25 @@ def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for item, theirs, ours in zip(items, found["answers"], answers, strict=True):
             agreed = _agreed(theirs, ours)
             counts = {"tokens": len(theirs), "agreed": agreed}
-            yield {"record": "answer", "engine": engine, "prompt": f"{item.set}/{item.id}", **counts}
+            yield {
+                "record": "answer",
+                "engine": engine,
+                "prompt": f"{item.set}/{item.id}",
+                **counts,
+            }
         there = found["drafts"], found["accepted"]
         yield _acceptance(engine, there)
         yield from _differences(engine, there, here)
 
 
-def _ours(args: argparse.Namespace, texts: list[str]) -> tuple[list[list[int]], list[list[int]], Totals]:
+def _ours(
+    args: argparse.Namespace, texts: list[str]
+) -> tuple[list[list[int]], list[list[int]], Totals]:
     """Return answers and prompts as token ids, and accepted tokens by position of the chain."""
     chain = {"length": args.tokens}
-    engine = Engine.from_pretrained(None, None, "chain", policy_options=chain, dtype=args.dtype, lookup=False)
+    engine = Engine.from_pretrained(
+        None, None, "chain", policy_options=chain, dtype=args.dtype, lookup=False
+    )
     answers, asked, drafts, accepted = [], [], 0, [0] * args.tokens
     for text in texts:
         answer = engine.stream(text, max_new_tokens=args.max_new_tokens, temperature=0.0)
@@ -87,23 +96,38 @@ def _in_vllm(args: argparse.Namespace, name: str, asked: list[list[int]]) -> dic
             model = checkpoints.embedded.path()
             config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": args.tokens}
         most = max(map(len, asked)) + args.max_new_tokens + args.tokens + 1
-        settings = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens, "max_model_len": most}
+        settings = {
+            "dtype": args.dtype,
+            "max_new_tokens": args.max_new_tokens,
+            "max_model_len": most,
+        }
         question.write_text(
-            json.dumps({"model": str(model), "speculative_config": config, "prompts": asked} | settings)
+            json.dumps(
+                {"model": str(model), "speculative_config": config, "prompts": asked} | settings
+            )
         )
-        subprocess.run([os.environ["VLLM_PYTHON"], SCRIPT, question, reply], stdout=sys.stderr, check=True)
+        subprocess.run(
+            [os.environ["VLLM_PYTHON"], SCRIPT, question, reply], stdout=sys.stderr, check=True
+        )
         found: dict[str, Any] = json.loads(reply.read_text())
         return found
 
 
 def _agreed(theirs: list[int], ours: list[int]) -> int:
     """Return the number of tokens before the first difference."""
-    return next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len(set(pair)) > 1), len(theirs))
+    return next(
+        (i for i, pair in enumerate(zip(theirs, ours, strict=False)) if len(set(pair)) > 1),
+        len(theirs),
+    )
 
 
 def _acceptance(engine: str, totals: Totals) -> dict[str, Any]:
     drafts, accepted = totals
-    counts = {"drafts": drafts, "accepted": accepted, "rates": [round(count / drafts, 4) for count in accepted]}
+    counts = {
+        "drafts": drafts,
+        "accepted": accepted,
+        "rates": [round(count / drafts, 4) for count in accepted],
+    }
     length = round(1 + sum(accepted) / drafts, 3)
     return {"record": "acceptance", "engine": engine, **counts, "mean_acceptance_length": length}
 
@@ -115,7 +139,13 @@ def _differences(engine: str, there: Totals, here: Totals) -> Iterator[dict[str,
         error = math.sqrt(left * (1 - left) / there[0] + right * (1 - right) / here[0])
         bounds = [round(left - right + side * CERTAIN * error, 4) for side in (-1, 1)]
         found = {"difference": round(left - right, 4), "interval": bounds}
-        yield {"record": "difference", "engine": engine, "against": "specengine", "position": position, **found}
+        yield {
+            "record": "difference",
+            "engine": engine,
+            "against": "specengine",
+            "position": position,
+            **found,
+        }
 
 
 if __name__ == "__main__":

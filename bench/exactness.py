@@ -27,7 +27,15 @@ from specengine.benchmark.choice import Comparison
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Log, Record
 from specengine.benchmark.summaries import VERDICTS
-from specengine.benchmark.ways import GENERATE, PLAIN, EngineDecoder, Way, baseline, parse, without_memory
+from specengine.benchmark.ways import (
+    GENERATE,
+    PLAIN,
+    EngineDecoder,
+    Way,
+    baseline,
+    parse,
+    without_memory,
+)
 from specengine.benchmark.workloads import Workload, digest
 from specengine.options import LoadOptions
 
@@ -48,13 +56,22 @@ def main() -> int:
         out=Path("exactness.jsonl"),
     )
     parser.add_argument(
-        "--seeds", nargs="*", default=["greedy", "0", "1", "2"], help="greedy, and seeds to sample with"
+        "--seeds",
+        nargs="*",
+        default=["greedy", "0", "1", "2"],
+        help="greedy, and seeds to sample with",
     )
-    parser.add_argument("--draft-layers", type=int, default=2, help="first layers of the target used as small_model")
+    parser.add_argument(
+        "--draft-layers", type=int, default=2, help="first layers of the target used as small_model"
+    )
     args = parser.parse_args()
     items = workloads.read(args.prompts, args.per_set)
     named = ("model", "dtype", "device", "max_new_tokens", "seeds", "draft_layers")
-    settings = {"record": "settings", **{name: getattr(args, name) for name in named}, "of_prompts": digest(items)}
+    settings = {
+        "record": "settings",
+        **{name: getattr(args, name) for name in named},
+        "of_prompts": digest(items),
+    }
     growing = args.out.with_suffix(provenance.ROWS)
     log = Log(growing, provenance.provenance(), settings)
     for record in _records(args, items, list(log.records)):
@@ -66,18 +83,28 @@ def main() -> int:
     return int(summary["verdicts"]["mismatch"] > 0)
 
 
-def _records(args: argparse.Namespace, items: list[Workload], done: list[Record]) -> Iterator[Record]:
+def _records(
+    args: argparse.Namespace, items: list[Workload], done: list[Record]
+) -> Iterator[Record]:
     model = AutoModelForCausalLM.from_pretrained(
         models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
     )
     model = model.to(args.device)
     drafts = {"ngram": "ngram", "small_model": first_layers(model, args.draft_layers)}
-    engines = {name: Engine.from_pretrained(model, draft, "chain") for name, draft in drafts.items()}
+    engines = {
+        name: Engine.from_pretrained(model, draft, "chain") for name, draft in drafts.items()
+    }
     plain = Comparison.plain(engines["ngram"])
     for seed in (None if seed == "greedy" else int(seed) for seed in args.seeds):
-        options: dict[str, Any] = {"temperature": 0.0} if seed is None else SAMPLING | {"seed": seed}
+        options: dict[str, Any] = (
+            {"temperature": 0.0} if seed is None else SAMPLING | {"seed": seed}
+        )
         ways = [Way(PLAIN, lambda options=options: EngineDecoder(plain, options))]  # type: ignore[misc]
-        ways += [_way(engine, f"{name}:{policy}", options) for name, engine in engines.items() for policy in POLICIES]
+        ways += [
+            _way(engine, f"{name}:{policy}", options)
+            for name, engine in engines.items()
+            for policy in POLICIES
+        ]
         if seed is None:
             ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
             ways.append(baseline(GENERATE, plain, options, ends, "", LoadOptions()))
@@ -91,7 +118,9 @@ def _way(engine: Engine, name: str, options: dict[str, Any]) -> Way:
         policy, own = parse(name.partition(":")[2])
         assert engine.drafter is not None
         drafter = without_memory(engine.drafter)
-        return EngineDecoder(Engine(engine.target, drafter, policies.make(policy, **own), engine.tokenizer), options)
+        return EngineDecoder(
+            Engine(engine.target, drafter, policies.make(policy, **own), engine.tokenizer), options
+        )
 
     return Way(name, start)
 

@@ -34,7 +34,9 @@ from specengine.records import Stats
 
 JUDGED = 3  # of a table's answers, the last ones
 COPIED = "Write a Python class for a bank account with deposit, withdraw and transfer."
-BUSY: dict[str, Points] = {  # tables that were kept on busy machines, of the default model, in passes of one row
+BUSY: dict[
+    str, Points
+] = {  # tables that were kept on busy machines, of the default model, in passes of one row
     "seen: 16 rows 10.8": {1: 1.0, 2: 1.15, 4: 1.44, 8: 3.63, 16: 10.8, 32: 13.1, 64: 20.0},
     "seen: 8 rows 2.24": {1: 1.0, 2: 1.6, 4: 2.21, 8: 2.24, 16: 4.0, 32: 8.0, 64: 16.0},
 }
@@ -45,13 +47,19 @@ Record = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser, "model", "draft", "prompts", "per_set", "out", max_new_tokens=200, rounds=1)
+    add_arguments(
+        parser, "model", "draft", "prompts", "per_set", "out", max_new_tokens=200, rounds=1
+    )
     parser.add_argument("part", choices=("tables", "calibrations", "plain"))
     parser.add_argument("--answers", type=int, default=8, help="per table")
     parser.add_argument("--table", action="append", help="only this one; may be repeated")
-    parser.add_argument("--calibrations", type=int, default=10, help="beside busy loops, and as many without")
+    parser.add_argument(
+        "--calibrations", type=int, default=10, help="beside busy loops, and as many without"
+    )
     parser.add_argument("--loops", type=int, default=2, help="busy loops that run at once")
-    parser.add_argument("--noise", type=int, default=6, help="prompts of noise, answered at temperature 2")
+    parser.add_argument(
+        "--noise", type=int, default=6, help="prompts of noise, answered at temperature 2"
+    )
     args = parser.parse_args()
     provenance.show(_records(args), args.out)
 
@@ -85,7 +93,9 @@ def _tables(engine: Engine, args: argparse.Namespace, folder: Path) -> Iterator[
                     "table": name,
                     "text": text,
                     "round": round_,
-                    "tokens_per_second": {way: [round(rate, 1) for rate in each] for way, each in rates.items()},
+                    "tokens_per_second": {
+                        way: [round(rate, 1) for rate in each] for way, each in rates.items()
+                    },
                     "last_over_true": round(last["first"] / last["true"], 3),
                 }
 
@@ -105,7 +115,9 @@ def first_tables(true: PassCosts) -> dict[str, PassCosts]:
     for seed in range(10):
         draw = random.Random(seed)
         costs = sorted(20 ** draw.random() for _ in range(6))
-        tables[f"rising {seed}"] = table({1: 1.0, **dict(zip((2, 4, 8, 16, 32, 64), costs, strict=True))})
+        tables[f"rising {seed}"] = table(
+            {1: 1.0, **dict(zip((2, 4, 8, 16, 32, 64), costs, strict=True))}
+        )
     return tables
 
 
@@ -118,15 +130,23 @@ def _texts(engine: Engine, args: argparse.Namespace) -> dict[str, list[tuple[Any
     return {
         "copies": [(copied, {"temperature": 0.0})] * args.answers,
         "greedy": [(prompt, {"temperature": 0.0}) for prompt in chat],
-        "sampled": [(prompt, {"temperature": 0.8, "seed": seed}) for seed, prompt in enumerate(chat)],
+        "sampled": [
+            (prompt, {"temperature": 0.8, "seed": seed}) for seed, prompt in enumerate(chat)
+        ],
     }
 
 
 def _race(
-    engine: Engine, costs: dict[str, PassCosts], asked: list[tuple[Any, dict[str, Any]]], args: argparse.Namespace
+    engine: Engine,
+    costs: dict[str, PassCosts],
+    asked: list[tuple[Any, dict[str, Any]]],
+    args: argparse.Namespace,
 ) -> dict[str, list[float]]:
     """Return tokens per second by first table, of answers that take turns."""
-    ways = {name: Engine(engine.target, engine.drafter, policies.make("auto"), engine.tokenizer) for name in costs}
+    ways = {
+        name: Engine(engine.target, engine.drafter, policies.make("auto"), engine.tokenizer)
+        for name in costs
+    }
     rates: dict[str, list[float]] = {name: [] for name in costs}
     for number, (prompt, options) in enumerate(asked):
         for name in rotated(list(ways), number):
@@ -149,8 +169,17 @@ def _calibrations(engine: Engine, args: argparse.Namespace, folder: Path) -> Ite
             shapes[busy].append(shape)
             if busy:
                 provisional.append(costs.doubt is not None)
-            told = {"shape": {str(n): round(cost, 3) for n, cost in shape.items()}, "load": round(costs.load, 3)}
-            yield {"record": "calibration", "number": number, "busy": busy, **told, "doubt": costs.doubt}
+            told = {
+                "shape": {str(n): round(cost, 3) for n, cost in shape.items()},
+                "load": round(costs.load, 3),
+            }
+            yield {
+                "record": "calibration",
+                "number": number,
+                "busy": busy,
+                **told,
+                "doubt": costs.doubt,
+            }
     quiet = {n: statistics.median(shape[n] for shape in shapes[False]) for n in SHAPE}
     near = [all(abs(shape[n] / quiet[n] - 1) <= 0.15 for n in SHAPE) for shape in shapes[True]]
     yield {
@@ -172,15 +201,21 @@ def _over_plain(engine: Engine, args: argparse.Namespace, folder: Path) -> Itera
         with _cache(cache), _loops(0 if name == "fresh" else args.loops):
             costs = _measured(engine)
         yield {"record": "costs", "cache": name, **costs.to_dict(), "doubt": costs.doubt}
-    ways = {name: Engine(engine.target, engine.drafter, policies.make("auto"), engine.tokenizer) for name in caches}
+    ways = {
+        name: Engine(engine.target, engine.drafter, policies.make("auto"), engine.tokenizer)
+        for name in caches
+    }
     ways["plain"] = Engine(engine.target, None, None, engine.tokenizer)
     draw = random.Random(0)
     size = engine.target.vocab_size
     noise = [[draw.randrange(size) for _ in range(NOISE_TOKENS)] for _ in range(args.noise)]
     asked: list[tuple[str, Any, dict[str, Any]]] = [
-        (item.set, item.turns[0], {"temperature": 0.0}) for item in workloads.read(args.prompts, args.per_set)
+        (item.set, item.turns[0], {"temperature": 0.0})
+        for item in workloads.read(args.prompts, args.per_set)
     ]
-    asked += [("noise", prompt, {"temperature": 2.0, "seed": seed}) for seed, prompt in enumerate(noise)]
+    asked += [
+        ("noise", prompt, {"temperature": 2.0, "seed": seed}) for seed, prompt in enumerate(noise)
+    ]
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number, (set_, prompt, options) in enumerate(asked):
         for round_ in range(args.rounds):

@@ -51,7 +51,9 @@ class Decoders:
     def __init__(self, args: argparse.Namespace) -> None:
         path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
         copies = [
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(args.device)
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(
+                args.device
+            )
             for _ in range(2 - args.ours)
         ]
         self._untouched, self._model = copies[0], copies[-1]
@@ -65,11 +67,15 @@ class Decoders:
     def ours(self, policy: str, driven: str = "") -> Way:
         """Return the method of a policy. driven: GRAPHS, STRICT, or eager."""
         name = f"{policy}, {driven}" if driven else policy
-        options: dict[str, Any] = {"graphs": True, "strict": True} if driven == STRICT else {"graphs": driven == GRAPHS}
+        options: dict[str, Any] = (
+            {"graphs": True, "strict": True} if driven == STRICT else {"graphs": driven == GRAPHS}
+        )
         against = f"{PLAIN}, {STRICT}" if driven == STRICT else PLAIN
 
         def make() -> EngineDecoder:
-            return EngineDecoder(self.plain if name == PLAIN else self._engine(policy, **options), GREEDY)
+            return EngineDecoder(
+                self.plain if name == PLAIN else self._engine(policy, **options), GREEDY
+            )
 
         return self._way(name, make, against=against)
 
@@ -86,30 +92,53 @@ class Decoders:
         if policy != PLAIN and not options.get("graphs"):
             options["lookup"] = False
         engine = Engine.from_pretrained(self._model, draft, policy, **options)
-        share_head(engine, [made.engine for made in self.made.values() if isinstance(made, EngineDecoder)])
+        share_head(
+            engine, [made.engine for made in self.made.values() if isinstance(made, EngineDecoder)]
+        )
         return engine
 
 
 def share_head(engine: Engine, others: list[Engine]) -> None:
     """Share one copy of the head's weights between all engines on a device. For an 8B model it has 0.75 GB."""
-    if not isinstance(engine.drafter, Eagle) or engine.target.device.type == "cpu":  # there weights are packed
+    if (
+        not isinstance(engine.drafter, Eagle) or engine.target.device.type == "cpu"
+    ):  # there weights are packed
         return
-    first = next((other.drafter for other in others if isinstance(other.drafter, Eagle)), engine.drafter)
+    first = next(
+        (other.drafter for other in others if isinstance(other.drafter, Eagle)), engine.drafter
+    )
     for head, known in zip(engine.drafter.weights, first.weights, strict=True):
         for own, shared in zip(head.parameters(), known.parameters(), strict=True):
             own.data = shared.data
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.graphs", description=__doc__.splitlines()[0])
-    add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "rounds", "dtype", "device", "out")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.graphs", description=__doc__.splitlines()[0]
+    )
+    add_arguments(
+        parser,
+        "model",
+        "draft",
+        "prompts",
+        "per_set",
+        "max_new_tokens",
+        "rounds",
+        "dtype",
+        "device",
+        "out",
+    )
     parser.add_argument(
         "--policy",
         action="append",
         help=f"repeatable; default: all on a CUDA device, elsewhere {', '.join(POLICIES)}",
     )
-    parser.add_argument("--strict", action="store_true", help="also run graphs with strict verification")
-    parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="repeatable: leave this way out")
+    parser.add_argument(
+        "--strict", action="store_true", help="also run graphs with strict verification"
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="WAY", help="repeatable: leave this way out"
+    )
     parser.add_argument("--ours", action="store_true", help="leave out transformers' own decoding")
     args = parser.parse_args(arguments)
     for policy in args.policy or ():
@@ -124,7 +153,14 @@ def _records(args: argparse.Namespace) -> Iterator[Record]:
     items = workloads.read(args.prompts, args.per_set)
     yield _settings(args, items)
     decoders = Decoders(args)
-    run = Run(decoders.plain, ways(args, decoders), GREEDY, length=args.max_new_tokens, rounds=args.rounds, say=_say)
+    run = Run(
+        decoders.plain,
+        ways(args, decoders),
+        GREEDY,
+        length=args.max_new_tokens,
+        rounds=args.rounds,
+        say=_say,
+    )
     measured = []
     for record in run.records(items):
         if record["record"] != "answer":
@@ -146,11 +182,15 @@ def ways(args: argparse.Namespace, decoders: Decoders) -> list[Way]:
         decoders.transformers("transformers, static cache", cache_implementation="static"),
     ]
     found = [decoders.ours(PLAIN), *([] if args.ours else theirs), decoders.ours(PLAIN, GRAPHS)]
-    found += [decoders.ours(policy, driven) for policy in _policies(args) for driven in ("", GRAPHS)]
+    found += [
+        decoders.ours(policy, driven) for policy in _policies(args) for driven in ("", GRAPHS)
+    ]
     found += [decoders.ours(policy, STRICT) for policy in (PLAIN, *_policies(args)) if args.strict]
     names = [way.name for way in found]
     if unknown := [name for name in args.skip if name not in names or name == PLAIN]:
-        raise InputError(f"skip: got {unknown[0]!r}, accepted {', '.join(name for name in names if name != PLAIN)}")
+        raise InputError(
+            f"skip: got {unknown[0]!r}, accepted {', '.join(name for name in names if name != PLAIN)}"
+        )
     return [way for way in found if way.name not in args.skip]
 
 
@@ -163,7 +203,9 @@ def _policies(args: argparse.Namespace) -> list[str]:
 def _beside(summary: Record, rates: dict[str, float]) -> Record:
     """Return the speed over transformers and over captured plain decoding, of a summary over all sets."""
     others = {"over_transformers": "transformers", "over_captured_plain": f"{PLAIN}, {GRAPHS}"}
-    known = {name: rates[way] for name, way in others.items() if way in rates and summary["set"] == ALL}
+    known = {
+        name: rates[way] for name, way in others.items() if way in rates and summary["set"] == ALL
+    }
     return {name: round(summary["tokens_per_second"] / rate, 3) for name, rate in known.items()}
 
 
@@ -171,13 +213,23 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _last_looks(name: str, decode: WayDecoder, prompt: list[int], args: argparse.Namespace) -> Iterator[Record]:
+def _last_looks(
+    name: str, decode: WayDecoder, prompt: list[int], args: argparse.Namespace
+) -> Iterator[Record]:
     """Yield how often a way's host waits, and what its graphs hold; it is given up then, with the memory it holds."""
     if args.device != "cpu":
         answer = partial(decode, prompt, args.max_new_tokens)
-        yield {"record": "host waits", "way": name, **_or_reason(lambda: {"calls": _host_waits(answer)})}
+        yield {
+            "record": "host waits",
+            "way": name,
+            **_or_reason(lambda: {"calls": _host_waits(answer)}),
+        }
     if isinstance(decode, EngineDecoder) and f", {GRAPHS}" in name:
-        yield {"record": "captures", "way": name, **_or_reason(lambda: asdict(decode.engine.warmup(1024)))}
+        yield {
+            "record": "captures",
+            "way": name,
+            **_or_reason(lambda: asdict(decode.engine.warmup(1024))),
+        }
 
 
 def _or_reason(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -198,7 +250,9 @@ def _host_waits(answer: Callable[[], Any]) -> dict[str, int]:
     """
     own = _waits_within(lambda: None)
     calls = _waits_within(answer)
-    return {name: count - own.get(name, 0) for name, count in calls.items() if count > own.get(name, 0)}
+    return {
+        name: count - own.get(name, 0) for name, count in calls.items() if count > own.get(name, 0)
+    }
 
 
 def _waits_within(function: Callable[[], Any]) -> dict[str, int]:

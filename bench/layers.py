@@ -54,7 +54,14 @@ def siblings(cache: KVCache, count: int) -> Rows:
     device, filled = cache.filled.device, cache.filled
     tokens = torch.arange(count, device=device, dtype=torch.int64) * 13
     live = torch.full_like(filled, count)
-    return Rows(tokens, torch.full_like(tokens, CONTEXT), ops.own_bits(count, device), filled.long(), filled, live)
+    return Rows(
+        tokens,
+        torch.full_like(tokens, CONTEXT),
+        ops.own_bits(count, device),
+        filled.long(),
+        filled,
+        live,
+    )
 
 
 def microseconds(run: Callable[[], Any]) -> float:
@@ -126,7 +133,9 @@ def records(kind: torch.dtype) -> Iterator[Record]:
                 "forward": what,
                 "dtype": str(kind).removeprefix("torch."),
                 "layers": DEPTHS[1],
-                **({"kernels of a layer": (count - few[what][0]) / more} if count else {}),  # the profiler saw some
+                **(
+                    {"kernels of a layer": (count - few[what][0]) / more} if count else {}
+                ),  # the profiler saw some
                 "us of a layer": round((time - few[what][1]) / more, 2),
                 "us": round(time, 1),
             }
@@ -134,7 +143,9 @@ def records(kind: torch.dtype) -> Iterator[Record]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="result file, JSON lines")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     given = parser.parse_args()

@@ -39,14 +39,27 @@ def main() -> None:
     random.Random(0).shuffle(texts)
     if len(texts) < args.requests * len(args.clients):
         parser.error(f"--requests: {len(texts)} prompts ship, and none is to come twice")
-    command = [sys.executable, "-m", "specengine", "serve", "--served-model-name", "default", "--port", str(args.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "specengine",
+        "serve",
+        "--served-model-name",
+        "default",
+        "--port",
+        str(args.port),
+    ]
     command += ["--parallel", str(args.parallel)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             _wait(server, f"http://127.0.0.1:{args.port}/health")
-            batches = [texts[turn * args.requests :][: args.requests] for turn in range(len(args.clients))]
+            batches = [
+                texts[turn * args.requests :][: args.requests] for turn in range(len(args.clients))
+            ]
             asked = zip(args.clients, batches, strict=True)
-            provenance.show((row_of(_guidellm(args, clients, prompts)) for clients, prompts in asked), args.out)
+            provenance.show(
+                (row_of(_guidellm(args, clients, prompts)) for clients, prompts in asked), args.out
+            )
         finally:
             server.kill()
 
@@ -81,7 +94,11 @@ def _guidellm(args: argparse.Namespace, clients: int, texts: list[str]) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        backend = {"kind": "openai_http", "target": f"http://127.0.0.1:{args.port}", "model": "default"}
+        backend = {
+            "kind": "openai_http",
+            "target": f"http://127.0.0.1:{args.port}",
+            "model": "default",
+        }
         options = {
             "backend": backend | {"max_tokens": args.max_new_tokens},
             "profile": {"kind": "concurrent", "streams": clients},
@@ -89,9 +106,14 @@ def _guidellm(args: argparse.Namespace, clients: int, texts: list[str]) -> dict[
             "data": {"kind": "json_file", "path": str(prompts)},
             "output": {"kind": "json", "path": str(report)},
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", json.dumps(value))]
+        words = [
+            word for name, value in options.items() for word in (f"--{name}", json.dumps(value))
+        ]
         done = subprocess.run(
-            [args.guidellm, "run", *words, "--disable-console"], capture_output=True, text=True, check=False
+            [args.guidellm, "run", *words, "--disable-console"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode or not report.exists():
             raise SystemExit(f"guidellm failed:\n{done.stderr[-2000:]}")

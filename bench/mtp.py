@@ -48,13 +48,21 @@ PUBLISHED = {
         "position 76.17, 61.58, 51.25, 42.43, 36.40, 30.94, 27.22, 23.65 %",
         (0.762, 0.808, 0.832, 0.828, 0.858, 0.850, 0.880, 0.869),
     ),
-    "deepseek-v3": Rates("arXiv 2412.19437, 5.4.3: the second token, 85 to 90 %, here the same at any depth", (0.85,)),
+    "deepseek-v3": Rates(
+        "arXiv 2412.19437, 5.4.3: the second token, 85 to 90 %, here the same at any depth", (0.85,)
+    ),
     "story": Rates(
         "ikawrakow/ik_llama.cpp#2369, chains of 3, task story: 46.58 % of drafted tokens, here the same at any depth",
         (0.664,),
     ),
 }
-CHILDREN = (0.26, 0.11, 0.08, 0.06, 0.03)  # of the rest, by rank, as auto-chances.jsonl counted them below the root
+CHILDREN = (
+    0.26,
+    0.11,
+    0.08,
+    0.06,
+    0.03,
+)  # of the rest, by rank, as auto-chances.jsonl counted them below the root
 LEAST = CHILDREN[0] / (1 + CHILDREN[0])  # chance of a first child: no other is likelier
 ELSEWHERE = 99  # a token that is never drafted
 
@@ -80,7 +88,9 @@ class Head(Drafter):
         first = mean
         if self.spread:
             above = (mean - LEAST) / (1 - LEAST)
-            first = LEAST + (1 - LEAST) * float(random.beta(above / self.spread, (1 - above) / self.spread))
+            first = LEAST + (1 - LEAST) * float(
+                random.beta(above / self.spread, (1 - above) / self.spread)
+            )
             first = min(first, 1 - 1e-4)
         return [first, *((1 - first) * share for share in CHILDREN)], float(random.random())
 
@@ -96,7 +106,10 @@ class Head(Drafter):
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes = frontier.alive().tolist()
         self.widths.append(len(nodes))
-        return Step(torch.tensor([self.chances(path_of(tree, node))[0] for node in nodes]).log(), normalized=True)
+        return Step(
+            torch.tensor([self.chances(path_of(tree, node))[0] for node in nodes]).log(),
+            normalized=True,
+        )
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None: ...
 
@@ -127,8 +140,16 @@ def replay(way: str, head: Head, costs: PassCosts, cycles: int) -> dict[str, Any
         head.widths, seconds = [], Seconds()
         draft = draft_tree(0, head, policy, seconds, torch.device("cpu"))
         tree = draft.tree
-        path, tokens = walk(tree, lambda node, tree=tree: head.choose(path_of(tree, node)), lambda token: False)  # type: ignore[misc]
-        policy.learn(Outcome.of(Cycle(tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept)))
+        path, tokens = walk(
+            tree,
+            lambda node, tree=tree: head.choose(path_of(tree, node)),  # type: ignore[misc]
+            lambda token: False,
+        )
+        policy.learn(
+            Outcome.of(
+                Cycle(tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept)
+            )
+        )
         if 4 * head.position >= cycles:
             rows.append((len(tokens), len(tree), len(head.widths)))
             time += costs.cycle(len(tree), head.widths)
@@ -153,9 +174,18 @@ def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield costs_record(costs)
         for law, rates in PUBLISHED.items():
             for spread in args.spread:
-                about = {"record": "mtp replay", "costs": costs.name, "rates": law, "source": rates.source}
+                about = {
+                    "record": "mtp replay",
+                    "costs": costs.name,
+                    "rates": law,
+                    "source": rates.source,
+                }
                 for way in args.policy or WAYS:
-                    yield about | {"spread": spread, "way": way} | replay(way, Head(rates, spread), costs, args.cycles)
+                    yield (
+                        about
+                        | {"spread": spread, "way": way}
+                        | replay(way, Head(rates, spread), costs, args.cycles)
+                    )
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -167,17 +197,29 @@ def table(found: list[dict[str, Any]]) -> str:
             key = record["costs"], record["rates"], record["spread"]
             rows.setdefault(key, {})[record["way"]] = record["speedup"]
     for key, ways in rows.items():
-        best = max((way for way in ways if way.startswith("chain")), key=lambda way: ways[way], default="")
+        best = max(
+            (way for way in ways if way.startswith("chain")), key=lambda way: ways[way], default=""
+        )
         others = (f"{ways.get(way, math.nan):.2f}" for way in ("auto", "auto,width=1"))
-        cells = [*map(str, key), f"{ways.get(best, math.nan):.2f} ({best.rpartition('=')[2]})", *others]
+        cells = [
+            *map(str, key),
+            f"{ways.get(best, math.nan):.2f} ({best.rpartition('=')[2]})",
+            *others,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.mtp", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--costs", action="append", required=True, metavar="NAME", help="published, or a file")
-    parser.add_argument("--policy", action="append", metavar="WAY", help=f"repeatable; default: {' '.join(WAYS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.mtp", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--costs", action="append", required=True, metavar="NAME", help="published, or a file"
+    )
+    parser.add_argument(
+        "--policy", action="append", metavar="WAY", help=f"repeatable; default: {' '.join(WAYS)}"
+    )
     parser.add_argument("--spread", type=float, nargs="+", default=[0.25, 1.0])
     parser.add_argument("--cycles", type=int, default=800, help="of each policy")
     add_arguments(parser, "out")

@@ -36,7 +36,9 @@ def join(folder: Path, pinned: embedded.PinnedFile, file: Path) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.offline", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.offline", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("step", choices=["split", "join"])
     parser.add_argument("parts", type=Path)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build", embedded.NAME))

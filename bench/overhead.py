@@ -33,7 +33,9 @@ def main() -> None:
     add_arguments(parser, "model", "dtype", "max_new_tokens", "out", device="cpu", rounds=5)
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1500])
     parser.add_argument("--memory-context", type=int, default=2000)
-    parser.add_argument("--memory-of", choices=["plain", "ngram", "small_model"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--memory-of", choices=["plain", "ngram", "small_model"], help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.memory_of:
         print(_peak_memory(args))
@@ -83,7 +85,9 @@ def _speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "context": context,
             "new_tokens": tokens,
             "dtype": args.dtype,
-            "tokens_per_second": {name: round(tokens / value, 2) for name, value in medians.items()},
+            "tokens_per_second": {
+                name: round(tokens / value, 2) for name, value in medians.items()
+            },
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(ratio, 3) for ratio in ratios],
         }
@@ -96,8 +100,13 @@ def _host_share(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in policies)]
     for policy, draft in settings:
         engine = Engine.from_pretrained(model, drafts[draft]() if draft != "none" else None, policy)
-        for sampling in ({}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}):
-            result = engine.generate(PARAGRAPH, max_new_tokens=args.max_new_tokens, eos_token_id=[], **sampling)
+        for sampling in (
+            {},
+            {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0},
+        ):
+            result = engine.generate(
+                PARAGRAPH, max_new_tokens=args.max_new_tokens, eos_token_id=[], **sampling
+            )
             stats = result.stats
             yield {
                 "record": "time outside the models",
@@ -118,11 +127,30 @@ def _host_share(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     peaks = {}
     for way in ("plain", "ngram", "small_model"):
-        command = [sys.executable, "-m", "bench.overhead", "--memory-of", way, "--dtype", args.dtype]
-        command += ["--memory-context", str(args.memory_context)] + (["--model", args.model] if args.model else [])
-        peaks[way] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        command = [
+            sys.executable,
+            "-m",
+            "bench.overhead",
+            "--memory-of",
+            way,
+            "--dtype",
+            args.dtype,
+        ]
+        command += ["--memory-context", str(args.memory_context)] + (
+            ["--model", args.model] if args.model else []
+        )
+        peaks[way] = int(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+        )
     ratios = {way: round(peak / peaks["plain"], 3) for way, peak in peaks.items()}
-    return [{"record": "peak memory", "context": args.memory_context, "kib": peaks, "ratio_to_plain": ratios}]
+    return [
+        {
+            "record": "peak memory",
+            "context": args.memory_context,
+            "kib": peaks,
+            "ratio_to_plain": ratios,
+        }
+    ]
 
 
 def _peak_memory(args: argparse.Namespace) -> int:

@@ -52,7 +52,10 @@ DYNATREE = {
     "depth": "dynatree/breadth-depth,least=0",
     "history": "dynatree",
 }
-BEAMS = [f"eagle,width=10,expansions=6,budget={budget}" for budget in (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 60)]
+BEAMS = [
+    f"eagle,width=10,expansions=6,budget={budget}"
+    for budget in (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 60)
+]
 C2T = "c2t/paper"
 OURS = RESULTS / "end-to-end-shipped-head.jsonl"  # costs of two cores
 THEIRS = "qwen3-8b-h200"
@@ -89,7 +92,9 @@ class Bench:
     scale: Scale
     items: list[Workload]
     log: Log
-    say: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
+    say: Callable[[str], None] = field(
+        default=lambda line: print(line, file=sys.stderr, flush=True)
+    )
 
     @cached_property
     def alone(self) -> Engine:
@@ -116,13 +121,19 @@ class Bench:
         """Return by way what it makes of the logged trees, at the costs of OURS and THEIRS."""
         from research.replay import replay, summary
 
-        known = {record["way"]: record for record in self.log.records if record["record"] == "replay"}
+        known = {
+            record["way"]: record for record in self.log.records if record["record"] == "replay"
+        }
         costs = [find_costs(str(OURS)), find_costs(THEIRS)]
         missing = [way for way in ways if way not in known]
         if missing:
             options = CollectOptions(trees=0, length=self.scale.logged, logits=True)
             trees = collect(
-                self.alone, self._prompts(self.alone, self.items), self.folder / "trees", options, progress=self.say
+                self.alone,
+                self._prompts(self.alone, self.items),
+                self.folder / "trees",
+                options,
+                progress=self.say,
             )
         for way in missing:
             name, given = parse(way)
@@ -141,19 +152,27 @@ class Bench:
         for number, name in enumerate(("searched", "compared")):
             folders.append(self.folder / f"candidates-{name}")
             log_candidates(
-                engine, self._prompts(engine, self.items[number::2]), folders[-1], options, progress=self.say
+                engine,
+                self._prompts(engine, self.items[number::2]),
+                folders[-1],
+                options,
+                progress=self.say,
             )
         return folders
 
     def layers(self) -> list[Record]:
         """Return the cases of tree construction with 10 parents, torch on one thread."""
         done = [record for record in self.log.records if record["record"] == "case"]
-        cases = [case for case in tree_construction.CASES if case.parents == tree_construction.WIDTH]
+        cases = [
+            case for case in tree_construction.CASES if case.parents == tree_construction.WIDTH
+        ]
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             for case in cases[len(done) :]:
-                self.log.add(tree_construction.measure(case, torch.device("cpu"), 5, 100, self.scale.seconds))
+                self.log.add(
+                    tree_construction.measure(case, torch.device("cpu"), 5, 100, self.scale.seconds)
+                )
         finally:
             torch.set_num_threads(before)
         return [record for record in self.log.records if record["record"] == "case"]
@@ -181,22 +200,30 @@ def talon_layers(bench: Bench) -> Found:
         forms.setdefault(case["given"], []).append(case["median_ms"])
     found = {
         form: {
-            kind: [times[f"eagle ({kind})"] / times[f"talon ({kind})"] for times in own] for kind in ("torch", "ops")
+            kind: [times[f"eagle ({kind})"] / times[f"talon ({kind})"] for times in own]
+            for kind in ("torch", "ops")
         }
         for form, own in forms.items()
     }
     text = "; ".join(
-        f"{form}: {_range(by['torch'])} in torch, {_range(by['ops'])} as ops" for form, by in found.items()
+        f"{form}: {_range(by['torch'])} in torch, {_range(by['ops'])} as ops"
+        for form, by in found.items()
     )
     text += " (medians)"  # the paper's means would be those of whatever else the machine does
-    return Found(text, construction_verdict([by["torch"] for by in found.values()]), {"eagle_over_talon": found})
+    return Found(
+        text,
+        construction_verdict([by["torch"] for by in found.values()]),
+        {"eagle_over_talon": found},
+    )
 
 
 def salf(bench: Bench) -> Found:
     rows = bench.live()
     over = {way: _over(rows, "salf/paper", way) for way in ("eagle", "salf/optimal")}
     verdicts = {_faster(apart) for apart in over.values()}
-    verdict = CONFIRMED if verdicts == {CONFIRMED} else REFUTED if REFUTED in verdicts else UNDECIDED
+    verdict = (
+        CONFIRMED if verdicts == {CONFIRMED} else REFUTED if REFUTED in verdicts else UNDECIDED
+    )
     text = f"{_interval(over['eagle'])} times the beam, {_interval(over['salf/optimal'])} times optimal search"
     return Found(text, verdict, {"over": over})
 
@@ -206,11 +233,14 @@ def salf_threshold(bench: Bench) -> Found:
     speeds = [record["speedup"][THEIRS] for record in found.values()]
     best = max(range(len(speeds)), key=speeds.__getitem__)
     text = (
-        f"{speeds[0]:.2f} at 0, best {speeds[best]:.2f} at {THRESHOLDS[best]:g}, {speeds[-1]:.2f} at {THRESHOLDS[-1]:g}"
+        f"{speeds[0]:.2f} at 0, best {speeds[best]:.2f} at {THRESHOLDS[best]:g}, "
+        f"{speeds[-1]:.2f} at {THRESHOLDS[-1]:g}"
     )
     verdict = CONFIRMED if 0 < best < len(speeds) - 1 else REFUTED
     return Found(
-        f"{text} (replayed, {THEIRS})", verdict, {"speeds": dict(zip(map(str, THRESHOLDS), speeds, strict=True))}
+        f"{text} (replayed, {THEIRS})",
+        verdict,
+        {"speeds": dict(zip(map(str, THRESHOLDS), speeds, strict=True))},
     )
 
 
@@ -223,7 +253,11 @@ def c2t(bench: Bench) -> Found:
         return Found(f"{text}; no beam of 2 to 60 nodes has that length (replayed)", UNDECIDED, {})
     share = own["gamma"] / beam
     verdict = CONFIRMED if share <= FEWER else REFUTED
-    return Found(f"{text}, the beam needs {beam:.1f} (replayed)", verdict, {"of_the_beams_nodes": round(share, 3)})
+    return Found(
+        f"{text}, the beam needs {beam:.1f} (replayed)",
+        verdict,
+        {"of_the_beams_nodes": round(share, 3)},
+    )
 
 
 def dynatree(bench: Bench) -> Found:
@@ -241,7 +275,9 @@ def ltd(bench: Bench) -> Found:
 
     searched, compared = bench.candidates()
     costs = str(RESULTS / "head-shapes.jsonl")
-    args = Namespace(folder=[compared], grid=[searched], networks=["cpu"], default=(2, 11), costs=costs)
+    args = Namespace(
+        folder=[compared], grid=[searched], networks=["cpu"], default=(2, 11), costs=costs
+    )
     by_way = {record["way"]: record for record in compare(args) if record["record"] == "replay"}
     own, grid = by_way["ltd: cpu"]["speed"], by_way["eagle, best on the training's trees"]["speed"]
     text = f"{own:.2f}, grid search {grid:.2f} on {len(bench.items[1::2])} prompts (replayed, two cores)"
@@ -251,13 +287,21 @@ def ltd(bench: Bench) -> Found:
 def ltd_rewards(bench: Bench) -> Found:
     by_way = {r["way"]: r for r in _committed("ltd-cpu.jsonl") if r["record"] == "replay"}
     speeds = {name: by_way[f"ltd: {name}"]["speed"] for name in ("cpu", "cpu-accept", "cpu-time")}
-    text = "ltd-cpu.jsonl has throughput {:.2f}, acceptance length {:.2f}, time {:.2f}".format(*speeds.values())
+    text = "ltd-cpu.jsonl has throughput {:.2f}, acceptance length {:.2f}, time {:.2f}".format(
+        *speeds.values()
+    )
     return Found(text, NOT_RUN, {})
 
 
 def talf(bench: Bench) -> Found:
-    cells = {r["loss"]: r for r in _committed("losses.jsonl") if r["record"] == "cell" and r["tree"] == "beam"}
-    lengths = ", ".join(f"{loss} {cells[loss]['mean_acceptance_length']:.2f}" for loss in ("talf", "hass", "eagle"))
+    cells = {
+        r["loss"]: r
+        for r in _committed("losses.jsonl")
+        if r["record"] == "cell" and r["tree"] == "beam"
+    }
+    lengths = ", ".join(
+        f"{loss} {cells[loss]['mean_acceptance_length']:.2f}" for loss in ("talf", "hass", "eagle")
+    )
     return Found(f"losses.jsonl has tau {lengths} on the beam: the reverse", NOT_RUN, {})
 
 
@@ -274,7 +318,11 @@ class Claim(NamedTuple):
 _WHEEL = "specengine bench --no-lookup --way eagle --way "
 CLAIMS = {
     "talon": Claim(
-        "TALON", "faster than EAGLE's beam, with fewer passes", "1.05 to 1.16 times", talon, _WHEEL + "talon"
+        "TALON",
+        "faster than EAGLE's beam, with fewer passes",
+        "1.05 to 1.16 times",
+        talon,
+        _WHEEL + "talon",
     ),
     "talon-layers": Claim(
         "TALON",
@@ -291,9 +339,15 @@ CLAIMS = {
         _WHEEL + "salf/paper --way salf/optimal",
     ),
     "salf-threshold": Claim(
-        "SALF", "best at a medium threshold", "2.32 at 0, 2.62 at 0.5, 2.37 at 0.9", salf_threshold, "research.replay"
+        "SALF",
+        "best at a medium threshold",
+        "2.32 at 0, 2.62 at 0.5, 2.37 at 0.9",
+        salf_threshold,
+        "research.replay",
     ),
-    "c2t": Claim("C2T", "fewer candidates at equal length", "about 25 % fewer", c2t, "research.replay"),
+    "c2t": Claim(
+        "C2T", "fewer candidates at equal length", "about 25 % fewer", c2t, "research.replay"
+    ),
     "dynatree": Claim(
         "DynaTree",
         "dynamic depth brings most of the gain",
@@ -301,7 +355,9 @@ CLAIMS = {
         dynatree,
         "research.replay",
     ),
-    "ltd": Claim("LTD", "faster than grid search", "1.02 to 1.36 times", ltd, "research.ltd log, compare"),
+    "ltd": Claim(
+        "LTD", "faster than grid search", "1.02 to 1.36 times", ltd, "research.ltd log, compare"
+    ),
     "ltd-rewards": Claim(
         "LTD",
         "throughput is the best reward",
@@ -344,7 +400,10 @@ def _faster(apart: Sequence[float]) -> str:
 
 def _over(rows: Sequence[Record], way: str, base: str) -> list[float]:
     """Return speed over the other way, and the 95 % interval over prompts."""
-    by = {name: {(r["set"], r["id"]): r for r in rows if r["way"] == name and "seconds" in r} for name in (way, base)}
+    by = {
+        name: {(r["set"], r["id"]): r for r in rows if r["way"] == name and "seconds" in r}
+        for name in (way, base)
+    }
     shared = [key for key in by[way] if key in by[base]]
     return ratio([by[way][key] for key in shared], [by[base][key] for key in shared])
 
@@ -371,9 +430,15 @@ def _committed(file: str) -> list[Record]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of logged trees and papers.jsonl; goes on after an interruption")
-    parser.add_argument("--quick", action="store_true", help="6 prompts and short answers: directions, in minutes")
-    parser.add_argument("--claim", action="append", choices=list(CLAIMS), help="repeatable; default: all")
+    parser.add_argument(
+        "folder", type=Path, help="of logged trees and papers.jsonl; goes on after an interruption"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="6 prompts and short answers: directions, in minutes"
+    )
+    parser.add_argument(
+        "--claim", action="append", choices=list(CLAIMS), help="repeatable; default: all"
+    )
     add_arguments(parser, "prompts")
     args = parser.parse_args(argv)
     try:
@@ -392,8 +457,15 @@ def _bench(args: argparse.Namespace) -> Bench:
     scale = QUICK if args.quick else FULL
     items = read([args.prompts] if args.prompts else None, scale.per_set)
     settings = {"record": "settings", "quick": args.quick, **scale._asdict()}
-    settings |= {"prompts": len(items), "of_prompts": digest(items), "max_new_tokens": scale.length, "temperature": 0.0}
-    log = Log(args.folder / "papers.jsonl", provenance("python -m bench.papers", sys.argv[1:]), settings)
+    settings |= {
+        "prompts": len(items),
+        "of_prompts": digest(items),
+        "max_new_tokens": scale.length,
+        "temperature": 0.0,
+    }
+    log = Log(
+        args.folder / "papers.jsonl", provenance("python -m bench.papers", sys.argv[1:]), settings
+    )
     return Bench(args.folder, scale, items, log)
 
 
@@ -405,7 +477,12 @@ def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
             claim, began = CLAIMS[name], time.perf_counter()
             bench.say(f"{claim.paper}: {claim.claim}")
             found = claim.run(bench)
-            facts = {"paper": claim.paper, "claim": claim.claim, "published": claim.published, "by": claim.by}
+            facts = {
+                "paper": claim.paper,
+                "claim": claim.claim,
+                "published": claim.published,
+                "by": claim.by,
+            }
             done[name] = {"record": "claim", "name": name, **facts, **found._asdict()}
             done[name]["seconds"] = round(time.perf_counter() - began, 1)
             done[name]["load"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
@@ -415,9 +492,8 @@ def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
 
 
 def _line(record: Record) -> str:
-    return (
-        f"{record['paper']}, {record['claim']}: {record['verdict']}. Here {record['ours']}. {record['seconds']:.0f} s"
-    )
+    verdict = f"{record['paper']}, {record['claim']}: {record['verdict']}"
+    return f"{verdict}. Here {record['ours']}. {record['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

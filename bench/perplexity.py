@@ -40,15 +40,26 @@ from specengine.errors import InputError, NumericalError
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 LLAMA, LLAMA_SCRIPT = "llama.cpp", Path(__file__).with_name("cpu") / "llama_nats.py"
 BASES = (REFERENCE, "huggingface", "native", "native gguf")  # what perplexities are divided by
-WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}  # kind, dtype
+WAYS = {
+    REFERENCE: ("huggingface", "float32"),
+    **{kind: (kind, "bfloat16") for kind in KINDS},
+}  # kind, dtype
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.perplexity", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.perplexity", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file")
-    parser.add_argument("--tokens", type=int, default=16384, help="of the text, at most; default: 16384")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are run together; default: 512")
-    parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="of the text, at most; default: 16384"
+    )
+    parser.add_argument(
+        "--window", type=int, default=512, help="tokens that are run together; default: 512"
+    )
+    parser.add_argument(
+        "--way", choices=WAYS, action="append", help="only this one; may be repeated"
+    )
     add_arguments(parser, "model", "out")
     parser.add_argument(
         "--gguf",
@@ -57,12 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
         default=[None],
         help="the same model as GGUF files; default: the embedded model's. All but the first run packed ways alone",
     )
-    parser.add_argument("--llama", metavar="PYTHON", help="also run llama.cpp, by a Python that has its binding")
+    parser.add_argument(
+        "--llama", metavar="PYTHON", help="also run llama.cpp, by a Python that has its binding"
+    )
     args = parser.parse_args(arguments)
     given = Given(args.model, args.gguf[0])
     try:
-        text, tokenizer = _text(args), AutoTokenizer.from_pretrained(given.folder, trust_remote_code=False)
-        windows = cut(tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens], args.window)
+        text, tokenizer = (
+            _text(args),
+            AutoTokenizer.from_pretrained(given.folder, trust_remote_code=False),
+        )
+        windows = cut(
+            tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens], args.window
+        )
     except InputError as error:
         parser.error(str(error))
     source = {"text": args.text.name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
@@ -70,9 +88,14 @@ def main(arguments: list[str] | None = None) -> int:
     packed = [way for way in ways if way == LLAMA or KINDS[WAYS[way][0]].packed_file]
     records = itertools.chain(
         measured(given, ways, windows, tokenizer, args.llama),
-        *(measured(Given(args.model, file), packed, windows, tokenizer, args.llama) for file in args.gguf[1:]),
+        *(
+            measured(Given(args.model, file), packed, windows, tokenizer, args.llama)
+            for file in args.gguf[1:]
+        ),
     )
-    provenance.show((r | (source if r["record"] == "perplexity" else {}) for r in records), args.out)
+    provenance.show(
+        (r | (source if r["record"] == "perplexity" else {}) for r in records), args.out
+    )
     return 0
 
 
@@ -91,18 +114,31 @@ def measured(
         record = {
             "record": "perplexity",
             "way": way,
-            **({"file": given.gguf.name} if given.gguf and (way == LLAMA or KINDS[WAYS[way][0]].packed_file) else {}),
+            **(
+                {"file": given.gguf.name}
+                if given.gguf and (way == LLAMA or KINDS[WAYS[way][0]].packed_file)
+                else {}
+            ),
             "window": windows.shape[1],
             "tokens": found[way].numel(),  # scored
             "perplexity": round(math.exp(mean), 4),
             "nats_per_token": round(mean, 6),
-            "over": {base: round(math.exp(mean - found[base].mean().item()), 5) for base in BASES if base in found},
-            "over_error": {base: _error(found[way] - found[base]) for base in BASES if base in found},
+            "over": {
+                base: round(math.exp(mean - found[base].mean().item()), 5)
+                for base in BASES
+                if base in found
+            },
+            "over_error": {
+                base: _error(found[way] - found[base]) for base in BASES if base in found
+            },
             "backend": backend,
         }
         if REFERENCE in found and way != REFERENCE:
             apart = (found[way] - found[REFERENCE]).abs()
-            record["nats_from_float32"] = {"mean": round(apart.mean().item(), 6), "max": round(apart.max().item(), 6)}
+            record["nats_from_float32"] = {
+                "mean": round(apart.mean().item(), 6),
+                "max": round(apart.max().item(), 6),
+            }
         yield record
 
 
@@ -111,24 +147,38 @@ def _error(apart: Tensor) -> float:
     return round(apart.flatten().std().item() / math.sqrt(apart.numel()), 5)
 
 
-def _nats_of(given: Given, way: str, windows: Tensor, tokenizer: Any, llama: str | None) -> tuple[Tensor, str]:
+def _nats_of(
+    given: Given, way: str, windows: Tensor, tokenizer: Any, llama: str | None
+) -> tuple[Tensor, str]:
     if way != LLAMA:
         target = _target(given, way, windows, tokenizer)
         return nats(target, windows), target.backend
-    command = [str(llama), str(LLAMA_SCRIPT), str(given.gguf or embedded.gguf()), "--threads", str(os.cpu_count() or 1)]
+    command = [
+        str(llama),
+        str(LLAMA_SCRIPT),
+        str(given.gguf or embedded.gguf()),
+        "--threads",
+        str(os.cpu_count() or 1),
+    ]
     try:
-        done = subprocess.run(command, input=json.dumps(windows.tolist()), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, input=json.dumps(windows.tolist()), capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise Unavailable(f"{LLAMA}: {said[-1]}") from error
     answer = json.loads(done.stdout)
-    return torch.tensor(answer["nats"], dtype=torch.float64), f"{LLAMA} (llama-cpp-python {answer['version']})"
+    return torch.tensor(
+        answer["nats"], dtype=torch.float64
+    ), f"{LLAMA} (llama-cpp-python {answer['version']})"
 
 
 def cut(ids: list[int], window: int) -> Tensor:
     """Cut token ids into windows, int64 [windows, window]."""
     if len(ids) < window:
-        raise InputError(f"--text: got {len(ids)} tokens, accepted: a text of at least {window} (--window)")
+        raise InputError(
+            f"--text: got {len(ids)} tokens, accepted: a text of at least {window} (--window)"
+        )
     count = len(ids) // window
     return torch.tensor(ids[: count * window]).view(count, window)
 
@@ -145,7 +195,9 @@ def nats(target: Any, windows: Tensor) -> Tensor:
             logits, _ = target.lm.extend(cache, window[:-1].tolist(), logits="all")
             found[i] = cross_entropy(logits.float(), window[1:], reduction="none")
             if not found[i].isfinite().all():
-                raise NumericalError(f"window {i}: {target.backend} in {target.dtype} gives a likelihood of NaN or 0")
+                raise NumericalError(
+                    f"window {i}: {target.backend} in {target.dtype} gives a likelihood of NaN or 0"
+                )
     return found
 
 

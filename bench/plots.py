@@ -20,9 +20,13 @@ def draw(records: list[Record], file: Path) -> None:
     """Write an SVG file. Raise InputError without matplotlib or rows, or if the file cannot be written."""
     rows = _attention(records)
     if rows:
-        write_figure(file, "plot", lambda figure: _curves(figure, rows), STYLE, layout="constrained")
+        write_figure(
+            file, "plot", lambda figure: _curves(figure, rows), STYLE, layout="constrained"
+        )
     elif points := construction_points(records):
-        write_figure(file, "plot", lambda figure: construction(figure, points), STYLE, layout="constrained")
+        write_figure(
+            file, "plot", lambda figure: construction(figure, points), STYLE, layout="constrained"
+        )
     else:
         draw_speeds(records, file)
 
@@ -48,22 +52,49 @@ def _curves(figure: Any, rows: list[Record]) -> None:
     for panel, count in zip(panels, nodes, strict=False):
         own = [row for row in rows if row["nodes"] == count]
         for number, way in enumerate(ways):
-            points = sorted((row["prefix"], row["median"]) for row in own if row["way"] == way and "median" in row)
-            look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            points = sorted(
+                (row["prefix"], row["median"])
+                for row in own
+                if row["way"] == way and "median" in row
+            )
+            look = {
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": MARKERS[number % len(MARKERS)],
+            }
             line = "-" if number < len(COLOURS) else ":"
-            panel.plot(*zip(*points, strict=True) if points else ([], []), line, label=way, markersize=4, **look)
-        floor = {row["prefix"]: max(row["bytes_us"], row["operations_us"]) for row in own if "bytes_us" in row}
-        panel.plot(*zip(*sorted(floor.items()), strict=True) if floor else ([], []), "k--", label="floor")
+            panel.plot(
+                *zip(*points, strict=True) if points else ([], []),
+                line,
+                label=way,
+                markersize=4,
+                **look,
+            )
+        floor = {
+            row["prefix"]: max(row["bytes_us"], row["operations_us"])
+            for row in own
+            if "bytes_us" in row
+        }
+        panel.plot(
+            *zip(*sorted(floor.items()), strict=True) if floor else ([], []), "k--", label="floor"
+        )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        panel.set(title=f"{count} node{'s' * (count > 1)}", xlabel="slots before the tree", ylabel="microseconds")
+        panel.set(
+            title=f"{count} node{'s' * (count > 1)}",
+            xlabel="slots before the tree",
+            ylabel="microseconds",
+        )
         panel.grid(alpha=0.3)
     for panel in panels[len(nodes) :]:
         panel.set_visible(False)
     heads = "{}/{} heads of {}".format(*_shape(rows[0]))
     figure.suptitle(f"Tree attention, {heads}, bfloat16")
     figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=across, fontsize=9, frameon=False
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=across,
+        fontsize=9,
+        frameon=False,
     )
 
 
@@ -78,7 +109,9 @@ def construction_points(records: list[Record]) -> Points:
             panel = found.setdefault(record["given"], {}).setdefault(f"{record['alpha']:g}", {})
             for rule in DRAWN_RULES:
                 if rule in record["mean_ms"]:
-                    panel.setdefault(rule, []).append([record["vocabulary"], record["mean_ms"][rule]])
+                    panel.setdefault(rule, []).append(
+                        [record["vocabulary"], record["mean_ms"][rule]]
+                    )
     return found
 
 
@@ -110,10 +143,23 @@ def _layer(axes: Any, by_rule: Points) -> None:
         places = [(vocabulary / 1000, ms) for vocabulary, ms in by_rule.get(rule, [])]
         look = {"color": COLOURS[number % 2], "marker": MARKERS[number % 2]}
         line = "-" if number < 2 else ":"
-        axes.plot(*zip(*places, strict=True) if places else ([], []), line, label=rule, markersize=4, **look)
+        axes.plot(
+            *zip(*places, strict=True) if places else ([], []),
+            line,
+            label=rule,
+            markersize=4,
+            **look,
+        )
     pairs = zip(by_rule.get(DRAWN_RULES[0], []), by_rule.get(DRAWN_RULES[1], []), strict=True)
     for (vocabulary, eagle), (_, talon) in pairs:
         place = (vocabulary / 1000, max(eagle, talon))
-        axes.annotate(f"{eagle / talon:.2f}", place, (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            f"{eagle / talon:.2f}",
+            place,
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     axes.margins(x=0.1)
     axes.grid(alpha=0.3)

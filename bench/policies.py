@@ -46,7 +46,9 @@ class Sweep(NamedTuple):
 
 
 SWEEPS = {
-    "salf-threshold": Sweep("salf", "threshold", (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
+    "salf-threshold": Sweep(
+        "salf", "threshold", (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    ),
     "talon-mu": Sweep("talon", "mu", (0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.4)),
     "talon-budget": Sweep("talon", "budget", (8, 12, 16, 24, 32, 48, 60, 72, 96)),
     "talon-robust": Sweep("talon", "robust_layers", (0, 1, 2, 3)),
@@ -67,20 +69,33 @@ def main(argv: list[str] | None = None) -> int:
     first = args.choice.engine()
     items = workloads.read(args.prompts, args.per_set)
     all_ways = args.choice.ways(first, items, args.max_new_tokens)
-    ways = [replace(way, facts={"places": args.places[way.name]}) for way in all_ways if way.name in args.places]
+    ways = [
+        replace(way, facts={"places": args.places[way.name]})
+        for way in all_ways
+        if way.name in args.places
+    ]
     run = Run(
-        Comparison.plain(first), ways, args.choice.options, length=args.max_new_tokens, rounds=args.rounds, say=_say
+        Comparison.plain(first),
+        ways,
+        args.choice.options,
+        length=args.max_new_tokens,
+        rounds=args.rounds,
+        say=_say,
     )
     for table in report.tables(list(provenance.keep(_records(args, first, items, run), args.out))):
         print(table.markdown(), end="\n\n")
     return int(run.faults > 0)
 
 
-def _records(args: argparse.Namespace, first: Engine, items: Sequence[Workload], run: Run) -> Iterator[Record]:
+def _records(
+    args: argparse.Namespace, first: Engine, items: Sequence[Workload], run: Run
+) -> Iterator[Record]:
     """Yield rows without what `way` records hold, and where counters are all that is wanted, without times."""
     yield _settings(args, first, items)
     if args.costs:
-        yield costs_record(measuring.measure(first.target, first.drafter, first.drivers.own.captured))
+        yield costs_record(
+            measuring.measure(first.target, first.drafter, first.drivers.own.captured)
+        )
     done = []
     for record in run.records(items):
         if record["record"] == "row" and args.counters_only:
@@ -101,34 +116,64 @@ def _say(line: str) -> None:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...]; sweeps: " + ", ".join([*SWEEPS, "dynatree"]),
+        epilog="A way is [DRAFT:]NAME[/PRESET][,option=value...]; sweeps: "
+        + ", ".join([*SWEEPS, "dynatree"]),
     )
-    add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "dtype", "device", "out", rounds=1)
+    add_arguments(
+        parser,
+        "model",
+        "draft",
+        "prompts",
+        "per_set",
+        "max_new_tokens",
+        "dtype",
+        "device",
+        "out",
+        rounds=1,
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling, the same for all methods")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of sampling, the same for all methods"
+    )
     parser.add_argument("--policy", action="append", default=[], metavar="WAY", help="repeatable")
     parser.add_argument(
-        "--sweep", action="append", default=[], metavar="WAY", help="a sweep's name and base; repeatable"
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="WAY",
+        help="a sweep's name and base; repeatable",
     )
-    parser.add_argument("--lookup", action=argparse.BooleanOptionalAction, help="let the draft copy, or not")
     parser.add_argument(
-        "--strict", action="store_true", help="strict verification: no answer may differ from plain decoding"
+        "--lookup", action=argparse.BooleanOptionalAction, help="let the draft copy, or not"
     )
-    parser.add_argument("--costs", action="store_true", help="also measure the costs of verifying and drafting")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="strict verification: no answer may differ from plain decoding",
+    )
+    parser.add_argument(
+        "--costs", action="store_true", help="also measure the costs of verifying and drafting"
+    )
     parser.add_argument("--counters-only", action="store_true", help="one round, no times")
     parser.add_argument(
-        "--no-plain", action="store_true", help="with --counters-only: skip plain decoding, and do not compare answers"
+        "--no-plain",
+        action="store_true",
+        help="with --counters-only: skip plain decoding, and do not compare answers",
     )
     args = parser.parse_args(argv)
     if args.no_plain and not args.counters_only:
-        parser.error("--no-plain: times are told against plain decoding's, give --counters-only as well")
+        parser.error(
+            "--no-plain: times are told against plain decoding's, give --counters-only as well"
+        )
     if args.counters_only:
         args.rounds = 1
     load = {name: getattr(args, name) for name in ("dtype", "device", "strict", "lookup")}
     try:
         args.places = places(args.policy, args.sweep)
         options = sampling(args.temperature, args.seed)
-        args.choice = Comparison(list(args.places), args.model, args.draft, load=load, options=options)
+        args.choice = Comparison(
+            list(args.places), args.model, args.draft, load=load, options=options
+        )
     except InputError as error:
         parser.error(str(error))
     if args.no_plain:
@@ -160,7 +205,9 @@ def sweep_points(spec: str) -> tuple[str, dict[str, str]]:
     base = base and "," + base
     name, slash, preset = name.partition("/")
     if name == "dynatree" and not preset:
-        own = {value: way + base if way.startswith(name) else way for value, way in DYNATREE.items()}
+        own = {
+            value: way + base if way.startswith(name) else way for value, way in DYNATREE.items()
+        }
         return spec, own
     if name not in SWEEPS:
         known = ", ".join([*SWEEPS, "dynatree"])
@@ -170,7 +217,17 @@ def sweep_points(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def _settings(args: argparse.Namespace, first: Engine, items: Sequence[Workload]) -> Record:
-    named = ("dtype", "device", "temperature", "seed", "max_new_tokens", "per_set", "rounds", "counters_only", "strict")
+    named = (
+        "dtype",
+        "device",
+        "temperature",
+        "seed",
+        "max_new_tokens",
+        "per_set",
+        "rounds",
+        "counters_only",
+        "strict",
+    )
     return {
         "record": "settings",
         "model": args.model or embedded.NAME,

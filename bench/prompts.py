@@ -59,7 +59,10 @@ def write(clone: Path, folder: Path) -> str:
     for name, source in FOLDERS.items():
         file = clone / "eagle" / "data" / source / "question.jsonl"
         lines = [line for line in lines_of(file) if line.strip()][::EVERY]
-        entries = [entry_of(line, f"{file}, question {EVERY * number + 1}") for number, line in enumerate(lines)]
+        entries = [
+            entry_of(line, f"{file}, question {EVERY * number + 1}")
+            for number, line in enumerate(lines)
+        ]
         kept = [{key: entry[key] for key in FIELDS if key in entry} for entry in entries]
         texts[name] = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)
     folder.mkdir(parents=True, exist_ok=True)

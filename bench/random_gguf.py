@@ -20,7 +20,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 SMALL = numpy.float16(1e-3)  # the scale of blocks: logits stay finite
-OF_EMBEDDINGS = numpy.float16(0.1)  # rows of states differ by their tokens more than by what they saw
+OF_EMBEDDINGS = numpy.float16(
+    0.1
+)  # rows of states differ by their tokens more than by what they saw
 
 
 def blocks(
@@ -36,7 +38,9 @@ def blocks(
     """
     each, size = GGML_QUANT_SIZES[kind]
     found = random.integers(0, 256, (outputs, inputs // each, size), dtype=numpy.uint8)
-    scales = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (size - 2,)}[kind.name]
+    scales = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (size - 2,)}[
+        kind.name
+    ]
     for at in scales:
         found[..., at : at + 2] = numpy.frombuffer(scale.tobytes(), numpy.uint8)
     if len(scales) == 1:
@@ -98,12 +102,20 @@ def write(  # noqa: PLR0913
     }
     vectors = {"attn_norm": hidden, "ffn_norm": hidden}
     if experts is None:
-        matrices |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+        matrices |= {
+            "ffn_gate": (inner, hidden),
+            "ffn_up": (inner, hidden),
+            "ffn_down": (hidden, inner),
+        }
     else:
         up, down = (experts.number, experts.inner, hidden), (experts.number, hidden, experts.inner)
         matrices |= {"ffn_gate_exps": up, "ffn_up_exps": up, "ffn_down_exps": down}
         vectors |= {"attn_q_norm": size, "attn_k_norm": size}
-    writer.add_tensor("token_embd.weight", blocks(words, hidden, quantized, random, OF_EMBEDDINGS), raw_dtype=quantized)
+    writer.add_tensor(
+        "token_embd.weight",
+        blocks(words, hidden, quantized, random, OF_EMBEDDINGS),
+        raw_dtype=quantized,
+    )
     writer.add_tensor("output_norm.weight", numpy.ones(hidden, numpy.float32))
     for layer in range(layers):
         for name, shape in matrices.items():
@@ -126,10 +138,16 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="Q4_K")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inner", type=int, default=8192, help="channels of the feed-forward network")
+    parser.add_argument(
+        "--inner", type=int, default=8192, help="channels of the feed-forward network"
+    )
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="of queries and of keys")
-    parser.add_argument("--head", type=int, help="channels of a head; default: hidden over heads of queries")
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(32, 8), help="of queries and of keys"
+    )
+    parser.add_argument(
+        "--head", type=int, help="channels of a head; default: hidden over heads of queries"
+    )
     parser.add_argument("--experts", type=int, nargs=3, metavar=("COUNT", "USED", "INNER"))
     parser.add_argument("--vocabulary", type=int, default=128256)
     args = parser.parse_args()

@@ -28,7 +28,9 @@ from specengine.replicas.cluster import ray
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "out", max_new_tokens=64, rounds=2)
-    parser.add_argument("--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1, 4x1)")
+    parser.add_argument(
+        "--way", action="append", metavar="REPLICASxTHREADS", help="(default: 1x2, 1x1, 2x1, 4x1)"
+    )
     args = parser.parse_args()
     ways = [tuple(map(int, way.split("x"))) for way in args.way or ["1x2", "1x1", "2x1", "4x1"]]
     built_in = workloads.read(None)
@@ -36,7 +38,9 @@ def main() -> None:
     items = [Item(place, item.id, item.text, options) for place, item in enumerate(built_in)]
     rounds: dict[tuple[int, ...], list[dict[str, Any]]] = {way: [] for way in ways}
     lines: list[Any] = []
-    with cluster.running(Scale(sum(count for count, _ in ways), threads=max(each for _, each in ways))):
+    with cluster.running(
+        Scale(sum(count for count, _ in ways), threads=max(each for _, each in ways))
+    ):
         loaded = {way: _load(*way) for way in ways}
         for number in range(args.rounds):
             for way in ways[:: -1 if number % 2 else 1]:
@@ -46,7 +50,14 @@ def main() -> None:
     assert all(answers == lines[0] for answers in lines), "every way gives the same answers"
     first = statistics.median(found["tokens_per_second"] for found in rounds[ways[0]])
     records = [_record(way, found, first) for way, found in rounds.items()]
-    records.append({"record": "summary", "prompts": len(items), "same_answers": True, **vars(args) | {"out": None}})
+    records.append(
+        {
+            "record": "summary",
+            "prompts": len(items),
+            "same_answers": True,
+            **vars(args) | {"out": None},
+        }
+    )
     provenance.show(records, args.out)
 
 
@@ -54,7 +65,9 @@ def _load(count: int, threads: int) -> list[Any]:
     """Load the replicas one after the other, so that they do not measure costs at the same time."""
     made: Any = ray.remote(LineReplica)
     options = cluster.needs(Scale(count, threads=threads))
-    replicas = [made.options(**options).remote(EngineArguments(threads=threads).load) for _ in range(count)]
+    replicas = [
+        made.options(**options).remote(EngineArguments(threads=threads).load) for _ in range(count)
+    ]
     for replica in replicas:
         ray.get(replica.load.remote())
         ray.get(replica.answer.remote(Item(0, "warm", "Say hello.", {"max_new_tokens": 16})))
@@ -63,12 +76,19 @@ def _load(count: int, threads: int) -> list[Any]:
 
 def _measure(replicas: list[Any], items: list[Item]) -> tuple[dict[str, Any], Any]:
     began = time.perf_counter()
-    answers = list(ActorPool(replicas).map_unordered(lambda replica, item: replica.answer.remote(item), items))
+    answers = list(
+        ActorPool(replicas).map_unordered(lambda replica, item: replica.answer.remote(item), items)
+    )
     seconds = time.perf_counter() - began
     tokens = sum(answered.stats[0]["num_generated_tokens"] for answered in answers)
     latency = statistics.median(answered.stats[0]["elapsed_s"] for answered in answers)
     lines = [answered.line for answered in sorted(answers, key=lambda answered: answered.place)]
-    found = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "median_answer_s": latency}
+    found = {
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "median_answer_s": latency,
+    }
     return found, lines
 
 

@@ -48,7 +48,18 @@ KINDS = (
 )
 POLICIES = "policies"  # the ways that stand in no sweep
 # of the tables below, and of what these are summed up from; other kinds become plain tables
-OF_TABLES = ("claim", "row", "answer", "summary", "not run", "cell", "case", "host waits", "launch floor", *LABELS)
+OF_TABLES = (
+    "claim",
+    "row",
+    "answer",
+    "summary",
+    "not run",
+    "cell",
+    "case",
+    "host waits",
+    "launch floor",
+    *LABELS,
+)
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -66,8 +77,12 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "diverging": lambda r: f"{r['diverging']} of {r['prompts']}" if "diverging" in r else NOTHING,
 }
 ON_A_DEVICE: Columns = {  # of bench.graphs
-    "over transformers": lambda r: f"{r['over_transformers']:.2f}" if "over_transformers" in r else "",
-    "over captured plain": lambda r: f"{r['over_captured_plain']:.2f}" if "over_captured_plain" in r else "",
+    "over transformers": lambda r: (
+        f"{r['over_transformers']:.2f}" if "over_transformers" in r else ""
+    ),
+    "over captured plain": lambda r: (
+        f"{r['over_captured_plain']:.2f}" if "over_captured_plain" in r else ""
+    ),
     "host waits": lambda r: str(r.get("host_waits", "")),
 }
 
@@ -79,7 +94,9 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     """Return all tables of the records of one file. Summaries of an interrupted run are computed."""
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
-        beside = [table for table in (claim_table(records), *construction_tables(records)) if table.rows]
+        beside = [
+            table for table in (claim_table(records), *construction_tables(records)) if table.rows
+        ]
         return [*beside, *of_bench.tables(records, set_)]
     if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
         r["record"] == "summary" for r in records
@@ -90,9 +107,17 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
         claim_table(records),
         *policy_tables(records, by_way, set_),
         difference_table(
-            [r for r in records if r["record"] != "row" or {"way", "set", "id", "new_tokens"} <= r.keys()]
+            [
+                r
+                for r in records
+                if r["record"] != "row" or {"way", "set", "id", "new_tokens"} <= r.keys()
+            ]
         ),
-        set_table(by_way, "By set [prompts]: speed over plain decoding, mean of prompts (tau)", _speed_and_tau),
+        set_table(
+            by_way,
+            "By set [prompts]: speed over plain decoding, mean of prompts (tau)",
+            _speed_and_tau,
+        ),
         not_run_table(records),
         *loss_tables(records),
         *construction_tables(records),
@@ -105,11 +130,17 @@ def claim_table(records: Iterable[Record]) -> Table:
     """Return the table of bench.papers: a row per claim of a paper, and what each took."""
     claims = [record for record in records if record["record"] == "claim"]
     rows = [
-        [*(r[name] for name in ("paper", "claim", "published", "ours", "verdict")), f"{r['seconds']:.0f}", r["by"]]
+        [
+            *(r[name] for name in ("paper", "claim", "published", "ours", "verdict")),
+            f"{r['seconds']:.0f}",
+            r["by"],
+        ]
         for r in claims
     ]
     title = f"Claims of the papers, {sum(r['seconds'] for r in claims):.0f} s"
-    return Table("claims", title, ("paper", "claim", "published", "here", "verdict", "s", "by itself"), rows)
+    return Table(
+        "claims", title, ("paper", "claim", "published", "here", "verdict", "s", "by itself"), rows
+    )
 
 
 def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -> list[Table]:
@@ -121,8 +152,12 @@ def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -
             places.setdefault(group, []).append((record["way"], value or record["way"]))
     for record in records:
         if record["record"] == "host waits" and record["way"] in picked and "calls" in record:
-            picked[record["way"]] = picked[record["way"]] | {"host_waits": sum(record["calls"].values())}
-    columns = COLUMNS | {name: cell for name, cell in ON_A_DEVICE.items() if any(map(cell, picked.values()))}
+            picked[record["way"]] = picked[record["way"]] | {
+                "host_waits": sum(record["calls"].values())
+            }
+    columns = COLUMNS | {
+        name: cell for name, cell in ON_A_DEVICE.items() if any(map(cell, picked.values()))
+    }
     asked = f"{'all sets' if set_ == ALL else set_}; {about(records)}" if places else ""
     made = []
     for group, labels in places.items():
@@ -165,8 +200,16 @@ def construction_tables(records: list[Record]) -> list[Table]:
         own = [case for case in cases if case["given"] == given]
         header = ("V", "alpha", "parents", "repeats", *own[0]["median_ms"])
         rows = [
-            [f"{case['vocabulary']:,}", str(case["alpha"]), str(case["parents"]), str(case["repeats"])]
-            + [f"{ms:.3f} ({case['median_relative'][way]:.2f})" for way, ms in case["median_ms"].items()]
+            [
+                f"{case['vocabulary']:,}",
+                str(case["alpha"]),
+                str(case["parents"]),
+                str(case["repeats"]),
+            ]
+            + [
+                f"{ms:.3f} ({case['median_relative'][way]:.2f})"
+                for way, ms in case["median_ms"].items()
+            ]
             for case in own
         ]
         title = f"One layer from {given}: median ms (relative to the first rule)"
@@ -184,12 +227,23 @@ def _cell(record: Record, speed: str, length: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "files", type=Path, nargs="+", help="result files; records without a table of their own become one"
+        "files",
+        type=Path,
+        nargs="+",
+        help="result files; records without a table of their own become one",
     )
     parser.add_argument("--only", choices=KINDS, action="append", help="repeatable")
-    parser.add_argument("--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables")
-    parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of tables without a form of their own; 0: all")
-    parser.add_argument("--plot", action="store_true", help="FILE.md and, of ways, kernels and trees, FILE.svg as well")
+    parser.add_argument(
+        "--set", default=ALL, help="the prompt set of the policies' and the sweeps' tables"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=MAX_ROWS, help="of tables without a form of their own; 0: all"
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="FILE.md and, of ways, kernels and trees, FILE.svg as well",
+    )
     args = parser.parse_args(argv)
     if args.rows < 0:
         parser.error(f"--rows: got {args.rows}, accepted 0 or more")

@@ -41,8 +41,12 @@ class Cell:
     seconds: float = 0.0
     tokens: int = 0
     first: list[float] = field(default_factory=list)  # seconds to the first token, of each answer
-    between: list[float] = field(default_factory=list)  # seconds between tokens, the mean of each answer
-    pauses: list[float] = field(default_factory=list)  # the longest seconds between two pieces of each answer
+    between: list[float] = field(
+        default_factory=list
+    )  # seconds between tokens, the mean of each answer
+    pauses: list[float] = field(
+        default_factory=list
+    )  # the longest seconds between two pieces of each answer
 
     def add(self, other: Cell) -> None:
         """Take over the answers of another round."""
@@ -53,7 +57,10 @@ class Cell:
 
     @property
     def figures(self) -> Record:
-        found: Record = {"answers": len(self.first), "tokens_per_second": round(self.tokens / self.seconds, 1)}
+        found: Record = {
+            "answers": len(self.first),
+            "tokens_per_second": round(self.tokens / self.seconds, 1),
+        }
         for name, values in (
             ("first_token", self.first),
             ("between_tokens", self.between),
@@ -73,29 +80,66 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """Return the servers' command lines by name, without their ports."""
     most = max(args.clients)
     model = [] if args.file is None else [str(args.file)]
-    own = [sys.executable, "-m", "specengine", "serve", *model, "--queue", str(most), "--threads", str(args.threads)]
+    own = [
+        sys.executable,
+        "-m",
+        "specengine",
+        "serve",
+        *model,
+        "--queue",
+        str(most),
+        "--threads",
+        str(args.threads),
+    ]
     found = {
         "specengine, one at a time": [*own, "--parallel", "1"],
         f"specengine, --parallel {most}": [*own, "--parallel", str(most)],
-        f"specengine, --parallel {most}, plain": [*own, "--parallel", str(most), "--policy", "plain"],
+        f"specengine, --parallel {most}, plain": [
+            *own,
+            "--parallel",
+            str(most),
+            "--policy",
+            "plain",
+        ],
     }
     if args.llama_server is not None:
         file = args.file or embedded.gguf()
         batched = ["-np", str(most), "-cb", "-c", str(CONTEXT * most)]
-        llama = [args.llama_server, "-m", str(file), *batched, "-t", str(args.threads), "--no-webui"]
+        llama = [
+            args.llama_server,
+            "-m",
+            str(file),
+            *batched,
+            "-t",
+            str(args.threads),
+            "--no-webui",
+        ]
         found[f"llama.cpp, -np {most}"] = llama
         found[f"llama.cpp, -np {most}, ngram drafts"] = [*llama, "--spec-type", "ngram-simple"]
     if args.vllm is not None:
         sizes = ["--max-num-seqs", str(most), "--max-model-len", str(CONTEXT)]
-        served = ["--model", str(args.vllm_model or embedded.path()), "--served-model-name", "default", *sizes]
-        found[f"vLLM, --max-num-seqs {most}"] = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", *served]
+        served = [
+            "--model",
+            str(args.vllm_model or embedded.path()),
+            "--served-model-name",
+            "default",
+            *sizes,
+        ]
+        found[f"vLLM, --max-num-seqs {most}"] = [
+            args.vllm,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *served,
+        ]
     return found
 
 
 async def crowd(address: str, clients: int, prompts: list[str], tokens: int) -> Cell:
     """Answer all prompts, so many at a time."""
     cell, left = Cell(), iter(prompts)
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)  # servers may close those
+    limits = httpx.Limits(
+        max_connections=clients, max_keepalive_connections=0
+    )  # servers may close those
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
 
         async def one() -> None:
@@ -122,7 +166,9 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, cell: Cell) -
     began, times, count = time.perf_counter(), list[float](), 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
-            raise SystemExit(f"status {answer.status_code}: {(await answer.aread()).decode()[:300]}")
+            raise SystemExit(
+                f"status {answer.status_code}: {(await answer.aread()).decode()[:300]}"
+            )
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -135,7 +181,9 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, cell: Cell) -
     cell.tokens += count
     cell.first.append(times[0] - began)
     cell.between.append((times[-1] - times[0]) / (count - 1))
-    cell.pauses.append(max((after - before for before, after in itertools.pairwise(times)), default=0.0))
+    cell.pauses.append(
+        max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+    )
 
 
 def records(args: argparse.Namespace) -> Iterator[Record]:
@@ -157,14 +205,20 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
             for number, (way, words) in enumerate(ways.items())
         }
         for address in addresses.values():
-            asyncio.run(crowd(address, max(args.clients), prompts(max(args.clients)), args.max_new_tokens))
+            asyncio.run(
+                crowd(address, max(args.clients), prompts(max(args.clients)), args.max_new_tokens)
+            )
         for turn in range(args.rounds):
             for clients in args.clients:
                 for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
                     count = max(args.requests, 2 * clients)
-                    found = asyncio.run(crowd(addresses[way], clients, prompts(count), args.max_new_tokens))
+                    found = asyncio.run(
+                        crowd(addresses[way], clients, prompts(count), args.max_new_tokens)
+                    )
                     cells.setdefault((way, clients), Cell()).add(found)
-    for (way, clients), cell in sorted(cells.items(), key=lambda item: (list(ways).index(item[0][0]), item[0][1])):
+    for (way, clients), cell in sorted(
+        cells.items(), key=lambda item: (list(ways).index(item[0][0]), item[0][1])
+    ):
         yield {"record": "server", "way": way, "clients": clients, **cell.figures}
 
 
@@ -173,7 +227,10 @@ def _server(words: list[str], port: int, seconds: float = 300) -> Iterator[str]:
     """Run a server until it is left; yields its address once it is ready."""
     address = f"http://127.0.0.1:{port}"
     with subprocess.Popen(
-        [*words, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | VLLM
+        [*words, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | VLLM,
     ) as server:
         try:
             end = time.monotonic() + seconds
@@ -201,15 +258,31 @@ def _public(words: list[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.servers", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; default: it is left out")
-    parser.add_argument("--vllm", metavar="PATH", help="the Python that has vLLM for CPUs; default: it is left out")
-    parser.add_argument("--vllm-model", metavar="FOLDER", help="a model's folder for it; default: the embedded one's")
-    parser.add_argument("--file", type=Path, help="a GGUF file; default: the embedded model's, with its head")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.servers", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--llama-server", metavar="PATH", help="llama.cpp's server; default: it is left out"
+    )
+    parser.add_argument(
+        "--vllm", metavar="PATH", help="the Python that has vLLM for CPUs; default: it is left out"
+    )
+    parser.add_argument(
+        "--vllm-model",
+        metavar="FOLDER",
+        help="a model's folder for it; default: the embedded one's",
+    )
+    parser.add_argument(
+        "--file", type=Path, help="a GGUF file; default: the embedded model's, with its head"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--requests", type=int, default=16, help="of a cell, but two for each client at least")
+    parser.add_argument(
+        "--requests", type=int, default=16, help="of a cell, but two for each client at least"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--port", type=int, default=8095, help="the first of the servers'; the others follow")
+    parser.add_argument(
+        "--port", type=int, default=8095, help="the first of the servers'; the others follow"
+    )
     add_arguments(parser, "prompts", "out", per_set=4, rounds=2, max_new_tokens=64)
     args = parser.parse_args(arguments)
     provenance.show(records(args), args.out)

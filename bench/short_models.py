@@ -14,9 +14,13 @@ from specengine.errors import UnsupportedModelError
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Make a draft of the target's first `count` layers; it shares weights, embeddings, norm and head."""
     base: Any = model.base_model
-    found = [name for name, child in base.named_children() if isinstance(child, torch.nn.ModuleList)]
+    found = [
+        name for name, child in base.named_children() if isinstance(child, torch.nn.ModuleList)
+    ]
     if len(found) != 1:
-        raise UnsupportedModelError(f"{type(model).__name__}: cannot tell which of {found} are its layers")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: cannot tell which of {found} are its layers"
+        )
     layers = getattr(base, found[0])
     if not 1 <= count <= len(layers):
         raise ValueError(f"count: got {count}, accepted 1 to {len(layers)}")

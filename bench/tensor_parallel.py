@@ -21,7 +21,11 @@ from bench.arguments import add_arguments
 from specengine import Engine
 from specengine.benchmark import workloads
 
-WAYS = {"1 process, 1 thread": (1, 1), "1 process, 2 threads": (1, 2), "2 ranks, 1 thread each": (2, 1)}
+WAYS = {
+    "1 process, 1 thread": (1, 1),
+    "1 process, 2 threads": (1, 2),
+    "2 ranks, 1 thread each": (2, 1),
+}
 
 
 def main() -> None:
@@ -41,12 +45,23 @@ def main() -> None:
 
 
 def _run(ranks: int, threads: int, arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "29551"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        "29551",
+    ]
     if ranks == 1:
         command = [sys.executable]
     own = os.environ | {"OMP_NUM_THREADS": str(threads)}
     run = subprocess.run(
-        [*command, "-m", "bench.tensor_parallel", *arguments, "--rank"], stdout=subprocess.PIPE, env=own, check=True
+        [*command, "-m", "bench.tensor_parallel", *arguments, "--rank"],
+        stdout=subprocess.PIPE,
+        env=own,
+        check=True,
     )
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
@@ -63,7 +78,9 @@ def _answer(args: argparse.Namespace) -> None:
     for policy in answers:
         rates = []
         for item in chosen:
-            result = engine.generate(item.text, policy=policy, temperature=0.0, max_new_tokens=args.max_new_tokens)
+            result = engine.generate(
+                item.text, policy=policy, temperature=0.0, max_new_tokens=args.max_new_tokens
+            )
             rates.append(result.stats.num_generated_tokens / result.stats.elapsed_s)
             answers[policy].append(result.token_ids)
         found[policy] = statistics.median(rates)
@@ -72,10 +89,22 @@ def _answer(args: argparse.Namespace) -> None:
 
 
 def _record(way: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = {name: round(statistics.median(each[name] for each in rounds), 1) for name in ("plain", "auto")}
+    rates = {
+        name: round(statistics.median(each[name] for each in rounds), 1)
+        for name in ("plain", "auto")
+    }
     ranks, threads = WAYS[way]
-    own = {"way": way, "ranks": ranks, "threads": threads, "same_as_plain": rounds[0]["same_as_plain"]}
-    return {"record": "row"} | own | {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
+    own = {
+        "way": way,
+        "ranks": ranks,
+        "threads": threads,
+        "same_as_plain": rounds[0]["same_as_plain"],
+    }
+    return (
+        {"record": "row"}
+        | own
+        | {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,11 @@ from specengine.policies._classifier import Mlp
 VOCABULARIES = (32768, 128256, 151936)
 ALPHAS = (0.7, 1.35, 5.0)  # creative text, natural language, a nearly certain continuation
 PARENTS = (1, 10, 60)
-GIVEN = ("float32 log-probs", "float32 logits", "bfloat16 logits")  # logits: the softmax is part of the time
+GIVEN = (
+    "float32 log-probs",
+    "float32 logits",
+    "bfloat16 logits",
+)  # logits: the softmax is part of the time
 WARM_UPS, REPEATS = 20, 100
 BASELINE = "eagle (torch)"
 
@@ -146,7 +150,10 @@ def talon_torch_without_sync(layer: Layer) -> Rule:
 
 def talon_fused(layer: Layer) -> Rule:
     """Apply the gate through this package's op."""
-    gate, live = torch.tensor([LOG_MU], device=layer.logits.device), _count(len(layer.scores), layer)
+    gate, live = (
+        torch.tensor([LOG_MU], device=layer.logits.device),
+        _count(len(layer.scores), layer),
+    )
 
     def run() -> Selected:
         given = layer.logits, layer.scores, live, BUDGET - 1
@@ -163,19 +170,29 @@ def salf(layer: Layer) -> Rule:
     SALF expands at most `BATCH` nodes at once; a layer of more parents meets the queue of a layer of `BATCH`.
     """
     device, parents = layer.logits.device, len(layer.scores)
-    queues, search = ops.Queues.start(BUDGET, device), ops.Search(BATCH, DEEPEST, threshold=0.0, fill=False)
+    queues, search = (
+        ops.Queues.start(BUDGET, device),
+        ops.Search(BATCH, DEEPEST, threshold=0.0, fill=False),
+    )
     frontier = ops.Nodes.of(torch.arange(parents, device=device))  # any, as there is no tree
     depths = torch.full((max(parents, 1),), int(parents > 1), device=device)
     passes = _count(1 + int(parents > 1), layer)
     if parents > 1:
         found, root = layer.below_root, torch.zeros(1, dtype=torch.int64, device=device)
         columns = torch.arange(len(found), device=device)
-        first = ops.Candidates(torch.zeros_like(columns), columns, found, found, _count(len(found), layer))
+        first = ops.Candidates(
+            torch.zeros_like(columns), columns, found, found, _count(len(found), layer)
+        )
         ops.step_queues(queues, first, ops.Nodes.of(root), root, None, _count(1, layer), search)
 
     def run() -> Selected:
         found = ops.best_candidates(
-            layer.logits, layer.scores, frontier.live, BUDGET - 1, bound=queues.bound, normalized=layer.normalized
+            layer.logits,
+            layer.scores,
+            frontier.live,
+            BUDGET - 1,
+            bound=queues.bound,
+            normalized=layer.normalized,
         )
         drawn = ops.step_queues(queues, found, frontier, depths, None, passes, search)
         live = int(drawn.live)
@@ -246,7 +263,12 @@ def layer_of(case: Case, device: torch.device) -> Layer:
     scores = log_probs[: case.parents] if case.parents > 1 else torch.zeros(1)
     dtype, kind = case.given.split()
     values = log_probs[ranks].to(getattr(torch, dtype))
-    return Layer(values.to(device), scores.to(device), kind == "log-probs", log_probs[: BUDGET - 1].to(device))
+    return Layer(
+        values.to(device),
+        scores.to(device),
+        kind == "log-probs",
+        log_probs[: BUDGET - 1].to(device),
+    )
 
 
 def _zipf_log_probs(vocabulary: int, alpha: float) -> Tensor:
@@ -272,7 +294,9 @@ class Times(NamedTuple):
 
 
 @torch.inference_mode()
-def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, seconds: float) -> dict[str, Any]:
+def measure(
+    case: Case, device: torch.device, warm_ups: int, repeats: int, seconds: float
+) -> dict[str, Any]:
     """Return the case's record. Makes fewer calls than asked for if they would take longer than `seconds`."""
     layer = layer_of(case, device)
     ways = rules(device)
@@ -281,7 +305,10 @@ def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, secon
     for prepare in ways.values():
         _call(prepare(layer), device)
     share = min(1.0, seconds / ((time.perf_counter() - began) * (warm_ups + repeats)))
-    warm_ups, repeats = max(min(warm_ups, 2), round(warm_ups * share)), max(min(repeats, 10), round(repeats * share))
+    warm_ups, repeats = (
+        max(min(warm_ups, 2), round(warm_ups * share)),
+        max(min(repeats, 10), round(repeats * share)),
+    )
     taken: dict[str, list[Times]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
         for name in rotated(list(ways), turn):
@@ -293,7 +320,9 @@ def measure(case: Case, device: torch.device, warm_ups: int, repeats: int, secon
         **asdict(case),
         "warm_ups": warm_ups,
         "repeats": repeats,
-        "selected": {name: int((chosen.scores > -math.inf).sum()) for name, chosen in found.items()},
+        "selected": {
+            name: int((chosen.scores > -math.inf).sum()) for name, chosen in found.items()
+        },
         **_statistics(taken, device),
     }
 
@@ -339,7 +368,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--given", nargs="+", choices=GIVEN, default=list(GIVEN))
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per case, for which slow ones get fewer repeats")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="per case, for which slow ones get fewer repeats"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
     add_arguments(parser, "device", "out")
     args = parser.parse_args(argv)
@@ -375,7 +406,9 @@ def _records(args: argparse.Namespace, device: torch.device) -> Iterator[dict[st
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
-    for vocabulary, alpha, parents, given in product(args.vocabularies, args.alphas, args.parents, args.given):
+    for vocabulary, alpha, parents, given in product(
+        args.vocabularies, args.alphas, args.parents, args.given
+    ):
         yield Case(vocabulary, alpha, parents, given)
 
 
@@ -398,7 +431,8 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 def _line(row: dict[str, Any]) -> str:
     times = "  ".join(
-        f"{name} {value:.3f} ({row['median_relative'][name]:.2f})" for name, value in row["median_ms"].items()
+        f"{name} {value:.3f} ({row['median_relative'][name]:.2f})"
+        for name, value in row["median_ms"].items()
     )
     head = f"V {row['vocabulary']:>6}  alpha {row['alpha']:<4}  parents {row['parents']:>2}  {row['given']:<17}"
     return f"{head}  median ms (relative) of {row['repeats']}:  {times}"
@@ -412,7 +446,10 @@ def pytest_generate_tests(metafunc: Any) -> None:
     if "case" in metafunc.fixturenames:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         both = [(case, way) for case in CASES for way in rules(device)]
-        ids = [f"{way}-{case.given}-V{case.vocabulary}-alpha{case.alpha}-parents{case.parents}" for case, way in both]
+        ids = [
+            f"{way}-{case.given}-V{case.vocabulary}-alpha{case.alpha}-parents{case.parents}"
+            for case, way in both
+        ]
         metafunc.parametrize(("case", "way"), both, ids=ids)
 
 
@@ -420,7 +457,9 @@ def pytest_generate_tests(metafunc: Any) -> None:
 def test_layer(benchmark: Any, case: Case, way: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layer = layer_of(case, device)
-    benchmark.group = f"{case.given}, V {case.vocabulary}, alpha {case.alpha}, parents {case.parents}"
+    benchmark.group = (
+        f"{case.given}, V {case.vocabulary}, alpha {case.alpha}, parents {case.parents}"
+    )
 
     def run(rule: Rule) -> Selected:
         selected = rule()
@@ -431,7 +470,9 @@ def test_layer(benchmark: Any, case: Case, way: str) -> None:
     def fresh() -> tuple[tuple[Rule], dict[str, Any]]:
         return (rules(device)[way](layer),), {}
 
-    repeats, warm_ups = (REPEATS, WARM_UPS) if case.parents <= BATCH else (REPEATS // 5, WARM_UPS // 5)
+    repeats, warm_ups = (
+        (REPEATS, WARM_UPS) if case.parents <= BATCH else (REPEATS // 5, WARM_UPS // 5)
+    )
     benchmark.pedantic(run, setup=fresh, rounds=repeats, warmup_rounds=warm_ups)
 
 

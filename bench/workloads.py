@@ -22,5 +22,7 @@ BUILT_IN = {
 def read(folder: Path | None, per_set: int) -> list[Workload]:
     """Return the first `per_set` prompts of every .jsonl file in `folder`, or the built-in ones without a folder."""
     if folder is None:
-        return [Workload("built-in", name, (text,)) for name, text in list(BUILT_IN.items())[:per_set]]
+        return [
+            Workload("built-in", name, (text,)) for name, text in list(BUILT_IN.items())[:per_set]
+        ]
     return workloads.read([folder], per_set)

@@ -21,7 +21,10 @@ LARGEST = 3e38  # what +inf counts as; NaN counts as -inf
 TILE = 4096  # columns per program; fewer where that leaves multiprocessors idle, more where rows are many
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_STATISTICS = 2048  # tile or group maxima, of all rows, that a program of `_filter` holds
-RANKED, RIVALS = 128, 32  # candidates per program of `_rank`, and how many others it compares them with at a time
+RANKED, RIVALS = (
+    128,
+    32,
+)  # candidates per program of `_rank`, and how many others it compares them with at a time
 MOST_RANKERS = 128
 # Launch options of kernels that sum products over lanes. Of two lanes that exchange their products, each would fuse its
 # own into the addition, without rounding it, so that one sum would come out differently in each lane.
@@ -63,9 +66,13 @@ def reference(
     scores = _defined(parents.to(values.dtype))[:, None] + log_probs
     anchor = scores.max()
     passes = (scores >= anchor + log_gate) & (scores > bound) & (scores > -math.inf)
-    found = [(-scores[r, c].item(), r, -values[r, c].item(), c) for r, c in passes.nonzero().tolist()]
+    found = [
+        (-scores[r, c].item(), r, -values[r, c].item(), c) for r, c in passes.nonzero().tolist()
+    ]
     best = sorted(found)[:budget]
-    row, token = (torch.tensor([entry[i] for entry in best], dtype=torch.int64, device="cpu") for i in (1, 3))
+    row, token = (
+        torch.tensor([entry[i] for entry in best], dtype=torch.int64, device="cpu") for i in (1, 3)
+    )
     count = torch.tensor([len(best)], dtype=torch.int32, device="cpu")
     return Selection(row, token, log_probs[row, token], scores[row, token], count, anchor[None])
 
@@ -81,7 +88,9 @@ def _defined(values: Tensor) -> Tensor:
 def _read(row, column, live, LARGEST: tl.constexpr):
     """Read float32 values without NaN and +inf; -inf where `live` is not set."""
     x = tl.load(row + column, mask=live, other=float("-inf")).to(tl.float32)
-    x = tl.where(x != x, float("-inf"), x)  # before any maximum: what that makes of NaN differs between devices
+    x = tl.where(
+        x != x, float("-inf"), x
+    )  # before any maximum: what that makes of NaN differs between devices
     return tl.where(x > LARGEST, LARGEST, x)
 
 
@@ -118,11 +127,15 @@ def _edge(order, wanted, least, quarter, ROUNDS: tl.constexpr):
     for _ in range(ROUNDS):
         one, two, three = least + quarter, least + 2 * quarter, least + 3 * quarter
         reach = (
-            (order >= one).to(tl.int64) + ((order >= two).to(tl.int64) << 20) + ((order >= three).to(tl.int64) << 40)
+            (order >= one).to(tl.int64)
+            + ((order >= two).to(tl.int64) << 20)
+            + ((order >= three).to(tl.int64) << 40)
         )
         counts = tl.sum(reach, 0)
         enough = ((counts & 0xFFFFF) >= wanted).to(tl.int32)
-        enough += (((counts >> 20) & 0xFFFFF) >= wanted).to(tl.int32) + ((counts >> 40) >= wanted).to(tl.int32)
+        enough += (((counts >> 20) & 0xFFFFF) >= wanted).to(tl.int32) + (
+            (counts >> 40) >= wanted
+        ).to(tl.int32)
         least += enough * quarter
         quarter = quarter >> 2
     return least
@@ -150,7 +163,9 @@ def _stats(
 ):
     row, tile = tl.program_id(1), tl.program_id(0)
     column = tile * TILE + tl.arange(0, TILE)
-    end = tl.where(tl.load(parents + row) > float("-inf"), columns, 0)  # nothing of a dead row; NaN is dead too
+    end = tl.where(
+        tl.load(parents + row) > float("-inf"), columns, 0
+    )  # nothing of a dead row; NaN is dead too
     x = _read(logits + row.to(tl.int64) * row_stride, column, column < end, LARGEST)
     groups: tl.constexpr = TILE // GROUP
     tops = tl.max(tl.reshape(x, [groups, GROUP]), 1)
@@ -242,7 +257,9 @@ def _filter(
         if found > wanted:
             # no more than `wanted` of one tile can be among the best; of equals the first columns
             lowest = tl.full([], -0x80000000, tl.int32)
-            least = _edge(tl.where(keep, order, lowest), wanted, lowest, tl.full([], 1 << 30, tl.int32), 16)
+            least = _edge(
+                tl.where(keep, order, lowest), wanted, lowest, tl.full([], 1 << 30, tl.int32), 16
+            )
             better = keep & (order > least)
             equal = (keep & (order == least)).to(tl.int32)
             room = wanted - tl.sum(better.to(tl.int32), 0)
@@ -281,9 +298,15 @@ def _rank(
         rank = tl.zeros([BLOCK], tl.int32)
         for first in range(0, found, RIVALS):
             other = first + tl.arange(0, RIVALS)
-            other_path = tl.load(path_keys + other, mask=other < found, other=-0x8000000000000000)[None, :]
-            other_edge = tl.load(edge_keys + other, mask=other < found, other=-0x8000000000000000)[None, :]
-            better = (other_path > path[:, None]) | ((other_path == path[:, None]) & (other_edge > edge[:, None]))
+            other_path = tl.load(path_keys + other, mask=other < found, other=-0x8000000000000000)[
+                None, :
+            ]
+            other_edge = tl.load(edge_keys + other, mask=other < found, other=-0x8000000000000000)[
+                None, :
+            ]
+            better = (other_path > path[:, None]) | (
+                (other_path == path[:, None]) & (other_edge > edge[:, None])
+            )
             rank += tl.sum(better.to(tl.int32), 1)
         chosen = (own < found) & (rank < wanted)
         row = _key_index(path)
@@ -468,9 +491,21 @@ def select_candidates(
 
 
 def _check(logits: Tensor, parents: Tensor, most: int) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
-        raise ValueError(f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}")
-    if parents.dtype is not torch.float32 or parents.shape != logits.shape[:1] or not parents.is_contiguous():
-        raise ValueError(f"parents: float32 [{logits.shape[0]}] is needed, got {parents.dtype} {list(parents.shape)}")
+    if (
+        logits.dim() != 2
+        or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or logits.stride(1) != 1
+    ):
+        raise ValueError(
+            f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}"
+        )
+    if (
+        parents.dtype is not torch.float32
+        or parents.shape != logits.shape[:1]
+        or not parents.is_contiguous()
+    ):
+        raise ValueError(
+            f"parents: float32 [{logits.shape[0]}] is needed, got {parents.dtype} {list(parents.shape)}"
+        )
     if most < 1:
         raise ValueError(f"most: got {most}, accepted 1 or more")

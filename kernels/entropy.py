@@ -26,7 +26,9 @@ BLOCK = 2048  # kept columns that `_add_up` reads at a time
 # peak; what is fainter adds nothing to a float32. More bins would keep fewer columns, but a histogram's time is theirs.
 BINS, BIN_SHIFT, FIRST_BIN = 256, 19, (127 - 9) << 4
 DIGIT = 8  # bits that `_add_up` finds at a time; 2**DIGIT is BINS
-FIXED = 2.0**40  # what 1 is as an integer in sums of kept columns; less than a unit lost by each of 2**18: 2.4e-7
+FIXED = (
+    2.0**40
+)  # what 1 is as an integer in sums of kept columns; less than a unit lost by each of 2**18: 2.4e-7
 
 
 # ---- meaning
@@ -34,10 +36,16 @@ FIXED = 2.0**40  # what 1 is as an integer in sums of kept columns; less than a 
 
 def reference(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     """Compute `top_entropy` in plain torch and float64."""
-    values = logits.double().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf).clamp(max=LARGEST)
+    values = (
+        logits.double()
+        .nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
+        .clamp(max=LARGEST)
+    )
     best = values.topk(min(top, values.shape[1])).values
     if not normalized:
-        peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
+        peak = best[:, :1].clamp(
+            min=torch.finfo(torch.float32).min
+        )  # finite also in rows of -inf alone
         best = best - peak - (values - peak).exp().sum(1, keepdim=True).clamp(min=1.0).log()
     return -torch.where(best > -torch.inf, best.exp() * best, 0.0).sum(1).float()
 
@@ -78,7 +86,13 @@ def _sums(
 
 @triton.jit
 def _below_peak(
-    logits, tile_peak, columns, row_stride, TILE: tl.constexpr, BLOCK_T: tl.constexpr, LARGEST: tl.constexpr
+    logits,
+    tile_peak,
+    columns,
+    row_stride,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Return how far this tile's columns are below their row's peak, float32 [TILE]; inf where there is none."""
     row, tile, tiles = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
@@ -120,7 +134,12 @@ def _count(
     below = _below_peak(logits, tile_peak, columns, row_stride, TILE, BLOCK_T, LARGEST)
     place = _bin(below, FIRST_BIN, BIN_SHIFT)
     counts = tl.histogram(tl.minimum(place, BINS - 1), BINS, mask=place < BINS)
-    tl.atomic_add(histogram + tl.program_id(1) * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    tl.atomic_add(
+        histogram + tl.program_id(1) * BINS + tl.arange(0, BINS),
+        counts,
+        mask=counts > 0,
+        sem="relaxed",
+    )
 
 
 @triton.jit(do_not_specialize=["top"])
@@ -212,7 +231,10 @@ def _add_up(
                 counts = tl.zeros([BINS], tl.int32)
                 for start in range(0, found, BLOCK):
                     own = start + lane < found
-                    bits = tl.load(kept + start + lane, mask=own, other=0.0).to(tl.int32, bitcast=True) - base
+                    bits = (
+                        tl.load(kept + start + lane, mask=own, other=0.0).to(tl.int32, bitcast=True)
+                        - base
+                    )
                     own &= (bits >> shift) >> DIGIT == (edge >> shift) >> DIGIT
                     counts += tl.histogram((bits >> shift) & (BINS - 1), BINS, mask=own)
                 nearer = tl.cumsum(counts, 0) < wanted
@@ -225,7 +247,9 @@ def _add_up(
                 nearer = below.to(tl.int32, bitcast=True) - base < edge
                 weight = tl.where(nearer, tl.exp(-below), 0.0)
                 fixed_sum += tl.sum((weight * FIXED).to(tl.int64), 0)
-                fixed_weighted += tl.sum((weight * tl.where(nearer, below, 0.0) * FIXED).to(tl.int64), 0)
+                fixed_weighted += tl.sum(
+                    (weight * tl.where(nearer, below, 0.0) * FIXED).to(tl.int64), 0
+                )
             last = (base + edge).to(tl.float32, bitcast=True)
             ties = wanted * tl.exp(-last)
             some += (fixed_sum.to(tl.float64) / FIXED).to(tl.float32) + ties
@@ -270,14 +294,23 @@ def workspace_for(logits: Tensor, top: int) -> Workspace:
     """Allocate scratch for `top_entropy` of logits of this shape."""
     (rows, columns), whole = logits.shape, top >= logits.shape[1]
     return Workspace(
-        torch.empty(4 * aligned(rows * cut_for(rows, columns).tiles), dtype=torch.float32, device=logits.device),
+        torch.empty(
+            4 * aligned(rows * cut_for(rows, columns).tiles),
+            dtype=torch.float32,
+            device=logits.device,
+        ),
         torch.empty(1 if whole else rows * (BINS + 1), dtype=torch.int32, device=logits.device),
         torch.empty(1 if whole else rows * columns, dtype=torch.float32, device=logits.device),
     )
 
 
 def top_entropy(
-    logits: Tensor, top: int, normalized: bool = False, *, out: Tensor | None = None, workspace: Workspace | None = None
+    logits: Tensor,
+    top: int,
+    normalized: bool = False,
+    *,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """Return -sum p log p over the `top` likeliest columns of each row, float32 [W], in nats; p is over the whole row.
 
@@ -353,9 +386,19 @@ def top_entropy(
 
 
 def _check(logits: Tensor, top: int, out: Tensor | None) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
-        raise ValueError(f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}")
+    if (
+        logits.dim() != 2
+        or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or logits.stride(1) != 1
+    ):
+        raise ValueError(
+            f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}"
+        )
     if not logits.numel() or top < 1:
-        raise ValueError(f"logits, top: got {list(logits.shape)}, {top}, accepted are one row, one column, 1 or more")
+        raise ValueError(
+            f"logits, top: got {list(logits.shape)}, {top}, accepted are one row, one column, 1 or more"
+        )
     if out is not None and (out.dtype is not torch.float32 or out.shape != logits.shape[:1]):
-        raise ValueError(f"out: float32 [{logits.shape[0]}] is needed, got {out.dtype} {list(out.shape)}")
+        raise ValueError(
+            f"out: float32 [{logits.shape[0]}] is needed, got {out.dtype} {list(out.shape)}"
+        )

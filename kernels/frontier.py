@@ -50,9 +50,9 @@ def reference(
         after.depths[node], after.log_probs[node] = after.depths[parent] + 1, log_probs[entry]
         after.path_log_probs[node] = after.path_log_probs[parent] + log_probs[entry]
         after.ancestors[node] = after.ancestors[parent]
-        after.ancestors[node, node // WORD_BITS] |= torch.tensor(1, dtype=torch.int64, device="cpu") << (
-            node % WORD_BITS
-        )
+        after.ancestors[node, node // WORD_BITS] |= torch.tensor(
+            1, dtype=torch.int64, device="cpu"
+        ) << (node % WORD_BITS)
     after.size[0] = start + count
     return after, [*range(start, start + count), *[0] * (tokens.shape[0] - count)], refused
 
@@ -103,7 +103,10 @@ def _append(
     tl.debug_barrier()  # a warp that reads the size after another has raised it would number its nodes anew
     tl.store(tree_depths + node, depth, mask=some)
     tl.store(tree_paths + node, path, mask=some)
-    own = tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64) << (node & 63).to(tl.int64)[:, None]
+    own = (
+        tl.where((node >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64)
+        << (node & 63).to(tl.int64)[:, None]
+    )
     tl.store(ancestors + node[:, None] * n_words + word[None, :], words | own, mask=inside)
     tl.store(ids + entry, tl.where(some, node, 0), mask=entry < most)
     tl.store(size, start + found)
@@ -137,7 +140,13 @@ def _gather(
 
 
 def append_nodes(
-    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, ids: Tensor, refused: Tensor
+    tree: Tree,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    count: Tensor,
+    ids: Tensor,
+    refused: Tensor,
 ) -> None:
     """Hang the first `count` entries into the tree, and write their nodes into `ids`, 0 behind them.
 
@@ -160,12 +169,19 @@ def append_nodes(
         most,
         BLOCK=triton.next_power_of_2(most),
         BLOCK_A=triton.next_power_of_2(words),
-        num_warps=max(1, min(8, triton.next_power_of_2(most) * triton.next_power_of_2(words) // 64)),
+        num_warps=max(
+            1, min(8, triton.next_power_of_2(most) * triton.next_power_of_2(words) // 64)
+        ),
     )
 
 
 def gather_rows(
-    states: Tensor, sources: Tensor, embeddings: Tensor, tokens: Tensor, out_states: Tensor, out_embeddings: Tensor
+    states: Tensor,
+    sources: Tensor,
+    embeddings: Tensor,
+    tokens: Tensor,
+    out_states: Tensor,
+    out_embeddings: Tensor,
 ) -> None:
     """Copy the states at `sources` and the embeddings of `tokens`, bit for bit.
 
@@ -174,14 +190,22 @@ def gather_rows(
     """
     width, channels = out_states.shape
     if any(ids.shape != (width,) or ids.dtype is not torch.int64 for ids in (sources, tokens)):
-        raise ValueError(f"sources, tokens: int64 [{width}] is needed, got {list(sources.shape)}, {list(tokens.shape)}")
+        raise ValueError(
+            f"sources, tokens: int64 [{width}] is needed, got {list(sources.shape)}, {list(tokens.shape)}"
+        )
     if out_embeddings.shape != out_states.shape:
-        raise ValueError(f"outputs: [n, H] x 2 are needed, got {list(out_states.shape)}, {list(out_embeddings.shape)}")
+        raise ValueError(
+            f"outputs: [n, H] x 2 are needed, got {list(out_states.shape)}, {list(out_embeddings.shape)}"
+        )
     if states.dtype is not out_states.dtype or embeddings.dtype is not out_embeddings.dtype:
-        raise ValueError("out_states, out_embeddings: the dtypes of states and embeddings are needed")
+        raise ValueError(
+            "out_states, out_embeddings: the dtypes of states and embeddings are needed"
+        )
     if states.shape[1] != channels or embeddings.shape[1] != channels:
         raise ValueError(f"states, embeddings: [rows, {channels}] is needed")
-    if any(t.stride(1) != 1 for t in (states, embeddings)) or not out_states.stride() == out_embeddings.stride() == (
+    if any(
+        t.stride(1) != 1 for t in (states, embeddings)
+    ) or not out_states.stride() == out_embeddings.stride() == (
         out_states.stride(0),
         1,
     ):
@@ -204,19 +228,31 @@ def gather_rows(
 
 
 def _check(
-    tree: Tree, parents: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, counts: tuple[Tensor, ...]
+    tree: Tree,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    ids: Tensor,
+    counts: tuple[Tensor, ...],
 ) -> None:
     capacity, words = tree.ancestors.shape
     if words < triton.cdiv(capacity, WORD_BITS) or not tree.ancestors.is_contiguous():
-        raise ValueError(f"tree.ancestors: [capacity, ceil(capacity / 64)] is needed, got {[capacity, words]}")
+        raise ValueError(
+            f"tree.ancestors: [capacity, ceil(capacity / 64)] is needed, got {[capacity, words]}"
+        )
     if any(tensor.shape != (capacity,) for tensor in tree[:5]):
         raise ValueError(f"tree: arrays of its capacity, {capacity}, are needed")
     most = tokens.shape[0]
-    if not 1 <= most <= MOST_APPENDED or not parents.shape == log_probs.shape == ids.shape == (most,):
+    if not 1 <= most <= MOST_APPENDED or not parents.shape == log_probs.shape == ids.shape == (
+        most,
+    ):
         raise ValueError(
             f"parents, tokens, log_probs, ids: [m] each, 1 <= m <= {MOST_APPENDED}, got {list(tokens.shape)}"
         )
-    if not parents.dtype is tokens.dtype is ids.dtype is torch.int64 or log_probs.dtype is not torch.float32:
+    if (
+        not parents.dtype is tokens.dtype is ids.dtype is torch.int64
+        or log_probs.dtype is not torch.float32
+    ):
         raise ValueError("parents, tokens, ids: int64, log_probs: float32 are needed")
     if any(number.dtype is not torch.int32 for number in (*counts, tree.size)):
         raise ValueError("count, refused, tree.size: int32 [1] each is needed")

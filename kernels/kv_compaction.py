@@ -28,7 +28,9 @@ def reference(slab: Tensor, path: Tensor, count: Tensor, prefix_len: Tensor) -> 
 # ---- kernel
 
 
-@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["path", "count", "prefix_len"])
+@triton.jit(
+    do_not_specialize=["heads"], do_not_specialize_on_alignment=["path", "count", "prefix_len"]
+)
 def _compact(
     slab,
     path,
@@ -45,7 +47,11 @@ def _compact(
 ):
     program = tl.program_id(0)
     layer, pair, head = program // (2 * heads), program // heads % 2, program % heads
-    slab += layer.to(tl.int64) * layer_stride + pair.to(tl.int64) * pair_stride + head.to(tl.int64) * head_stride
+    slab += (
+        layer.to(tl.int64) * layer_stride
+        + pair.to(tl.int64) * pair_stride
+        + head.to(tl.int64) * head_stride
+    )
     slab += tl.load(prefix_len).to(tl.int64) * slot_stride
     dims, kept = tl.arange(0, BLOCK_D), tl.load(count)
     for start in range(0, kept, ROWS):
@@ -69,7 +75,9 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix_len: Tensor) ->
     Capturable, bit-exact.
     """
     if slab.dim() != 5 or slab.shape[1] != 2 or slab.stride(4) != 1:
-        raise ValueError(f"slab: [layers, 2, KV heads, capacity, head size] is needed, got {list(slab.shape)}")
+        raise ValueError(
+            f"slab: [layers, 2, KV heads, capacity, head size] is needed, got {list(slab.shape)}"
+        )
     if path.dim() != 1 or path.stride(0) != 1 or path.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"path: int32 or int64 [n] is needed, got {path.dtype} {list(path.shape)}")
     layers, two, heads, _, size = slab.shape
@@ -83,5 +91,7 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix_len: Tensor) ->
         HEAD=size,
         BLOCK_D=triton.next_power_of_2(size),
         ROWS=ROWS,
-        num_warps=max(1, min(8, ROWS * triton.next_power_of_2(size) * slab.element_size() // (16 * 32))),
+        num_warps=max(
+            1, min(8, ROWS * triton.next_power_of_2(size) * slab.element_size() // (16 * 32))
+        ),
     )

@@ -16,7 +16,9 @@ LARGEST_ROW = 32768  # channels; a row stands in the registers of one program
 # ---- meaning
 
 
-def reference(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def reference(
+    states: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute `add_rms_norm` in plain torch; float64 stays float64."""
     total = states if residual is None else residual + states
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
@@ -59,14 +61,20 @@ def _add_rms_norm(
 # ---- launcher
 
 
-def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    states: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of residual + states, and that sum; without a residual, of the states, and these.
 
     states, residual: [n, channels], rows contiguous, n of 1 or more; weight: [channels]; one dtype. Capturable.
     """
     rows, columns = states.shape
     given = (states, weight) if residual is None else (states, weight, residual)
-    if len({tensor.dtype for tensor in given}) > 1 or weight.shape != (columns,) or columns > LARGEST_ROW:
+    if (
+        len({tensor.dtype for tensor in given}) > 1
+        or weight.shape != (columns,)
+        or columns > LARGEST_ROW
+    ):
         raise ValueError(
             f"states [n, channels], weight [channels] of one dtype, up to {LARGEST_ROW} channels, are needed, got "
             f"{states.dtype} {list(states.shape)}, {weight.dtype} {list(weight.shape)}"

@@ -40,9 +40,13 @@ def reference(
     def rotated(states: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None:
             wide = states.to(kind)
-            states = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(states.dtype)
+            states = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(
+                states.dtype
+            )
         first, second = states.to(step).chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(states.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(
+            states.dtype
+        )
 
     count, start = int(live), int(slot)
     caches = []
@@ -86,7 +90,10 @@ def _turned(
     return near - across, far + back
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads"], do_not_specialize_on_alignment=["positions", "slot", "live"])
+@triton.jit(
+    do_not_specialize=["heads", "kv_heads"],
+    do_not_specialize_on_alignment=["positions", "slot", "live"],
+)
 def _rope_store(
     query,
     key,
@@ -134,7 +141,9 @@ def _rope_store(
         first = tl.load(source, mask=some, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=some, other=0.0).to(tl.float32)
         kind = out.dtype.element_ty
-        first, second = _turned(first, second, cos, sin, q_norm, eps, channel, some, kind, NORM, STEPWISE, HALF)
+        first, second = _turned(
+            first, second, cos, sin, q_norm, eps, channel, some, kind, NORM, STEPWISE, HALF
+        )
         into = out + row * out_row + head * out_head + channel
         tl.store(into, first.to(kind), mask=some)
         tl.store(into + HALF, second.to(kind), mask=some)
@@ -144,7 +153,9 @@ def _rope_store(
         first = tl.load(source, mask=stored, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=stored, other=0.0).to(tl.float32)
         kind = k_cache.dtype.element_ty
-        first, second = _turned(first, second, cos, sin, k_norm, eps, channel, some, kind, NORM, STEPWISE, HALF)
+        first, second = _turned(
+            first, second, cos, sin, k_norm, eps, channel, some, kind, NORM, STEPWISE, HALF
+        )
         into = k_cache + kv_head.to(tl.int64) * k_cache_head + place * k_cache_slot + channel
         tl.store(into, first.to(kind), mask=stored)
         tl.store(into + HALF, second.to(kind), mask=stored)
@@ -189,27 +200,50 @@ def rope_store(
     n, heads, size = query.shape
     kv_heads = key.shape[1]
     kinds = {tensor.dtype for tensor in (query, key, value, k_cache, v_cache)}
-    if size % 2 or key.shape != value.shape or key.shape[0] != n or key.shape[2] != size or len(kinds) > 1:
+    if (
+        size % 2
+        or key.shape != value.shape
+        or key.shape[0] != n
+        or key.shape[2] != size
+        or len(kinds) > 1
+    ):
         raise ValueError(
             f"query [n, Hq, D], key, value [n, Hkv, D] of one dtype, D even, got {list(query.shape)}, {kinds}"
         )
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != kv_heads or k_cache.shape[2] != size:
-        raise ValueError(f"k_cache, v_cache: [{kv_heads}, S, {size}] are needed, got {list(k_cache.shape)}")
+        raise ValueError(
+            f"k_cache, v_cache: [{kv_heads}, S, {size}] are needed, got {list(k_cache.shape)}"
+        )
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value, k_cache, v_cache)):
-        raise ValueError("query, key, value, k_cache, v_cache: the last dimension must be contiguous")
+        raise ValueError(
+            "query, key, value, k_cache, v_cache: the last dimension must be contiguous"
+        )
     if cosines.shape != sines.shape or cosines.shape[1] != size // 2 or not cosines.is_contiguous():
-        raise ValueError(f"cosines, sines: contiguous [positions, {size // 2}] are needed, got {list(cosines.shape)}")
-    if cosines.dtype is not torch.float32 or sines.dtype is not torch.float32 or not sines.is_contiguous():
+        raise ValueError(
+            f"cosines, sines: contiguous [positions, {size // 2}] are needed, got {list(cosines.shape)}"
+        )
+    if (
+        cosines.dtype is not torch.float32
+        or sines.dtype is not torch.float32
+        or not sines.is_contiguous()
+    ):
         raise ValueError("cosines, sines: contiguous float32 is needed")
     if positions.dtype is not torch.int64 or positions.shape != (n,):
-        raise ValueError(f"positions: int64 [{n}] is needed, got {positions.dtype} {list(positions.shape)}")
+        raise ValueError(
+            f"positions: int64 [{n}] is needed, got {positions.dtype} {list(positions.shape)}"
+        )
     for weight in (q_norm, k_norm):
         if (weight is None) is not (q_norm is None) or (
-            weight is not None and (weight.shape != (size,) or weight.stride(0) != 1 or weight.dtype is not query.dtype)
+            weight is not None
+            and (
+                weight.shape != (size,) or weight.stride(0) != 1 or weight.dtype is not query.dtype
+            )
         ):
             raise ValueError(f"q_norm, k_norm: both or neither, contiguous {query.dtype} [{size}]")
     if slot.dtype is not torch.int64 or live.dtype is not torch.int32:
-        raise ValueError(f"slot, live: int64 [1] and int32 [1] are needed, got {slot.dtype}, {live.dtype}")
+        raise ValueError(
+            f"slot, live: int64 [1] and int32 [1] are needed, got {slot.dtype}, {live.dtype}"
+        )
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     _rope_store[(n, heads + 2 * kv_heads)](
         query,

@@ -38,7 +38,9 @@ def _silu_mul(gate, up, out, gate_row, up_row, columns, BLOCK: tl.constexpr):
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, contiguous. gate, up: [n, channels], rows contiguous, one dtype. Capturable."""
     if gate.shape != up.shape or gate.dtype is not up.dtype:
-        raise ValueError(f"gate, up: one shape and dtype, got {list(gate.shape)} {gate.dtype}, {list(up.shape)}")
+        raise ValueError(
+            f"gate, up: one shape and dtype, got {list(gate.shape)} {gate.dtype}, {list(up.shape)}"
+        )
     if not gate.stride(-1) == up.stride(-1) == 1:
         raise ValueError("gate, up: the last dimension must be contiguous")
     rows, columns = gate.shape

@@ -25,7 +25,9 @@ SPAN = 512  # positions whose sums one program makes
 def reference(*inputs: Tensor, scale: float | None = None) -> Tensor:
     """Compute `strict_attention` in plain torch and in the dtype of q; returns [B, Nq, Hq, D]."""
     q, k_cache, v_cache, nodes, counts, prefix_len, n_q = inputs
-    words = torch.zeros(*nodes.shape[:2], -(-k_cache.shape[2] // 64), dtype=torch.int64, device=q.device)
+    words = torch.zeros(
+        *nodes.shape[:2], -(-k_cache.shape[2] // 64), dtype=torch.int64, device=q.device
+    )
     for column in range(nodes.shape[2]):  # distinct nodes, so their bits add up
         there = column < counts
         ids = torch.where(there, nodes[..., column].long(), 0)
@@ -34,7 +36,9 @@ def reference(*inputs: Tensor, scale: float | None = None) -> Tensor:
     live = torch.arange(nodes.shape[1], device=q.device, dtype=torch.int64) < n_q[:, None]
     last = nodes.gather(2, (counts[..., None].long() - 1).clamp(min=0))[..., 0]
     seen = torch.where(live, last + 1, 0).amax(1)
-    return attention_by_words(q, k_cache, v_cache, words, prefix_len, n_q, seen.int(), scale=scale)[0]
+    return attention_by_words(q, k_cache, v_cache, words, prefix_len, n_q, seen.int(), scale=scale)[
+        0
+    ]
 
 
 # ---- kernels
@@ -44,7 +48,8 @@ PLACES = ("counts", "prefix_len", "n_q", "peaks", "totals")  # read row by row
 
 
 @triton.jit(
-    do_not_specialize=["kv_heads", "rows", "columns", "shared"], do_not_specialize_on_alignment=["nodes", *PLACES]
+    do_not_specialize=["kv_heads", "rows", "columns", "shared"],
+    do_not_specialize_on_alignment=["nodes", *PLACES],
 )
 def _attend(
     q,
@@ -86,20 +91,30 @@ def _attend(
     them, program_id(0) being a node, and a part of its heads where they do not fit into one tile."""
     TILES: tl.constexpr = SPAN // BLOCK_N
     sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
-    length, live_rows = tl.load(prefix_len + sequence), tl.minimum(tl.load(n_q + sequence) * GROUPS, rows)
+    length, live_rows = (
+        tl.load(prefix_len + sequence),
+        tl.minimum(tl.load(n_q + sequence) * GROUPS, rows),
+    )
     full = length // BLOCK_N
     if shared != 0:
         first_row, end_row, end = tl.program_id(0) * BLOCK_M, rows, full * BLOCK_N
         split, first = tl.program_id(2), tl.program_id(2) * TILES
     else:
         own = tl.program_id(0) // PARTS
-        first_row, end_row = own * GROUPS + tl.program_id(0) % PARTS * BLOCK_M, own * GROUPS + GROUPS
+        first_row, end_row = (
+            own * GROUPS + tl.program_id(0) % PARTS * BLOCK_M,
+            own * GROUPS + GROUPS,
+        )
         end = length + tl.load(counts + sequence * (rows // GROUPS) + own)
         split = full // TILES + tl.program_id(2)
         first = tl.maximum(full, split * TILES)
     last = tl.minimum((split + 1) * TILES, tl.cdiv(end, BLOCK_N))
     if (first < last) & (first_row < live_rows):
-        row, places, dims = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        row, places, dims = (
+            first_row + tl.arange(0, BLOCK_M),
+            tl.arange(0, BLOCK_N),
+            tl.arange(0, BLOCK_D),
+        )
         node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
         inside, channels = row < end_row, dims < HEAD
         k += sequence * k_batch + kv_head.to(tl.int64) * k_head
@@ -122,13 +137,19 @@ def _attend(
             position = tile * BLOCK_N + places
             seen = position < end
             behind = position - length
-            slot = tl.where(behind < 0, position, length + tl.load(nodes + behind, mask=seen & (behind >= 0), other=0))
+            slot = tl.where(
+                behind < 0,
+                position,
+                length + tl.load(nodes + behind, mask=seen & (behind >= 0), other=0),
+            )
             read = seen[:, None] & channels[None, :]
             keys = tl.load(k + slot[:, None] * k_slot + dims[None, :], mask=read, other=0.0)
             values = tl.load(v + slot[:, None] * v_slot + dims[None, :], mask=read, other=0.0)
             if UPCAST:
                 keys, values = keys.to(tl.float32), values.to(tl.float32)
-            peak, total, sums = _absorb(query, keys, values, seen[None, :], peak, total, sums, scale, True, PRECISION)
+            peak, total, sums = _absorb(
+                query, keys, values, seen[None, :], peak, total, sums, scale, True, PRECISION
+            )
         tl.store(peaks + at, peak, mask=inside)
         tl.store(totals + at, total, mask=inside)
         tl.store(sums_at, sums, mask=inside[:, None] & channels[None, :])
@@ -189,7 +210,9 @@ def _add_up(
 
 def tiles_for(head_size: int, dtype: torch.dtype) -> Tiles:
     """Return the shipped tiles. The number of rows does not change them: their shape is part of the bits."""
-    if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
+    if (
+        dtype is torch.float32
+    ):  # multiplied in full precision, without tensor cores: larger tiles spill
         return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
     return Tiles(64, 64, 4, 2) if head_size <= 128 else Tiles(64, 32, 8, 2)
 
@@ -201,7 +224,9 @@ def spans_for(slots: int) -> int:
 def workspace_for(q: Tensor, slots: int) -> Tensor:
     """Allocate scratch for `strict_attention` over this many slots, float32, uninitialised; all layers can share it."""
     return torch.empty(
-        spans_for(slots) * (q.numel() // q.shape[-1]) * (q.shape[-1] + 2), dtype=torch.float32, device=q.device
+        spans_for(slots) * (q.numel() // q.shape[-1]) * (q.shape[-1] + 2),
+        dtype=torch.float32,
+        device=q.device,
     )
 
 
@@ -231,12 +256,22 @@ def strict_attention(
     batch, n_nodes, heads, size = q.shape
     kv_heads, groups = k_cache.shape[1], heads // k_cache.shape[1]
     check_caches(q, k_cache, v_cache, (prefix_len, n_q), scale)
-    if nodes.dtype is not torch.int32 or nodes.shape[:2] != (batch, n_nodes) or not nodes.is_contiguous():
+    if (
+        nodes.dtype is not torch.int32
+        or nodes.shape[:2] != (batch, n_nodes)
+        or not nodes.is_contiguous()
+    ):
         raise ValueError(
             f"nodes: contiguous int32 [{batch}, {n_nodes}, P] is needed, got {nodes.dtype} {list(nodes.shape)}"
         )
-    if counts.dtype is not torch.int32 or counts.shape != (batch, n_nodes) or not counts.is_contiguous():
-        raise ValueError(f"counts: contiguous int32 [{batch}, {n_nodes}] is needed, got {list(counts.shape)}")
+    if (
+        counts.dtype is not torch.int32
+        or counts.shape != (batch, n_nodes)
+        or not counts.is_contiguous()
+    ):
+        raise ValueError(
+            f"counts: contiguous int32 [{batch}, {n_nodes}] is needed, got {list(counts.shape)}"
+        )
     rows, slots, columns = n_nodes * groups, k_cache.shape[2], nodes.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     state = workspace_for(q, slots) if workspace is None else workspace

@@ -37,10 +37,16 @@ MOST_PLACERS = 8  # programs per row of `_place`
 
 def reference(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tensor]:
     """Compute `top_children` in plain torch and float64."""
-    values = logits.double().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf).clamp(max=LARGEST)
+    values = (
+        logits.double()
+        .nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
+        .clamp(max=LARGEST)
+    )
     best, columns = (part[:, :k] for part in values.sort(dim=1, descending=True, stable=True))
     if not normalized:
-        peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
+        peak = best[:, :1].clamp(
+            min=torch.finfo(torch.float32).min
+        )  # finite also in rows of -inf alone
         best = best - peak - (values - peak).exp().sum(1, keepdim=True).clamp(min=1.0).log()
     return best.float(), columns
 
@@ -106,10 +112,14 @@ def _pick(
     if found > 0:
         if found > k:  # of equals the first columns
             lowest = tl.full([], -0x80000000, tl.int32)
-            least = _edge(tl.where(keep, order, lowest), k, lowest, tl.full([], 1 << 30, tl.int32), 16)
+            least = _edge(
+                tl.where(keep, order, lowest), k, lowest, tl.full([], 1 << 30, tl.int32), 16
+            )
             better = keep & (order > least)
             equal = (keep & (order == least)).to(tl.int32)
-            keep = better | ((equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(better.to(tl.int32), 0)))
+            keep = better | (
+                (equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(better.to(tl.int32), 0))
+            )
             found = tl.sum(keep.to(tl.int32), 0)
         place = tl.atomic_add(kept_counts + row, found) + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(keys + row.to(tl.int64) * capacity + place, _key(x, column), mask=keep)
@@ -178,7 +188,11 @@ def workspace_for(logits: Tensor, k: int) -> Workspace:
 
 def _parts(rows: int, tile: int, tiles: int) -> list[int]:
     """Return the entries of the float32 parts of a workspace."""
-    return [aligned(rows * tiles * _groups(tile, tiles)), aligned(rows * tiles), aligned(rows * tiles)]
+    return [
+        aligned(rows * tiles * _groups(tile, tiles)),
+        aligned(rows * tiles),
+        aligned(rows * tiles),
+    ]
 
 
 def _groups(tile: int, tiles: int) -> int:
@@ -259,7 +273,15 @@ def top_children(
 
 
 def _check(logits: Tensor, k: int) -> None:
-    if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
-        raise ValueError(f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}")
+    if (
+        logits.dim() != 2
+        or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or logits.stride(1) != 1
+    ):
+        raise ValueError(
+            f"logits: floating [W, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}"
+        )
     if not logits.numel() or not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"logits, k: got {list(logits.shape)}, {k}, accepted are one row or more, 1 to V")
+        raise ValueError(
+            f"logits, k: got {list(logits.shape)}, {k}, accepted are one row or more, 1 to V"
+        )

@@ -18,7 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 WORD_BITS = 64
-MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024  # of an H100 or H200; used where there is no device to ask
+MULTIPROCESSORS, SHARED_BYTES = (
+    132,
+    227 * 1024,
+)  # of an H100 or H200; used where there is no device to ask
 FEWER_BYTES = (
     200 * 1024
 )  # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
@@ -36,7 +39,9 @@ def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tens
     q, k_cache, v_cache, words, prefix_len, n_q, n_tree = inputs
     groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
     slots = torch.arange(k_cache.shape[2], device=q.device, dtype=torch.int64)
-    node = slots - prefix_len[:, None].long()  # [B, S]: which node stands in a slot, negative in the prefix
+    node = (
+        slots - prefix_len[:, None].long()
+    )  # [B, S]: which node stands in a slot, negative in the prefix
     word = (node // WORD_BITS).clamp(0, words.shape[2] - 1)
     bits = words.gather(2, word[:, None].expand(-1, q.shape[1], -1)) >> (node % WORD_BITS)[:, None]
     named = (bits & 1 == 1) & (node < WORD_BITS * words.shape[2])[:, None]
@@ -56,7 +61,18 @@ def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tens
 
 
 @triton.jit
-def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _absorb(
+    query,
+    keys,
+    values,
+    seen,
+    peak,
+    total,
+    sums,
+    scale,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Take one step of the online softmax in base 2: scores times `scale` are log2 weights."""
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
     if MASKED:
@@ -64,7 +80,9 @@ def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.cons
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     shift = new_peak
     if MASKED:
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+        shift = tl.where(
+            new_peak == float("-inf"), 0.0, new_peak
+        )  # a row that has seen nothing yet
     weights = tl.exp2(scores * scale - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
@@ -73,7 +91,9 @@ def _absorb(query, keys, values, seen, peak, total, sums, scale, MASKED: tl.cons
 
 
 @triton.jit
-def _tile(base, slots, stride, end, dims, MASKED: tl.constexpr, HEAD: tl.constexpr, UPCAST: tl.constexpr):
+def _tile(
+    base, slots, stride, end, dims, MASKED: tl.constexpr, HEAD: tl.constexpr, UPCAST: tl.constexpr
+):
     """Load rows `slots` of a cache, [slots, dims]; 0 from `end` on, where NaN may be: 0 * NaN is NaN."""
     at = base + slots[:, None] * stride + dims[None, :]
     if MASKED:
@@ -145,7 +165,10 @@ def _attend(
     tl.static_assert(BLOCK_N <= 64, "a tile's columns must fit into one window of words")
     sequence, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     split, splits = tl.program_id(2), tl.num_programs(2)
-    length, live_nodes = tl.load(prefix_len + sequence), tl.minimum(tl.load(n_q + sequence), rows // GROUPS)
+    length, live_nodes = (
+        tl.load(prefix_len + sequence),
+        tl.minimum(tl.load(n_q + sequence), rows // GROUPS),
+    )
     end = length + tl.load(n_tree + sequence)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
@@ -170,11 +193,15 @@ def _attend(
         # Splits are cut by the prefix length alone, so a row's sums are grouped alike in every tree.
         full = length // BLOCK_N
         share = tl.cdiv(full, splits)
-        for tile in tl.range(split * share, tl.minimum((split + 1) * share, full), num_stages=STAGES):
+        for tile in tl.range(
+            split * share, tl.minimum((split + 1) * share, full), num_stages=STAGES
+        ):
             slots = tile * BLOCK_N + columns
             keys = _tile(k, slots, k_slot, end, dims, False, HEAD, UPCAST)
             values = _tile(v, slots, v_slot, end, dims, False, HEAD, UPCAST)
-            peak, total, sums = _absorb(query, keys, values, None, peak, total, sums, scale, False, PRECISION)
+            peak, total, sums = _absorb(
+                query, keys, values, None, peak, total, sums, scale, False, PRECISION
+            )
         if split == splits - 1:
             # what is left of the prefix, and the nodes in the slots behind it
             for start in tl.range(full * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
@@ -184,25 +211,40 @@ def _attend(
                 seen = ((slots < length)[None, :] | named) & (slots < end)[None, :]
                 keys = _tile(k, slots, k_slot, end, dims, True, HEAD, UPCAST)
                 values = _tile(v, slots, v_slot, end, dims, True, HEAD, UPCAST)
-                peak, total, sums = _absorb(query, keys, values, seen, peak, total, sums, scale, True, PRECISION)
+                peak, total, sums = _absorb(
+                    query, keys, values, seen, peak, total, sums, scale, True, PRECISION
+                )
 
     sees = live & (total > 0)
     result = tl.where(sees[:, None], sums / tl.where(sees, total, 1.0)[:, None], 0.0)
     log2_total = tl.where(sees, peak + tl.log2(tl.where(sees, total, 1.0)), float("-inf"))
     inside = (row < rows)[:, None] & (dims < HEAD)[None, :]
     if WHOLE:
-        at = out + sequence * out_batch + (node * out_node + head * out_head)[:, None] + dims[None, :]
+        at = (
+            out
+            + sequence * out_batch
+            + (node * out_node + head * out_head)[:, None]
+            + dims[None, :]
+        )
         tl.store(at, result.to(out.dtype.element_ty), mask=inside)
         if lse is not None:
             nodes, heads = rows // GROUPS, kv_heads * GROUPS
-            tl.store(lse + (sequence * nodes + node) * heads + head, log2_total * 0.6931471805599453, mask=row < rows)
+            tl.store(
+                lse + (sequence * nodes + node) * heads + head,
+                log2_total * 0.6931471805599453,
+                mask=row < rows,
+            )
     else:
         place = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * rows + row
         tl.store(partial_lse + place, log2_total, mask=row < rows)
-        tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=inside & sees[:, None])
+        tl.store(
+            partial + place[:, None] * HEAD + dims[None, :], result, mask=inside & sees[:, None]
+        )
 
 
-@triton.jit(do_not_specialize=["kv_heads", "rows", "splits"], do_not_specialize_on_alignment=["partial_lse"])
+@triton.jit(
+    do_not_specialize=["kv_heads", "rows", "splits"], do_not_specialize_on_alignment=["partial_lse"]
+)
 def _merge(
     partial,
     partial_lse,
@@ -242,12 +284,18 @@ def _merge(
     for split in tl.range(splits):
         own = tl.load(partial_lse + split * step, mask=inside, other=float("-inf"))
         written = (own > float("-inf"))[:, None] & (dims < HEAD)[None, :]
-        sums += tl.exp2(own - shift)[:, None] * tl.load(partial + split * step * HEAD, mask=written, other=0.0)
+        sums += tl.exp2(own - shift)[:, None] * tl.load(
+            partial + split * step * HEAD, mask=written, other=0.0
+        )
     sees = total > 0
     divisor = tl.where(sees, total, 1.0)
     node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
     at = out + sequence * out_batch + (node * out_node + head * out_head)[:, None] + dims[None, :]
-    tl.store(at, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD)[None, :])
+    tl.store(
+        at,
+        (sums / divisor[:, None]).to(out.dtype.element_ty),
+        mask=inside[:, None] & (dims < HEAD)[None, :],
+    )
     if lse is not None:
         nodes, heads = rows // GROUPS, kv_heads * GROUPS
         result = tl.where(sees, (shift + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
@@ -272,7 +320,9 @@ def shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_BYTES
     card = torch.cuda.get_device_properties(device)
-    return getattr(card, "shared_memory_per_block_optin", 0) or getattr(card, "shared_memory_per_block", SHARED_BYTES)
+    return getattr(card, "shared_memory_per_block_optin", 0) or getattr(
+        card, "shared_memory_per_block", SHARED_BYTES
+    )
 
 
 def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARED_BYTES) -> Tiles:
@@ -281,7 +331,9 @@ def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARE
     shared: bytes that a program can have. What is chosen where they are few fits into 70,000, and on AMD's into 65,536:
     tests/kernels/cards.json. It also holds fewer registers: cards before the H100 keep both operands in them.
     """
-    if dtype is torch.float32:  # multiplied in full precision, without tensor cores: larger tiles spill
+    if (
+        dtype is torch.float32
+    ):  # multiplied in full precision, without tensor cores: larger tiles spill
         return Tiles(32, 32, 8, 2) if head_size <= 64 else Tiles(16, 16, 8, 2)
     wide, few = head_size > 128, shared < FEWER_BYTES
     if rows <= 32:
@@ -296,14 +348,18 @@ def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARE
 def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
     """Return into how many parts to split the prefix so that `programs` fill the device; `slots` bounds its length."""
     processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else MULTIPROCESSORS
     )
     return max(1, min(processors // programs, MOST_SPLITS, slots // tile_slots))
 
 
 def workspace_for(q: Tensor, splits: int) -> Tensor:
     """Allocate scratch for `tree_attention`, float32, uninitialised; all layers can share it."""
-    return torch.empty(splits * q.numel() // q.shape[-1] * (q.shape[-1] + 1), dtype=torch.float32, device=q.device)
+    return torch.empty(
+        splits * q.numel() // q.shape[-1] * (q.shape[-1] + 1), dtype=torch.float32, device=q.device
+    )
 
 
 def tree_attention(
@@ -338,7 +394,9 @@ def tree_attention(
     kv_heads, groups = k_cache.shape[1], heads // k_cache.shape[1]
     check_caches(q, k_cache, v_cache, (prefix_len, n_q, n_tree), scale)
     if words.dtype is not torch.int64 or words.shape[:2] != (batch, nodes) or words.stride(2) != 1:
-        raise ValueError(f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}")
+        raise ValueError(
+            f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}"
+        )
     rows = nodes * groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tiles = tiles_for(rows, size, q.dtype, shared_bytes(q.device)) if tiles is None else tiles
@@ -403,16 +461,26 @@ def tree_attention(
     return out
 
 
-def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None) -> None:
+def check_caches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: tuple[Tensor, ...], scale: float | None
+) -> None:
     """Raise ValueError if the shapes, dtypes and strides are not those that `tree_attention` takes."""
     batch, _, heads, size = q.shape
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != size:
         got = f"{list(k_cache.shape)}, {list(v_cache.shape)}"
         raise ValueError(f"k_cache, v_cache: [{batch}, Hkv, S, {size}] are needed, got {got}")
     if heads % k_cache.shape[1]:
-        raise ValueError(f"q: {heads} heads are not a multiple of {k_cache.shape[1]} key-value heads")
-    if not q.dtype is k_cache.dtype is v_cache.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"q, k_cache, v_cache: one of float16, bfloat16, float32, got {q.dtype}, {k_cache.dtype}")
+        raise ValueError(
+            f"q: {heads} heads are not a multiple of {k_cache.shape[1]} key-value heads"
+        )
+    if not q.dtype is k_cache.dtype is v_cache.dtype or q.dtype not in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ):
+        raise ValueError(
+            f"q, k_cache, v_cache: one of float16, bfloat16, float32, got {q.dtype}, {k_cache.dtype}"
+        )
     if any(length.dtype is not torch.int32 or length.shape != (batch,) for length in lengths):
         raise ValueError(f"lengths: int32 [{batch}] each are needed")
     if any(tensor.stride(-1) != 1 for tensor in (q, k_cache, v_cache)):

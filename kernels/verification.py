@@ -20,8 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST = 3e38  # what +inf counts as once logits are divided by the temperature
-TILE, WIDE_TILE, WIDE = 1024, 4096, 16384  # columns that a program reads at a time, and from where on of the wide ones
-LESS_WIDE = 2048  # of wide rows that get noise or are float32, for which registers would not suffice
+TILE, WIDE_TILE, WIDE = (
+    1024,
+    4096,
+    16384,
+)  # columns that a program reads at a time, and from where on of the wide ones
+LESS_WIDE = (
+    2048  # of wide rows that get noise or are float32, for which registers would not suffice
+)
 STAGES = 3  # tiles of logits that are on their way
 # float32 is nearer to the noise than 1e-4, and to a sum than a millionth of it
 NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20
@@ -33,13 +39,17 @@ MOST_NODES = 1024  # of a walk
 # ---- meaning
 
 
-def reference(logits: Tensor, positions: Tensor, seed: int | None = None, temperature: float = 1.0) -> Tensor:
+def reference(
+    logits: Tensor, positions: Tensor, seed: int | None = None, temperature: float = 1.0
+) -> Tensor:
     """Compute `choose_tokens` in plain torch and float64."""
     finite = torch.isfinite(logits)
     scores = logits.double().where(finite, -math.inf)
     if seed is not None:
         scaled = (logits.float() / temperature).clamp(max=LARGEST).double().where(finite, -math.inf)
-        uniform = torch.stack([_uniform(seed, position, logits.shape[1]) for position in positions.tolist()])
+        uniform = torch.stack(
+            [_uniform(seed, position, logits.shape[1]) for position in positions.tolist()]
+        )
         scores = scaled - torch.log(-torch.log(uniform)).to(scaled.device)
     return torch.where(finite.any(1), scores.argmax(1), -1)
 
@@ -47,7 +57,10 @@ def reference(logits: Tensor, positions: Tensor, seed: int | None = None, temper
 def _uniform(seed: int, position: int, columns: int) -> Tensor:
     """Return (x + 0.5) / 2**32; x is word i % 4 of Philox4x32-10, counter (i // 4, position, 0), key the seed."""
     low = 0xFFFFFFFF
-    fixed = [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (position & low, position >> 32 & low, 0)]
+    fixed = [
+        torch.tensor(part, dtype=torch.int64, device="cpu")
+        for part in (position & low, position >> 32 & low, 0)
+    ]
     counter = [torch.arange(-(-columns // 4), dtype=torch.int64, device="cpu"), *fixed]
     key = [seed & low, seed >> 32 & low]
     for _ in range(10):
@@ -70,7 +83,11 @@ def reference_walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[lis
     """Compute `walk`: the path and the bonus token; an empty path if the root's choice is -1."""
     path: list[int] = [0] if int(chosen[0]) >= 0 else []
     for node in range(1, len(tokens)):
-        follows = bool(path) and int(parents[node]) == path[-1] and int(tokens[node]) == int(chosen[path[-1]])
+        follows = (
+            bool(path)
+            and int(parents[node]) == path[-1]
+            and int(tokens[node]) == int(chosen[path[-1]])
+        )
         if follows and int(chosen[node]) >= 0:
             path.append(node)
     return path, int(chosen[path[-1]]) if path else -1
@@ -137,7 +154,10 @@ def _peak(
 def _bits(key, position, counter):
     """Return 32 bits for each of the four columns of a counter: uint32 [counters, 4]."""
     zeros = tl.zeros_like(counter).to(tl.uint32)
-    low, high = (position & 0xFFFFFFFF).to(tl.uint32) + zeros, ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zeros
+    low, high = (
+        (position & 0xFFFFFFFF).to(tl.uint32) + zeros,
+        ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zeros,
+    )
     r0, r1, r2, r3 = tl.philox(key, counter.to(tl.uint32), low, high, zeros)
     word = tl.arange(0, 4)[None, :]
     left = tl.where(word == 0, r0[:, None], r1[:, None])
@@ -206,8 +226,12 @@ def _draw(
         x_of_best = tl.where(better, x, x_of_best)
         bits_of_best = tl.where(better, bits, bits_of_best)
         best = tl.maximum(score, best)
-    exact = tl.where(column_of_best >= 0, x_of_best.to(tl.float64) + _noise(bits_of_best), float("-inf"))
-    top, column_of_top = _first_of_best(tl.reshape(exact, [TILE]), tl.reshape(column_of_best, [TILE]))
+    exact = tl.where(
+        column_of_best >= 0, x_of_best.to(tl.float64) + _noise(bits_of_best), float("-inf")
+    )
+    top, column_of_top = _first_of_best(
+        tl.reshape(exact, [TILE]), tl.reshape(column_of_best, [TILE])
+    )
     nearest = tl.max(tl.reshape(passed_over, [TILE]), 0).to(tl.float64)
     margin = NEAR + NEAR_RELATIVE * tl.where(top > float("-inf"), tl.abs(top), 0.0)
     if (nearest > float("-inf")) & (nearest + margin >= top):
@@ -217,9 +241,15 @@ def _draw(
             x = _finite(logits, column, columns)
             x = tl.minimum(tl.div_rn(x, tl.zeros_like(x) + divisor), LARGEST)
             exact = x.to(tl.float64) + _noise(_bits(key, position, counter))
-            one, column_of_one = _first_of_best(tl.reshape(exact, [TILE]), tl.reshape(column, [TILE]))
-            sooner = (one == top) & (column_of_one < column_of_top)  # of what is equal; -1 is of nothing
-            column_of_top = tl.where((one > top) | (sooner & (column_of_one >= 0)), column_of_one, column_of_top)
+            one, column_of_one = _first_of_best(
+                tl.reshape(exact, [TILE]), tl.reshape(column, [TILE])
+            )
+            sooner = (one == top) & (
+                column_of_one < column_of_top
+            )  # of what is equal; -1 is of nothing
+            column_of_top = tl.where(
+                (one > top) | (sooner & (column_of_one >= 0)), column_of_one, column_of_top
+            )
             top = tl.maximum(one, top)
     _keep(values, columns_of_values, chosen, top, column_of_top, WHOLE)
 
@@ -274,7 +304,14 @@ def tile_for(columns: int, sampled: bool, whole: bool) -> int:
 
 def slices_for(rows: int, columns: int) -> int:
     """Return how many slices a row is split into, so that few rows fill the device too."""
-    return max(1, min(ENOUGH_PROGRAMS // rows, triton.cdiv(columns, tile_for(columns, False, False)), MOST_SLICES))
+    return max(
+        1,
+        min(
+            ENOUGH_PROGRAMS // rows,
+            triton.cdiv(columns, tile_for(columns, False, False)),
+            MOST_SLICES,
+        ),
+    )
 
 
 def workspace_for(logits: Tensor) -> Workspace:
@@ -305,7 +342,9 @@ def choose_tokens(
     _check(logits, positions, seed, temperature)
     rows, columns = logits.shape
     slices = slices_for(rows, columns)
-    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device) if chosen is None else chosen
+    chosen = (
+        torch.empty(rows, dtype=torch.int64, device=logits.device) if chosen is None else chosen
+    )
     values = firsts = None
     if slices > 1:
         values, firsts = workspace_for(logits) if workspace is None else workspace
@@ -317,14 +356,22 @@ def choose_tokens(
         _peak[(slices, rows)](logits, *found, **cut)
     else:
         near = {"NEAR": NEAR, "NEAR_RELATIVE": NEAR_RELATIVE}
-        _draw[(slices, rows)](logits, positions, seed, temperature, *found, LARGEST=LARGEST, **near, **cut)
+        _draw[(slices, rows)](
+            logits, positions, seed, temperature, *found, LARGEST=LARGEST, **near, **cut
+        )
     if not whole:
         _merge[(rows,)](values, firsts, chosen, slices, MOST_SLICES=MOST_SLICES, num_warps=1)
     return chosen
 
 
 def walk(
-    tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor, path: Tensor, count: Tensor, bonus: Tensor
+    tokens: Tensor,
+    parents: Tensor,
+    chosen: Tensor,
+    size: Tensor,
+    path: Tensor,
+    count: Tensor,
+    bonus: Tensor,
 ) -> None:
     """Descend from the root while a child carries the token chosen at its parent and has a choice of its own.
 
@@ -333,25 +380,59 @@ def walk(
     after its last node; a count of 0 and a bonus of -1 where the root's choice is -1. Capturable.
     """
     n = tokens.shape[0]
-    if not 1 <= n <= MOST_NODES or not tokens.shape == parents.shape == chosen.shape == path.shape or tokens.dim() != 1:
+    if (
+        not 1 <= n <= MOST_NODES
+        or not tokens.shape == parents.shape == chosen.shape == path.shape
+        or tokens.dim() != 1
+    ):
         raise ValueError(
             f"tokens, parents, chosen, path: int64 [n] each, 1 <= n <= {MOST_NODES}, got {list(tokens.shape)}"
         )
-    if any(t.dtype is not torch.int64 or t.stride(0) != 1 for t in (tokens, parents, chosen, path, bonus)):
+    if any(
+        t.dtype is not torch.int64 or t.stride(0) != 1
+        for t in (tokens, parents, chosen, path, bonus)
+    ):
         raise ValueError("tokens, parents, chosen, path, bonus: dense int64 is needed")
     if not size.dtype is count.dtype is torch.int32:
         raise ValueError(f"size, count: int32 [1] each is needed, got {size.dtype}, {count.dtype}")
     block = triton.next_power_of_2(n)
-    _walk[(1,)](tokens, parents, chosen, size, path, count, bonus, BLOCK=block, num_warps=max(1, min(8, block // 32)))
+    _walk[(1,)](
+        tokens,
+        parents,
+        chosen,
+        size,
+        path,
+        count,
+        bonus,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 32)),
+    )
 
 
-def _check(logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None) -> None:
+def _check(
+    logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None
+) -> None:
     kinds = (torch.float16, torch.bfloat16, torch.float32)
-    if logits.dim() != 2 or logits.dtype not in kinds or logits.stride(1) != 1 or not logits.numel():
-        raise ValueError(f"logits: floating [n, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}")
+    if (
+        logits.dim() != 2
+        or logits.dtype not in kinds
+        or logits.stride(1) != 1
+        or not logits.numel()
+    ):
+        raise ValueError(
+            f"logits: floating [n, V], dense along V, is needed, got {logits.dtype} {list(logits.shape)}"
+        )
     if seed is None:
         return
-    if positions is None or positions.dtype is not torch.int64 or positions.shape != logits.shape[:1]:
+    if (
+        positions is None
+        or positions.dtype is not torch.int64
+        or positions.shape != logits.shape[:1]
+    ):
         raise ValueError(f"positions: int64 [{logits.shape[0]}] is needed for a draw")
-    if seed.dtype is not torch.int64 or temperature is None or temperature.dtype is not torch.float32:
+    if (
+        seed.dtype is not torch.int64
+        or temperature is None
+        or temperature.dtype is not torch.float32
+    ):
         raise ValueError("seed, temperature: int64 [1] and float32 [1] are needed for a draw")

@@ -45,8 +45,12 @@ class Outcome(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
-    parser.add_argument("--head", type=Path, action="append", required=True, help="folder of a head; repeatable")
-    parser.add_argument("--data", type=Path, required=True, help="training text with held-back texts")
+    parser.add_argument(
+        "--head", type=Path, action="append", required=True, help="folder of a head; repeatable"
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="training text with held-back texts"
+    )
     provenance.show(measure(args := parser.parse_args()), args.out)
 
 
@@ -60,7 +64,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for head in args.head:
         for row in along(head, model, held_back):
             yield {"record": "text", "head": head.name, **row}
-        engine = Engine.from_pretrained(args.model, str(head), policy, policy_options=options, lookup=False)
+        engine = Engine.from_pretrained(
+            args.model, str(head), policy, policy_options=options, lookup=False
+        )
         for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
             found = [
                 outcome
@@ -71,7 +77,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for outcome in outcomes(piece.cycle)
             ]
             for row in served(found):
-                yield {"record": "served", "head": head.name, "sampling": name, "prompts": len(prompts), **row}
+                yield {
+                    "record": "served",
+                    "head": head.name,
+                    "sampling": name,
+                    "prompts": len(prompts),
+                    **row,
+                }
 
 
 def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
@@ -79,7 +91,9 @@ def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str,
     head, teacher = taught(folder, model)
     config = head.config
     for scale in SCALES:
-        head.config = replace(config, temperatures=tuple(scale * given for given in config.temperatures or (1.0,)))
+        head.config = replace(
+            config, temperatures=tuple(scale * given for given in config.temperatures or (1.0,))
+        )
         found = by_rank(head, teacher, texts, anchors=PLACES)
         yield {"temperatures_scale": scale, "by_rank": [report.to_dict() for report in found]}
 
@@ -87,7 +101,11 @@ def along(folder: Path, model: Any, texts: Sequence[Text]) -> Iterator[dict[str,
 def outcomes(cycle: Cycle) -> list[Outcome]:
     """Return the outcomes of one cycle: best children of the root and of each accepted node that has one."""
     tree = cycle.tree
-    parents, stated, ranks = tree.parents.tolist(), tree.log_probs.exp().tolist(), [0, *sibling_ranks(tree)]
+    parents, stated, ranks = (
+        tree.parents.tolist(),
+        tree.log_probs.exp().tolist(),
+        [0, *sibling_ranks(tree)],
+    )
     on_path = set(cycle.agreed)
     return [
         Outcome(ranks[parents[node]], stated[node], node in on_path)
@@ -105,7 +123,10 @@ def served(found: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
             continue
         stated = torch.tensor([outcome.stated for outcome in own])
         hits = torch.tensor([float(outcome.hit) for outcome in own])
-        right = [calibration_error(torch.bernoulli(stated, generator=generator), stated) for _ in range(DRAWS)]
+        right = [
+            calibration_error(torch.bernoulli(stated, generator=generator), stated)
+            for _ in range(DRAWS)
+        ]
         yield {
             "behind": behind,
             "outcomes": len(own),

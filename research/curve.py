@@ -39,7 +39,9 @@ def _losses(axes: Any, entries: list[dict[str, Any]]) -> None:
 
 def _agreement(axes: Any, entries: list[dict[str, Any]]) -> None:
     steps = [entry["step"] for entry in entries]
-    for ahead, hits in enumerate(zip(*(entry["held_back"]["hits"] for entry in entries), strict=True), start=1):
+    for ahead, hits in enumerate(
+        zip(*(entry["held_back"]["hits"] for entry in entries), strict=True), start=1
+    ):
         axes.plot(steps, hits, marker=".", label=f"{ahead} ahead")
     axes.set(xlabel="step", ylabel="agreement on held-back text", ylim=(0, 1))
     if entries:
@@ -63,12 +65,16 @@ def draw(file: Path, size: tuple[float, float], onto: Callable[[Any], None]) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m research.curve", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m research.curve", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of `train draft`")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.svg", help="file to write")
     args = parser.parse_args(arguments)
     if not (args.folder / LOG).is_file():
-        parser.error(f"FOLDER: {args.folder} has no {LOG}; accepted the folder of a training that has begun")
+        parser.error(
+            f"FOLDER: {args.folder} has no {LOG}; accepted the folder of a training that has begun"
+        )
     if not plot(args.folder / LOG, args.out):
         parser.error("it needs matplotlib, run pip install matplotlib")
     print(args.out)

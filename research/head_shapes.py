@@ -53,7 +53,9 @@ def main() -> None:
     trains.set_defaults(run=train)
     trains.add_argument("--data", type=Path, required=True, help="folder of training text")
     trains.add_argument("--start", required=True, help="the head to resize")
-    trains.add_argument("--shape", action="append", required=True, metavar="UNITSxTOKENS", help="repeatable")
+    trains.add_argument(
+        "--shape", action="append", required=True, metavar="UNITSxTOKENS", help="repeatable"
+    )
     trains.add_argument("--steps", type=int, default=300)
     trains.add_argument("--rate", type=float, default=6e-4)
     measures = commands.add_parser("measure")
@@ -91,7 +93,14 @@ def train(args: argparse.Namespace) -> None:
             validate_every=args.steps,
         )
         print(shape, flush=True)
-        train_draft(model, corpus, args.heads / shape, options, LOSS, name=args.model or models.embedded.NAME)
+        train_draft(
+            model,
+            corpus,
+            args.heads / shape,
+            options,
+            LOSS,
+            name=args.model or models.embedded.NAME,
+        )
 
 
 def show(args: argparse.Namespace) -> None:
@@ -116,7 +125,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "parameters": sum(t.numel() for t in found.state.values() if t.is_floating_point()),
         }
         for tree, policy in TREES.items():
-            yield facts | {"tree": tree} | _predicted(engine, policy(), items, args.max_new_tokens, costs[name])
+            yield (
+                facts
+                | {"tree": tree}
+                | _predicted(engine, policy(), items, args.max_new_tokens, costs[name])
+            )
 
 
 def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
@@ -133,9 +146,17 @@ def _measured(engines: dict[str, Engine], rounds: int) -> dict[str, PassCosts]:
         for name, engine in engines.items():
             found[name].append(measuring.measure(engine.target, engine.drafter))
     every = [costs for of_head in found.values() for costs in of_head]
-    verify, overhead = _medians([one.verify for one in every]), _median([one.overhead for one in every])
+    verify, overhead = (
+        _medians([one.verify for one in every]),
+        _median([one.overhead for one in every]),
+    )
     return {
-        name: replace(of_head[0], draft=_medians([one.draft for one in of_head]), verify=verify, overhead=overhead)
+        name: replace(
+            of_head[0],
+            draft=_medians([one.draft for one in of_head]),
+            verify=verify,
+            overhead=overhead,
+        )
         for name, of_head in found.items()
     }
 
@@ -144,7 +165,9 @@ def _medians(points: list[Points]) -> Points:
     """Return medians at the numbers of nodes that most measurements have; a slow one skips some."""
     counts = Counter(n for each in points for n in each)
     return {
-        n: _median([each[n] for each in points if n in each]) for n in sorted(counts) if counts[n] > len(points) / 2
+        n: _median([each[n] for each in points if n in each])
+        for n in sorted(counts)
+        if counts[n] > len(points) / 2
     }
 
 
@@ -158,8 +181,14 @@ def _predicted(
     serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
     cycles: list[Cycle] = []
     for item in items:
-        cycles += [piece.cycle for piece in serving.stream(item.text, max_new_tokens=length, temperature=0.0)]
-    tokens, seconds = sum(len(cycle.tokens) for cycle in cycles), sum(_seconds(cycle, costs) for cycle in cycles)
+        cycles += [
+            piece.cycle
+            for piece in serving.stream(item.text, max_new_tokens=length, temperature=0.0)
+        ]
+    tokens, seconds = (
+        sum(len(cycle.tokens) for cycle in cycles),
+        sum(_seconds(cycle, costs) for cycle in cycles),
+    )
     return {
         "prompts": len(items),
         "acceptance_length": round(tokens / len(cycles), 3),

@@ -52,15 +52,25 @@ def main() -> None:
     add_arguments(parser, "model", "prompts", "out", per_set=60, max_new_tokens=96)
     parser.add_argument("--start", type=Path, help="the head that the first stage started from")
     parser.add_argument("--start-tokens", type=int, default=0, help="tokens that it was trained on")
-    parser.add_argument("--stage", type=Path, action="append", required=True, help="repeatable, in order")
+    parser.add_argument(
+        "--stage", type=Path, action="append", required=True, help="repeatable, in order"
+    )
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of a step of every stage")
-    parser.add_argument("--data", type=Path, action="append", required=True, help="training text with held-back texts")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        help="training text with held-back texts",
+    )
     args = parser.parse_args()
     found = points(args.stage, args.batch_tokens, args.start, args.start_tokens)
     provenance.show(measure(found, args), args.out)
 
 
-def points(stages: Sequence[Path], batch_tokens: int, start: Path | None, start_tokens: int) -> list[Point]:
+def points(
+    stages: Sequence[Path], batch_tokens: int, start: Path | None, start_tokens: int
+) -> list[Point]:
     """Return the heads in the order of their training. Tokens count repetitions."""
     found = [] if start is None else [Point(start, 0, 0, start_tokens, None, True)]
     tokens, hours = start_tokens, 0.0
@@ -73,7 +83,9 @@ def points(stages: Sequence[Path], batch_tokens: int, start: Path | None, start_
         for step in steps:
             taken = cpu_seconds([entry for entry in log if entry["step"] <= step]) / 3600
             seen = tokens + step * batch_tokens
-            found.append(Point(stage / str(step), number, step, seen, round(hours + taken, 3), step == last))
+            found.append(
+                Point(stage / str(step), number, step, seen, round(hours + taken, 3), step == last)
+            )
         tokens, hours = tokens + last * batch_tokens, hours + cpu_seconds(log) / 3600
     return found
 
@@ -84,7 +96,9 @@ def measure(found: Sequence[Point], args: argparse.Namespace) -> Iterator[dict[s
     model = AutoModelForCausalLM.from_pretrained(
         models.resolve(args.model), dtype=torch.bfloat16, trust_remote_code=False
     )
-    held_back = [text for data in args.data for text in Epochs(Corpus.open(data), TrainOptions()).held_back]
+    held_back = [
+        text for data in args.data for text in Epochs(Corpus.open(data), TrainOptions()).held_back
+    ]
     counts = []
     for point in found:
         engine = with_head(first, point.folder, policies.make("eagle", **TREE))
@@ -112,11 +126,15 @@ def doubling(found: Sequence[Point], counts: Sequence[Sequence[tuple[int, int]]]
     counts: of each head, tokens and cycles of each prompt; its interval comes of drawing prompts, the same for all.
     """
     ends = [number for number, point in enumerate(found) if point.is_end and point.tokens]
-    fitted = ends if len(ends) >= 3 else [number for number, point in enumerate(found) if point.tokens]
+    fitted = (
+        ends if len(ends) >= 3 else [number for number, point in enumerate(found) if point.tokens]
+    )
     doublings = [math.log2(found[number].tokens) for number in fitted]
 
     def slope(prompts: Sequence[int]) -> float:
-        lengths = [acceptance_length([counts[number][prompt] for prompt in prompts]) for number in fitted]
+        lengths = [
+            acceptance_length([counts[number][prompt] for prompt in prompts]) for number in fitted
+        ]
         return statistics.linear_regression(doublings, lengths).slope
 
     everything = range(len(counts[0]))
@@ -124,7 +142,9 @@ def doubling(found: Sequence[Point], counts: Sequence[Sequence[tuple[int, int]]]
         "heads": len(fitted),
         "tokens": 2 * found[-1].tokens,
         "more_acceptance_length": round(slope(everything), 3),
-        "more_acceptance_length_interval": bootstrap.interval([slope(s) for s in bootstrap.samples(everything)]),
+        "more_acceptance_length_interval": bootstrap.interval(
+            [slope(s) for s in bootstrap.samples(everything)]
+        ),
     }
 
 

@@ -76,10 +76,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["train", "measure", "ahead"])
     add_arguments(parser, "model", "dtype", "prompts", "per_set", "max_new_tokens", "out")
-    parser.add_argument("--data", type=Path, required=True, help="folder of training text with held-back texts")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of training text with held-back texts"
+    )
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
-    parser.add_argument("--minutes", type=float, default=10, help="processor time of the training with each loss")
-    parser.add_argument("--loss", action="append", choices=list(LOSSES), help="repeatable; default: all")
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="processor time of the training with each loss"
+    )
+    parser.add_argument(
+        "--loss", action="append", choices=list(LOSSES), help="repeatable; default: all"
+    )
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(
         models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
@@ -89,10 +95,14 @@ def main() -> None:
         target = args.model or models.embedded.NAME
         train(names, model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
     else:
-        provenance.show((measure if args.what == "measure" else ahead)(names, model, args), args.out)
+        provenance.show(
+            (measure if args.what == "measure" else ahead)(names, model, args), args.out
+        )
 
 
-def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str) -> None:
+def train(
+    names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str
+) -> None:
     """Train each head for the number of steps that fit into `seconds` of processor time, by the pace of a trial."""
     for name, steps in _steps(names, model, corpus, heads, seconds).items():
         done = heads / name / RECORD
@@ -104,7 +114,9 @@ def train(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds
             _train_on(name, model, corpus, heads / name, record, seconds, target)
 
 
-def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str) -> int:
+def _train(
+    name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str
+) -> int:
     """Train one head. Return the processor time in seconds."""
     options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
     train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
@@ -113,14 +125,32 @@ def _train(name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptio
 
 
 def _train_on(
-    name: str, model: Any, corpus: Corpus, head: Path, record: dict[str, Any], seconds: float, target: str
+    name: str,
+    model: Any,
+    corpus: Corpus,
+    head: Path,
+    record: dict[str, Any],
+    seconds: float,
+    target: str,
 ) -> None:
     """Train further at a low learning rate if the steps took less time than the trial predicted."""
-    steps = math.ceil(1.02 * (seconds - record["cpu_seconds"]) * record["steps"] / max(1, record["cpu_seconds"])) + 1
+    steps = (
+        math.ceil(
+            1.02
+            * (seconds - record["cpu_seconds"])
+            * record["steps"]
+            / max(1, record["cpu_seconds"])
+        )
+        + 1
+    )
     print(f"{name}: {steps} steps more", flush=True)
     more = head / "more"
     options = replace(
-        OPTIONS, steps=steps, start=str(head), learning_rate=OPTIONS.learning_rate / 20, seed=record["steps"]
+        OPTIONS,
+        steps=steps,
+        start=str(head),
+        learning_rate=OPTIONS.learning_rate / 20,
+        seed=record["steps"],
     )
     spent = _train(name, model, corpus, more, options, target)
     for file in ("config.json", "model.safetensors"):
@@ -141,14 +171,18 @@ def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
     return sum(later - earlier if later > earlier else later for earlier, later in pairwise(times))
 
 
-def _steps(names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float) -> dict[str, int]:
+def _steps(
+    names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float
+) -> dict[str, int]:
     """Return the steps of each loss. All paces are measured first, close together, and stored with the heads."""
     kept = heads / "steps.json"
     if kept.is_file():
         steps = json.loads(kept.read_text())
         if set(names) <= steps.keys():
             return {name: steps[name] for name in names}
-        raise SystemExit(f"loss: {kept} was begun for {', '.join(steps)}; go on with these, or take another folder")
+        raise SystemExit(
+            f"loss: {kept} was begun for {', '.join(steps)}; go on with these, or take another folder"
+        )
     steps = {}
     for name in names:
         with tempfile.TemporaryDirectory() as trial:
@@ -178,7 +212,9 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         head, teacher = taught(folder, model)
         training = json.loads((folder / RECORD).read_text())
         observed[name] = observations(head, teacher, held_back)
-        rows.append({"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])})
+        rows.append(
+            {"record": "head", "loss": name, **training, "by_rank": by_rank(observed[name])}
+        )
         for tree, (policy, options) in TREES.items():
             engines[name, tree] = Engine.from_pretrained(
                 model, str(folder), policy, policy_options=options, lookup=False
@@ -189,7 +225,10 @@ def measure(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[
         base = timed(plain, prompt, args.max_new_tokens, None)
         for key, engine in engines.items():
             cells[key].add(base, timed(engine, prompt, args.max_new_tokens, cells[key].ranks))
-    rows += [{"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()} for key, cell in cells.items()]
+    rows += [
+        {"record": "cell", "loss": key[0], "tree": key[1], **cell.summary()}
+        for key, cell in cells.items()
+    ]
     first, *others = names
     for name in others:
         beside = {"record": "beside", "loss": name, "first": first}
@@ -208,9 +247,13 @@ def ahead(names: Sequence[str], model: Any, args: argparse.Namespace) -> list[di
     for name in names:
         head, teacher = taught(args.heads / name, model)
         found[name] = [
-            [float(text.answers.sum()), *agreement(head, teacher, [text], autocast=False)[0]] for text in held_back
+            [float(text.answers.sum()), *agreement(head, teacher, [text], autocast=False)[0]]
+            for text in held_back
         ]
-    return [{"record": "ahead", "loss": name, **shares_ahead(found[name], found[names[0]])} for name in names]
+    return [
+        {"record": "ahead", "loss": name, **shares_ahead(found[name], found[names[0]])}
+        for name in names
+    ]
 
 
 def taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
@@ -220,7 +263,9 @@ def taught(folder: Path, model: Any) -> tuple[EagleHead, Teacher]:
     return head_from(config, state, model.dtype, model.device), teacher
 
 
-def shares_ahead(found: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> dict[str, Any]:
+def shares_ahead(
+    found: Sequence[Sequence[float]], first: Sequence[Sequence[float]]
+) -> dict[str, Any]:
     """Return the shares of all tokens, and their differences from the first's, with bootstrap intervals over the texts.
 
     found, first: per text the number of tokens, then shares of them.
@@ -255,7 +300,9 @@ def by_rank(found: Sequence[Observed]) -> list[dict[str, Any]]:
     drawn = [reports(sample) for sample in bootstrap.samples(found)]
     for number, row in enumerate(rows):
         for field in RANKED:
-            row[f"{field}_interval"] = bootstrap.interval([getattr(sample[number], field) for sample in drawn])
+            row[f"{field}_interval"] = bootstrap.interval(
+                [getattr(sample[number], field) for sample in drawn]
+            )
     return rows
 
 
@@ -273,7 +320,10 @@ def ranks_beside(found: Sequence[Observed], first: Sequence[Observed]) -> list[d
         row: dict[str, Any] = {"rank": own.rank, "rows": own.rows}
         for field in RANKED:
             row[field] = getattr(own, field) - getattr(other, field)
-            differences = [getattr(sample[number][0], field) - getattr(sample[number][1], field) for sample in drawn]
+            differences = [
+                getattr(sample[number][0], field) - getattr(sample[number][1], field)
+                for sample in drawn
+            ]
             row[f"{field}_interval"] = bootstrap.interval(differences)
         rows.append(row)
     return rows
@@ -301,7 +351,9 @@ class _Cell:
             "mean_acceptance_length_interval": bootstrap.interval(
                 [acceptance_length(sample) for sample in bootstrap.samples(self.counts)]
             ),
-            "share_of_nodes_by_rank": {rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)},
+            "share_of_nodes_by_rank": {
+                rank: round(self.ranks[rank] / nodes, 4) for rank in sorted(self.ranks)
+            },
         }
 
     def beside(self, first: _Cell) -> dict[str, Any]:
@@ -325,7 +377,9 @@ def acceptance_length(counts: Sequence[tuple[int, int]]) -> float:
     return tokens / cycles
 
 
-def timed(engine: Engine, prompt: Prompt, length: int, ranks: Counter[int] | None) -> tuple[float, int, int]:
+def timed(
+    engine: Engine, prompt: Prompt, length: int, ranks: Counter[int] | None
+) -> tuple[float, int, int]:
     """Return seconds, new tokens and cycles of one greedy answer. Count the ranks of drafted nodes into `ranks`."""
     began = time.perf_counter()
     turn = engine.stream(prompt, max_new_tokens=length, temperature=0.0)

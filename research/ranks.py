@@ -53,13 +53,17 @@ class Observed(NamedTuple):
 
 
 @torch.no_grad()
-def by_rank(head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors: int = 32) -> list[RankReport]:
+def by_rank(
+    head: EagleHead, teacher: Teacher, texts: Sequence[Text], *, anchors: int = 32
+) -> list[RankReport]:
     """Return reports for ranks 1 to 5, from up to `anchors` evenly spaced places in the answers of each text.
 
     At each place the draft predicts a token, gets its own n-th best token instead of the text's, and predicts again.
     The target gets the same token.
     """
-    return reports([observe(head, teacher, text, anchors) for text in texts if text.answers[2:].any()])
+    return reports(
+        [observe(head, teacher, text, anchors) for text in texts if text.answers[2:].any()]
+    )
 
 
 def reports(observed: Sequence[Observed]) -> list[RankReport]:
@@ -83,7 +87,9 @@ def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observ
     tokens = text.tokens.long().to(teacher.device)[None]
     places = text.answers[2:].nonzero()[:, 0].to(teacher.device)
     places = places[
-        torch.linspace(0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu")
+        torch.linspace(
+            0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu"
+        )
         .long()
         .unique()
         .to(places.device)
@@ -110,7 +116,11 @@ def observe(head: EagleHead, teacher: Teacher, text: Text, count: int) -> Observ
 
 def temperature_at(config: EagleConfig, depth: int) -> float:
     """Return the temperature of the head's logits for nodes of this depth, 1 or more."""
-    return config.temperatures[min(depth, len(config.temperatures)) - 1] if config.temperatures else 1.0
+    return (
+        config.temperatures[min(depth, len(config.temperatures)) - 1]
+        if config.temperatures
+        else 1.0
+    )
 
 
 def calibration_error(hits: Tensor, confidence: Tensor) -> float:

@@ -53,13 +53,22 @@ def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
         odds = [math.log(p / (1 - p)) for p in stated]
         true = [1 / (1 + math.exp(-(slope * x + shift))) for x in odds]
         true = [chance / max(1.0, sum(true)) for chance in true]
-        tree, step = TokenTree.root(9, policy.capacity), Step(torch.tensor([stated]).log(), normalized=True)
+        tree, step = (
+            TokenTree.root(9, policy.capacity),
+            Step(torch.tensor([stated]).log(), normalized=True),
+        )
         policy.grow(tree, tree.root_alone().where(False), Step(torch.zeros(0, 1)))
         tree.passes += 1
         policy.grow(tree, tree.root_alone(), step)
-        counted = dict(zip(tree.tokens[1 : len(tree)].tolist(), tree.log_probs[1:].exp().tolist(), strict=False))
+        counted = dict(
+            zip(
+                tree.tokens[1 : len(tree)].tolist(), tree.log_probs[1:].exp().tolist(), strict=False
+            )
+        )
         best = _worth(true, true, price)
-        lost["counted"].append(best - _worth([counted.get(place, 0.0) for place in range(CHILDREN)], true, price))
+        lost["counted"].append(
+            best - _worth([counted.get(place, 0.0) for place in range(CHILDREN)], true, price)
+        )
         lost["stated"].append(best - _worth(stated, true, price))
         drawn, token = draw.random(), CHILDREN
         for place, chance in enumerate(true):
@@ -73,7 +82,11 @@ def losses(kind: str, cycles: int, seed: int) -> dict[str, list[float]]:
 def _worth(believed: list[float], true: list[float], price: torch.Tensor) -> float:
     """Return the value, by true probabilities, of the nodes that the believed ones would verify."""
     paths = torch.tensor([0.0, *(math.log(max(chance, 1e-9)) for chance in believed)])
-    kept = ops.select_worth(paths, torch.tensor([len(paths)], dtype=torch.int32), price, len(paths)).alive().tolist()
+    kept = (
+        ops.select_worth(paths, torch.tensor([len(paths)], dtype=torch.int32), price, len(paths))
+        .alive()
+        .tolist()
+    )
     return sum(true[node - 1] for node in kept if node) - PRICE * (len(kept) - 1)
 
 
@@ -93,8 +106,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for kind in ("still", "drifts", "jumps"):
         runs = [losses(kind, args.cycles, seed) for seed in range(args.seeds)]
         for who in ("counted", "stated"):
-            means = [sum(run[who][cycle] for run in runs) / len(runs) for cycle in range(args.cycles)]
-            points = [round(sum(means[at : at + EVERY]) / EVERY, 5) for at in range(0, args.cycles, EVERY)]
+            means = [
+                sum(run[who][cycle] for run in runs) / len(runs) for cycle in range(args.cycles)
+            ]
+            points = [
+                round(sum(means[at : at + EVERY]) / EVERY, 5) for at in range(0, args.cycles, EVERY)
+            ]
             total = round(sum(means) / len(means), 5)
             yield {"record": "regret", "law": kind, "by": who, "per_cycle": total, "points": points}
 
@@ -105,7 +122,11 @@ def _draw(figure: Any, records: list[dict[str, Any]]) -> None:
     for panel, kind in zip(panels, laws, strict=True):
         for record in records:
             if record["law"] == kind:
-                panel.plot([EVERY * at for at in range(len(record["points"]))], record["points"], label=record["by"])
+                panel.plot(
+                    [EVERY * at for at in range(len(record["points"]))],
+                    record["points"],
+                    label=record["by"],
+                )
         panel.set_title(kind)
         panel.set_xlabel("cycles")
     panels[0].set_ylabel("expected tokens lost per cycle")

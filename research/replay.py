@@ -63,23 +63,45 @@ def log(args: argparse.Namespace) -> int:
         models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
     )
     engine = Engine.from_pretrained(model, args.draft)
-    prompts = [engine.stream(item.text, max_new_tokens=1).prompt for item in workloads.read(args.prompts, args.per_set)]
+    prompts = [
+        engine.stream(item.text, max_new_tokens=1).prompt
+        for item in workloads.read(args.prompts, args.per_set)
+    ]
     options = CollectOptions(
-        trees=0, length=args.max_new_tokens, width=args.width, expansions=args.expansions, logits=True
+        trees=0,
+        length=args.max_new_tokens,
+        width=args.width,
+        expansions=args.expansions,
+        logits=True,
     )
     name = args.model or models.embedded.NAME
-    collect(engine, prompts, args.folder, options, name=Path(name).name, progress=lambda line: print(line, flush=True))
+    collect(
+        engine,
+        prompts,
+        args.folder,
+        options,
+        name=Path(name).name,
+        progress=lambda line: print(line, flush=True),
+    )
     return 0
 
 
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> int:
     costs = [find_costs(name) for name in args.costs]
-    made = {spec: policies.make(name, **options) for spec in args.policy for name, options in [parse(spec)]}
+    made = {
+        spec: policies.make(name, **options)
+        for spec in args.policy
+        for name, options in [parse(spec)]
+    }
     trees = Trees.open(args.folder)
     if not trees.manifest.get("logits"):
-        raise InputError(f"trees: those in {args.folder} were logged without the draft's rows; use research.replay log")
-    summaries = (summary(spec, policy, list(replay(trees, policy)), costs) for spec, policy in made.items())
+        raise InputError(
+            f"trees: those in {args.folder} were logged without the draft's rows; use research.replay log"
+        )
+    summaries = (
+        summary(spec, policy, list(replay(trees, policy)), costs) for spec, policy in made.items()
+    )
     provenance.show(chain([{"record": "log", **trees.manifest}], summaries), args.out)
     return 0
 
@@ -114,7 +136,9 @@ class ReplayDrafter(Drafter):
 
     logged: LoggedTree
     columns: Columns
-    places: list[int] = field(default_factory=lambda: [0], init=False)  # of the tree's nodes in the log, -1: not there
+    places: list[int] = field(
+        default_factory=lambda: [0], init=False
+    )  # of the tree's nodes in the log, -1: not there
     widths: list[int] = field(default_factory=list, init=False)
     missed: int = field(default=0, init=False)
 
@@ -128,7 +152,9 @@ class ReplayDrafter(Drafter):
     def locate(self, tree: TokenTree) -> list[int]:
         """Return the index of each node of `tree` in the log, or -1."""
         new = slice(len(self.places), len(tree))
-        for parent, token in zip(tree.parents[new].tolist(), tree.tokens[new].tolist(), strict=True):
+        for parent, token in zip(
+            tree.parents[new].tolist(), tree.tokens[new].tolist(), strict=True
+        ):
             above = self.places[parent]
             self.places.append(self._child.get((above, token), -1) if above >= 0 else -1)
         return self.places
@@ -139,14 +165,19 @@ class ReplayDrafter(Drafter):
         rows = [self._row.get(places[node], -1) for node in nodes.tolist()]
         self.widths.append(len(rows))
         self.missed += rows.count(-1)
-        logits, hidden = self.logged.logits[rows], self.logged.hidden[rows] if self.logged.hidden.shape[1] else None
+        logits, hidden = (
+            self.logged.logits[rows],
+            self.logged.hidden[rows] if self.logged.hidden.shape[1] else None,
+        )
         if -1 not in rows:
             return Step(logits, *self.columns, hidden)
         log_probs = logits.float() if self.columns.normalized else logits.float().log_softmax(-1)
         log_probs[torch.tensor(rows) < 0] = float("-inf")
         return Step(log_probs, self.columns.token_ids, True, hidden)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Any = None) -> None: ...
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Any = None
+    ) -> None: ...
 
     def accept(self, cycle: Cycle) -> None: ...
 
@@ -215,7 +246,9 @@ def speedup(costs: PassCosts, rows: Sequence[Replayed]) -> float:
     return sum(row.committed for row in rows) * costs.plain / spent
 
 
-def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[PassCosts]) -> dict[str, Any]:
+def summary(
+    spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequence[PassCosts]
+) -> dict[str, Any]:
     """Return tau, delta and gamma per cycle, missed nodes, and the speed-up that each cost model predicts."""
 
     def mean(values: Iterator[float]) -> float:
@@ -232,8 +265,12 @@ def summary(spec: str, policy: TreePolicy, rows: Sequence[Replayed], costs: Sequ
         "gamma": mean(row.verified for row in rows),
         "drafted": mean(row.drafted for row in rows),
         "policy_ms": round(1e3 * statistics.median(row.policy_seconds for row in rows), 3),
-        "missed_rows_share": round(sum(r.missed_rows for r in rows) / max(1, sum(sum(r.widths) for r in rows)), 5),
-        "missed_nodes_share": round(sum(r.missed_nodes for r in rows) / sum(r.verified for r in rows), 5),
+        "missed_rows_share": round(
+            sum(r.missed_rows for r in rows) / max(1, sum(sum(r.widths) for r in rows)), 5
+        ),
+        "missed_nodes_share": round(
+            sum(r.missed_nodes for r in rows) / sum(r.verified for r in rows), 5
+        ),
         "walks_cut": sum(row.cut for row in rows),
         "speedup": {cost.name: round(speedup(cost, rows), 4) for cost in costs},
     }
@@ -251,9 +288,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     two = commands.add_parser("run", epilog="A way is NAME[/PRESET][,option=value...]")
     two.add_argument("folder", type=Path)
     two.add_argument("--policy", action="append", required=True, metavar="WAY", help="repeatable")
-    known = "; ".join(f"{name}: {costs.source}" for name, costs in PUBLISHED.items()).replace("%", "%%")
+    known = "; ".join(f"{name}: {costs.source}" for name, costs in PUBLISHED.items()).replace(
+        "%", "%%"
+    )
     two.add_argument(
-        "--costs", action="append", default=[], metavar="NAME", help=f"a file with a costs record, or {known}"
+        "--costs",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"a file with a costs record, or {known}",
     )
     add_arguments(two, "out")
     two.set_defaults(run=run)

@@ -225,7 +225,9 @@ def _turns(draw: random.Random, first: str) -> Iterator[str]:
 
 
 def _about_text(draw: random.Random, passages: Sequence[str]) -> str:
-    request = draw.choice(draw.choice((SUMMARIES, SUMMARIES, EXTRACTIONS, REWRITES))).format(few=draw.choice(COUNTS))
+    request = draw.choice(draw.choice((SUMMARIES, SUMMARIES, EXTRACTIONS, REWRITES))).format(
+        few=draw.choice(COUNTS)
+    )
     text = "\n\n".join(draw.choices(passages, k=draw.choice((1, 1, 2))))
     return f"{text}\n\n{request}" if draw.random() < 0.3 else f"{request}\n\n{text}"
 
@@ -244,9 +246,16 @@ def _code(draw: random.Random, _: Sequence[str]) -> str:
 
 
 def _sum(draw: random.Random, _: Sequence[str]) -> str:
-    values = {"a": draw.randint(20, 400), "b": draw.randint(2, 20), "c": draw.randint(2, 12), "k": draw.randint(2, 12)}
+    values = {
+        "a": draw.randint(20, 400),
+        "b": draw.randint(2, 20),
+        "c": draw.randint(2, 12),
+        "k": draw.randint(2, 12),
+    }
     percent = draw.choice((5, 10, 20, 25, 40, 50))
-    return draw.choice(SUMS).format(**values, p=percent, who=draw.choice(PEOPLE), things=draw.choice(THINGS))
+    return draw.choice(SUMS).format(
+        **values, p=percent, who=draw.choice(PEOPLE), things=draw.choice(THINGS)
+    )
 
 
 def _fact(draw: random.Random, _: Sequence[str]) -> str:
@@ -265,21 +274,38 @@ def _cut(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m research.requests", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="file to write; an older one is replaced")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`")
-    parser.add_argument("--target", metavar="MODEL", help="the model that wrote it (default: the embedded)")
-    parser.add_argument("-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m research.requests", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE.jsonl", help="file to write; an older one is replaced"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", required=True, help="text of `train data`"
+    )
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the model that wrote it (default: the embedded)"
+    )
+    parser.add_argument(
+        "-n", "--count", type=int, default=2000, help="prompts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the draws (default: %(default)s)"
+    )
     args = parser.parse_args(arguments)
     if args.file.suffix != ".jsonl":
         parser.error(f"FILE: got {args.file}, accepted a .jsonl file")
     corpus = Corpus.open(args.data)
     tokenizer = Engine.from_pretrained(args.target, policy="plain").tokenizer
-    passages = [tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True) for text in corpus]
+    passages = [
+        tokenizer.decode(text.tokens[text.answers].tolist(), skip_special_tokens=True)
+        for text in corpus
+    ]
     turns = requests(args.count, passages, args.seed)
     with atomic(args.file) as temporary:
-        temporary.write_text("".join(json.dumps({"turns": asked}) + "\n" for asked in turns), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps({"turns": asked}) + "\n" for asked in turns), encoding="utf-8"
+        )
     print(args.file)
     return 0
 

@@ -64,7 +64,9 @@ def code() -> Iterator[str]:
     for file in sorted(folder.glob("*.py"))[:MODULES]:
         try:
             source = file.read_text(encoding="utf-8")
-            found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+            found = [
+                node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)
+            ]
         except (OSError, ValueError, SyntaxError):
             continue
         lines = source.splitlines()
@@ -85,7 +87,11 @@ def german() -> Iterator[str]:
 
 def document(text: str, passages: int = 200, characters: int = 1600) -> Iterator[str]:
     """Yield requests about passages of one text."""
-    asked = ("Summarize this passage.", "Rewrite this passage in simple words.", "List the facts in this passage.")
+    asked = (
+        "Summarize this passage.",
+        "Rewrite this passage in simple words.",
+        "List the facts in this passage.",
+    )
     for number in range(min(passages, len(text) // characters)):
         yield f"{asked[number % 3]}\n\n{text[number * characters : (number + 1) * characters].strip()}"
 
@@ -97,18 +103,27 @@ def split(prompts: list[str], fresh: int = FRESH) -> tuple[list[str], list[str]]
 
 
 TREE = {"width": 10, "expansions": 6, "budget": 60}  # EAGLE's
-ASKED = {"german": {"raw": True, "temperature": 0.8, "seed": 1}}  # this model answers requests in German in English
+ASKED = {
+    "german": {"raw": True, "temperature": 0.8, "seed": 1}
+}  # this model answers requests in German in English
 # no way of `auto`: what it drafts follows the costs that its engine has measured, not the head alone
-WAYS: dict[str, dict[str, Any]] = {"alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}}
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}
+}
 
 
-def measured(sets: dict[str, list[str]], tokens: int, folder: Path | None) -> Iterator[tuple[tuple[str, str], Any]]:
+def measured(
+    sets: dict[str, list[str]], tokens: int, folder: Path | None
+) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield token and cycle counts of each answer, by set and way: the head alone with EAGLE's tree."""
     for way, options in WAYS.items():
         engine = Engine.from_pretrained(learn=folder, **options)
         engine.ring = None  # nothing is kept, and the head stays
         for name, prompts in sets.items():
-            stats = [engine.generate(prompt, max_new_tokens=tokens, **asked(name)).stats for prompt in prompts]
+            stats = [
+                engine.generate(prompt, max_new_tokens=tokens, **asked(name)).stats
+                for prompt in prompts
+            ]
             yield (name, way), [(each.num_generated_tokens, each.num_spec_steps) for each in stats]
 
 
@@ -130,11 +145,15 @@ def gain(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     text = args.document.read_text(encoding="utf-8") if args.document else ""
-    use, fresh = split(list({"code": code, "german": german, "document": lambda: document(text)}[args.domain]()))
+    use, fresh = split(
+        list({"code": code, "german": german, "document": lambda: document(text)}[args.domain]())
+    )
     sets = {args.domain: fresh[: args.fresh]}
     for item in workloads.read(args.prompts, args.per_set):
         sets.setdefault(item.set, []).append(item.text)
-    given = {name: getattr(args, name) for name in ("domain", "minutes", "max_new_tokens", "per_set")}
+    given = {
+        name: getattr(args, name) for name in ("domain", "minutes", "max_new_tokens", "per_set")
+    }
     yield {"record": "settings", **given, "texts": len(use), **asdict(UseOptions())}
     engine = Engine.from_pretrained(learn=args.folder)
     for prompt in use[len(engine.ring.texts()) :]:  # a run that broke off goes on
@@ -145,7 +164,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.minutes:
         learner.learn(60 * args.minutes)
     rounds = learner.learnt.rounds()
-    seconds, cpu_seconds = (round(sum(each[name] for each in rounds)) for name in ("seconds", "cpu_seconds"))
+    seconds, cpu_seconds = (
+        round(sum(each[name] for each in rounds)) for name in ("seconds", "cpu_seconds")
+    )
     tokens = sum(len(text.tokens) for text in learner.learnt.texts())
     yield {"record": "learning", "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
     for each in rounds:
@@ -156,11 +177,15 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield compared(name, way, list(zip(counts, after[name, way], strict=True)))
     for (name, way), names in others.items():
         yield compared(
-            name, way, [pair for one in names for pair in zip(before[one, way], after[one, way], strict=True)]
+            name,
+            way,
+            [pair for one in names for pair in zip(before[one, way], after[one, way], strict=True)],
         )
 
 
-def compared(name: str, way: str, pairs: list[tuple[tuple[int, int], tuple[int, int]]]) -> dict[str, Any]:
+def compared(
+    name: str, way: str, pairs: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> dict[str, Any]:
     before, after = (round(ratio(counts), 3) for counts in zip(*pairs, strict=True))
     spread = bootstrap.interval([gain(sample) for sample in bootstrap.samples(pairs)])
     return {"record": "acceptance", "set": name, "way": way, "prompts": len(pairs), "before": before, "after": after,
@@ -170,10 +195,16 @@ def compared(name: str, way: str, pairs: list[tuple[tuple[int, int], tuple[int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("domain", choices=("code", "german", "document"))
-    parser.add_argument("--folder", type=Path, required=True, help="of use: new, or of a run that broke off")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="of use: new, or of a run that broke off"
+    )
     parser.add_argument("--document", type=Path, help="the text of domain document")
-    parser.add_argument("--minutes", type=float, default=30, help="to learn for; 0: measure what is learnt")
-    parser.add_argument("--fresh", type=int, default=24, help="prompts of the domain that are measured")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="to learn for; 0: measure what is learnt"
+    )
+    parser.add_argument(
+        "--fresh", type=int, default=24, help="prompts of the domain that are measured"
+    )
     add_arguments(parser, "prompts", "per_set", "max_new_tokens", "out")
     args = parser.parse_args()
     provenance.show(run(args), args.out)

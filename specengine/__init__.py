@@ -41,7 +41,9 @@ _MODULES = {
 }
 
 
-def generate(prompt: Prompt, model: Any = None, draft: Any = None, policy: Any = None, **options: Any) -> Any:
+def generate(
+    prompt: Prompt, model: Any = None, draft: Any = None, policy: Any = None, **options: Any
+) -> Any:
     """Answer one prompt: `Engine.from_pretrained(...).generate(...)` in one call.
 
     options are those of both. The models are loaded anew by each call; keep an Engine to answer several prompts.
@@ -59,7 +61,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"specengine.{_MODULES[name]}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"specengine.{name}") is not None:
-        return importlib.import_module(f"specengine.{name}")  # specengine.policies.names(), after the import alone
+        return importlib.import_module(
+            f"specengine.{name}"
+        )  # specengine.policies.names(), after the import alone
     raise AttributeError(f"module 'specengine' has no attribute {name!r}")
 
 

@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
-from specengine.cuda_graphs import WARM_UPS, CaptureError, Graphs, Mark, branches, only_if, room, sharing
+from specengine.cuda_graphs import (
+    WARM_UPS,
+    CaptureError,
+    Graphs,
+    Mark,
+    branches,
+    only_if,
+    room,
+    sharing,
+)
 from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
@@ -80,19 +89,28 @@ class CapturedDriver(EagerDriver):
     captured = True
     target: HuggingFaceTarget
 
-    def __init__(self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+    def __init__(
+        self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None
+    ) -> None:
         super().__init__(target, drafter, policy)
-        self.grows_there = drafter is None or (isinstance(drafter, CapturedDrafter) and states_sizes(policy))
+        self.grows_there = drafter is None or (
+            isinstance(drafter, CapturedDrafter) and states_sizes(policy)
+        )
         self.graphs = Graphs(target.device)
         self.running = sharing(target.device, target.running)
         device = target.device
         self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
         self.frontier = Nodes(
-            *(torch.zeros(n, dtype=t, device=device) for n, t in ((rows, torch.int64), (1, torch.int32)))
+            *(
+                torch.zeros(n, dtype=t, device=device)
+                for n, t in ((rows, torch.int64), (1, torch.int32))
+            )
         )
         ends = policy is not None and (policy.ends_early or policy.plan().patience > 0)
-        self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)  # whether a tree is one graph
+        self.branched = (
+            ends and 0 < self.passes <= DEEPEST and branches(device)
+        )  # whether a tree is one graph
         self.notes: list[str] = []  # for the user, in the statistics of each answer
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
@@ -105,7 +123,9 @@ class CapturedDriver(EagerDriver):
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._records = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)]
+        self._records = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
+        ]
 
     # ---- the functions of a cycle
 
@@ -116,7 +136,9 @@ class CapturedDriver(EagerDriver):
     def _root(self) -> None:
         assert self.policy is not None
         asked = self.policy.plan().patience
-        found = Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
+        found = (
+            Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
+        )
         self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
 
     def _level(self) -> None:
@@ -155,7 +177,9 @@ class CapturedDriver(EagerDriver):
         self.frontier.ids[:width].copy_(found.ids[:width])
         self.frontier.live.copy_(found.live)
 
-    def _verify(self) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
+    def _verify(
+        self,
+    ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
     def _finish(self) -> None:
@@ -175,10 +199,14 @@ class CapturedDriver(EagerDriver):
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
-        root = walked.bonus.clamp(min=0)  # a cycle may be under way before the host sees that there is none
+        root = walked.bonus.clamp(
+            min=0
+        )  # a cycle may be under way before the host sees that there is none
         walked_over = verified.tokens.index_select(0, path.ids)
         tokens = torch.where(inner, walked_over.roll(-1), root)
-        counts = torch.cat([walked.live, tree.size, kept.live, tree.passes, length, tree.overflow]).long()
+        counts = torch.cat(
+            [walked.live, tree.size, kept.live, tree.passes, length, tree.overflow]
+        ).long()
         sums = verified.log_probs.view(torch.int32), verified.path_log_probs.view(torch.int32)
         arrays = (verified.tokens, verified.parents, verified.depths, *sums)
         lists = (pad_to(array, self.budget) for array in arrays)
@@ -233,11 +261,15 @@ class CapturedDriver(EagerDriver):
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         if name == "finish":
-            return name + (" truncated" if self._truncated else " sampled" if self._sampled else " greedy")
+            return name + (
+                " truncated" if self._truncated else " sampled" if self._sampled else " greedy"
+            )
         return name + " coupled" if self._coupled and name in ("tree", "root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
-        return self.target.cache.slab, *(self.drafter.reads if isinstance(self.drafter, CapturedDrafter) else ())
+        return self.target.cache.slab, *(
+            self.drafter.reads if isinstance(self.drafter, CapturedDrafter) else ()
+        )
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
@@ -263,7 +295,12 @@ class CapturedDriver(EagerDriver):
                 self._drafts = False
                 self._grow()
                 size = len(self.tree)
-                grown.append([int(self.tree.passes), *(part[:size].tolist() for part in self.tree.arrays[:3])])
+                grown.append(
+                    [
+                        int(self.tree.passes),
+                        *(part[:size].tolist() for part in self.tree.arrays[:3]),
+                    ]
+                )
                 for tensor, before in zip(state, kept, strict=True):
                     tensor.copy_(before)
                 self.tree.restart()
@@ -309,7 +346,12 @@ class CapturedDriver(EagerDriver):
         self.target.reserve(room(most + self.budget + padded), 0)
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
-            reserve(self.drafter, room(most + nodes) - nodes - self.unread, self.policy.capacity, self.unread)
+            reserve(
+                self.drafter,
+                room(most + nodes) - nodes - self.unread,
+                self.policy.capacity,
+                self.unread,
+            )
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
@@ -324,13 +366,17 @@ class CapturedDriver(EagerDriver):
             for tensor, value in zip(self._truncation, row_filter[1:], strict=True):
                 tensor.fill_(value)
         if self._coupled and self.drafter is not None:
-            self._scale.fill_(Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates))
+            self._scale.fill_(
+                Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates)
+            )
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
             self.notes = [] if self.branched else [PARTS_NOTE]
-        self._capture(*self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"]))
+        self._capture(
+            *self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"])
+        )
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
@@ -349,7 +395,10 @@ class CapturedDriver(EagerDriver):
         what is not captured yet. Trees grow in graphs, if there are any, and no answer is under way.
         """
         self.prepare(Sampler())
-        branched, self.branched = self.branched, False  # passes of one graph have no times of their own
+        branched, self.branched = (
+            self.branched,
+            False,
+        )  # passes of one graph have no times of their own
         self._capture(*self._missing(self._growth()))
         self.branched = branched
         state = self.target.cache.filled, *self._lasting()
@@ -383,7 +432,11 @@ class CapturedDriver(EagerDriver):
             self._run("root")
             yield "root", began, (ended := Mark(device))
         if policy is not None and self.passes > 1:
-            ids.copy_(torch.arange(1, len(ids) + 1, device=device, dtype=torch.int64).clamp(max=self.tree.capacity - 1))
+            ids.copy_(
+                torch.arange(1, len(ids) + 1, device=device, dtype=torch.int64).clamp(
+                    max=self.tree.capacity - 1
+                )
+            )
             live.copy_((self.tree.size - 1).clamp(max=len(ids)))
             began = Mark(device)
             if reads:
@@ -416,7 +469,9 @@ class CapturedDriver(EagerDriver):
         self._given.copy_(tree.trimmed())
         logits, features = self._run("verify")
         size = len(tree)
-        return logits[:size], None if features is None else features[:size].clone()  # the next tree overwrites them
+        return logits[:size], None if features is None else features[
+            :size
+        ].clone()  # the next tree overwrites them
 
     @torch.inference_mode()
     def cycles(self, lane: Lane) -> Iterator[Cycle]:
@@ -435,7 +490,9 @@ class CapturedDriver(EagerDriver):
             while lane.reason is None:
                 number += 1
                 sent = ahead
-                if lane.stopper.left > 1 and not follows:  # the cycle under way gives one token at least
+                if (
+                    lane.stopper.left > 1 and not follows
+                ):  # the cycle under way gives one token at least
                     ahead = self._start(number)
                 record = self._read(sent.received())
                 drafted = record.length
@@ -490,11 +547,15 @@ class CapturedDriver(EagerDriver):
             into = self._records[number % 2]
             into.copy_(self._record, non_blocking=True)
             # off CUDA a record of its own, as the device would have another memory
-            return Sent(into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device)))
+            return Sent(
+                into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device))
+            )
 
     def _read(self, values: Tensor) -> Record:
         """Parse a record that has been copied to the host."""
-        numbers, tokens, path, *arrays = values.split([NUMBERS, *[self.longest] * 2, *[self.budget] * 5])
+        numbers, tokens, path, *arrays = values.split(
+            [NUMBERS, *[self.longest] * 2, *[self.budget] * 5]
+        )
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
             assert self.policy is not None

@@ -85,7 +85,11 @@ class Certificate:
         """Position of the deciding flip, or of the first difference; None if the answer is exact."""
         if self.flip is not None:
             return self.flip.position
-        return None if self.verdict == "exact" else common_prefix(self.reference, self.answer.token_ids)
+        return (
+            None
+            if self.verdict == "exact"
+            else common_prefix(self.reference, self.answer.token_ids)
+        )
 
     @property
     def gap(self) -> float | None:
@@ -136,7 +140,9 @@ def certify(
     if options.get("seed") is None:
         options["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     if reference is None:
-        plain_options = {name: value for name, value in options.items() if name not in _DRAFT_OPTIONS}
+        plain_options = {
+            name: value for name, value in options.items() if name not in _DRAFT_OPTIONS
+        }
         reference = plain.generate(prompt, **plain_options).token_ids
     generation = speculative.stream(prompt, **options)
     answer = generation.run()
@@ -154,13 +160,21 @@ class Judged(NamedTuple):
     end: str | None
 
 
-def judge(plain: Engine, prompt: Prompt, tokens: list[int], reference: list[int], **options: Any) -> Judged:
+def judge(
+    plain: Engine, prompt: Prompt, tokens: list[int], reference: list[int], **options: Any
+) -> Judged:
     """Judge an existing answer, `tokens`, as `certify` does."""
-    return _judge(plain, plain.stream(prompt, **options), tokens, reference, near_tie_logits(plain.target))
+    return _judge(
+        plain, plain.stream(prompt, **options), tokens, reference, near_tie_logits(plain.target)
+    )
 
 
-def _judge(plain: Engine, generation: TextGeneration, tokens: list[int], reference: list[int], limit: float) -> Judged:
-    differences = () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
+def _judge(
+    plain: Engine, generation: TextGeneration, tokens: list[int], reference: list[int], limit: float
+) -> Judged:
+    differences = (
+        () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
+    )
     end = _end(generation, tokens, decoder(plain.tokenizer))
     verdict: Verdict = "mismatch"
     if end is not None:
@@ -205,20 +219,33 @@ def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[i
     generation = engine.stream(prompt, **options)
     settings = generation.options
     if settings.samples:
-        raise InputError("temperature, do_sample: transformers draws other noise; compare greedy answers")
+        raise InputError(
+            "temperature, do_sample: transformers draws other noise; compare greedy answers"
+        )
     for name in ("presence_penalty", "frequency_penalty", "logits_processor", *_NOT_COMPARABLE):
         if getattr(settings, name):
             raise InputError(f"{name}: not available in a comparison with transformers' generate")
     names = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens min_new_tokens"
-    arguments = {name: getattr(settings, name) for name in names.split() if getattr(settings, name) is not None}
+    arguments = {
+        name: getattr(settings, name)
+        for name in names.split()
+        if getattr(settings, name) is not None
+    }
     if settings.stops:
         arguments |= {"stop_strings": settings.stops, "tokenizer": engine.tokenizer}
     if settings.eos_token_ids:
-        arguments |= {"eos_token_id": settings.eos_token_ids, "pad_token_id": settings.eos_token_ids[0]}
+        arguments |= {
+            "eos_token_id": settings.eos_token_ids,
+            "pad_token_id": settings.eos_token_ids[0],
+        }
     ids = torch.tensor([generation.prompt], device=engine.target.device, dtype=torch.int64)
     model: Any = huggingface_model(engine.target)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, do_sample=False, **arguments
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=False,
+        **arguments,
     )
     return out[0, ids.shape[1] :].tolist()
 
@@ -253,7 +280,10 @@ def swap_gap(sampler: Sampler, logits: Tensor, history: History, token: int) -> 
         shifted[moved] += by
         return sampler.choose(shifted, history) == token
 
-    return min(_smallest(lambda by: chosen_after(token, by)), _smallest(lambda by: chosen_after(choice, -by)))
+    return min(
+        _smallest(lambda by: chosen_after(token, by)),
+        _smallest(lambda by: chosen_after(choice, -by)),
+    )
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
@@ -267,22 +297,30 @@ def _smallest(holds: Callable[[float], bool]) -> float:
     return round(high, 4)
 
 
-def _flips(target: Target, generation: TextGeneration, tokens: list[int], reference: list[int]) -> Iterator[Flip]:
+def _flips(
+    target: Target, generation: TextGeneration, tokens: list[int], reference: list[int]
+) -> Iterator[Flip]:
     prompt = generation.prompt
     sampler = generation.options.sampler(len(prompt), target.device)
     history = History(prompt, len(prompt) + len(tokens), target.device)
     first = common_prefix(reference, tokens)
-    for position, (token, logits) in enumerate(zip(tokens, teacher_forced(target, prompt, tokens), strict=True)):
+    for position, (token, logits) in enumerate(
+        zip(tokens, teacher_forced(target, prompt, tokens), strict=True)
+    ):
         if position >= first:
             choice = refuse_no_choice(sampler.choose(logits, history), history.length)
             expected = reference[position] if position == first < len(reference) else choice
             if token != expected:
-                gaps = (swap_gap(sampler, logits, history, candidate) for candidate in (token, expected))
+                gaps = (
+                    swap_gap(sampler, logits, history, candidate) for candidate in (token, expected)
+                )
                 yield Flip(position, token, expected, max(gaps))
         history.append(token)
 
 
-def _end(generation: TextGeneration, tokens: list[int], decode: Callable[[list[int]], str]) -> str | None:
+def _end(
+    generation: TextGeneration, tokens: list[int], decode: Callable[[list[int]], str]
+) -> str | None:
     """Return the reason why the options end an answer after the last token; None if they do not, or end it before."""
     stopper = generation.options.stopper(decode)
     history = History(generation.prompt, len(generation.prompt) + len(tokens))

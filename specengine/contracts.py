@@ -34,8 +34,14 @@ def blamed(error: BaseException) -> BaseException:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [(owner, frame) for frame in frames if (owner := _owner(frame)) is not None]
     if unsigned:
-        drivers = [getattr(frame.f_locals.get("driver"), "policy", None) for frame in frames]  # of the engine's cycle
-        seen = [policy for policy in (*drivers, *(owner for owner, _ in calls)) if isinstance(policy, TreePolicy)]
+        drivers = [
+            getattr(frame.f_locals.get("driver"), "policy", None) for frame in frames
+        ]  # of the engine's cycle
+        seen = [
+            policy
+            for policy in (*drivers, *(owner for owner, _ in calls))
+            if isinstance(policy, TreePolicy)
+        ]
         return policies.named(seen[-1], error) if seen else error
     if (fault := _handed_over(frames, error)) is not None:
         return fault
@@ -44,12 +50,19 @@ def blamed(error: BaseException) -> BaseException:
     owner = calls[-1][0]
     method = next(_method(found, frame) for found, frame in calls if found is owner)
     kind = PolicyError if isinstance(owner, TreePolicy) else DrafterError
-    what = str(error) if isinstance(error, InputError) else f"raised {type(error).__name__}: {error}"
+    what = (
+        str(error) if isinstance(error, InputError) else f"raised {type(error).__name__}: {error}"
+    )
     name = policies.name_of(owner) if isinstance(owner, TreePolicy) else drafters.name_of(owner)
     return kind(f"{name}: {method}: {what}")
 
 
-_CALLERS = ("specengine.contracts", "specengine.cycle", "specengine.captured", "specengine.engine.drivers")
+_CALLERS = (
+    "specengine.contracts",
+    "specengine.cycle",
+    "specengine.captured",
+    "specengine.engine.drivers",
+)
 
 
 def _owner(frame: FrameType) -> TreePolicy | Drafter | None:
@@ -65,16 +78,24 @@ def _method(owner: object, frame: FrameType) -> str:
     """Return the name by which the class of `owner` knows the function that runs in this frame."""
     members = (member for kind in type(owner).__mro__ for member in vars(kind).items())
     code = frame.f_code
-    names = (name for name, value in members if getattr(getattr(value, "fget", value), "__code__", None) is code)
+    names = (
+        name
+        for name, value in members
+        if getattr(getattr(value, "fget", value), "__code__", None) is code
+    )
     return next(names, code.co_name)
 
 
-def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError | DrafterError | None:
+def _handed_over(
+    frames: Sequence[FrameType], error: Exception
+) -> PolicyError | DrafterError | None:
     """Return the error of a value that one part of a cycle handed to another, or None."""
     for frame in frames:
         held = frame.f_locals
         policy, tree = held.get("policy"), held.get("tree")
-        if frame.f_globals.get("__name__") != "specengine.cycle" or not isinstance(policy, TreePolicy):
+        if frame.f_globals.get("__name__") != "specengine.cycle" or not isinstance(
+            policy, TreePolicy
+        ):
             continue
         if (
             isinstance(tree, TokenTree)
@@ -85,7 +106,9 @@ def _handed_over(frames: Sequence[FrameType], error: Exception) -> PolicyError |
         if "kept" in held and isinstance(error, InputError):  # of the subtree
             return PolicyError(f"{policies.name_of(policy)}: keep returned {error}")
         if "found" in held and (
-            fault := drafters.fault_of_step(held["found"], held["frontier"].ids.shape[0], sys.maxsize)
+            fault := drafters.fault_of_step(
+                held["found"], held["frontier"].ids.shape[0], sys.maxsize
+            )
         ):
             return DrafterError(f"draft: its step returned {fault}")
     return None

@@ -101,7 +101,9 @@ class Graphs:
             self._weights = addresses
         return moved
 
-    def _capture(self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any]) -> _Captured:
+    def _capture(
+        self, name: Hashable, signature: tuple[Any, ...], function: Callable[[], Any]
+    ) -> _Captured:
         if self.device.type != "cuda":
             function()  # a run before, as there: what is made on first use is not part of a graph
             return _Captured(signature, None)
@@ -109,7 +111,9 @@ class Graphs:
         with turns(self.device).capturing(), torch.cuda.device(self.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
-            if self._pool is None or not self._captured:  # torch gives up a pool with its last graph
+            if (
+                self._pool is None or not self._captured
+            ):  # torch gives up a pool with its last graph
                 self._pool = torch.cuda.graph_pool_handle()
             try:
                 graph, outputs = self._record(function)
@@ -117,7 +121,9 @@ class Graphs:
                 raise
             except Exception as error:  # of torch, of Triton, or of a model's own code
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise CaptureError(f"graphs: {name} cannot be captured ({reason}); load with graphs=False") from error
+                raise CaptureError(
+                    f"graphs: {name} cannot be captured ({reason}); load with graphs=False"
+                ) from error
         self.seconds += time.perf_counter() - began
         return _Captured(signature, outputs, graph)
 
@@ -161,7 +167,9 @@ class Graphs:
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                for run in range(WARM_UPS):  # the first one may move to the device what is to stay there
+                for run in range(
+                    WARM_UPS
+                ):  # the first one may move to the device what is to stay there
                     with refusing_waits() if 0 < run == WARM_UPS - 1 else contextlib.nullcontext():
                         function()
         finally:
@@ -169,7 +177,9 @@ class Graphs:
 
     def _abandon(self) -> None:
         """Forget the stream and the pool of a capture that failed: torch may go on counting both as in use."""
-        with contextlib.suppress(Exception):  # before torch's pull request 180395 the end of a capture left that out
+        with contextlib.suppress(
+            Exception
+        ):  # before torch's pull request 180395 the end of a capture left that out
             torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
         self._stream = self._pool = None
 
@@ -201,7 +211,9 @@ class Mark:
 
 def clear_workspaces() -> None:
     """Drop the cuBLAS workspaces of all streams; products make new ones on demand."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # missing in torch's builds for a CPU
+    clear = getattr(
+        torch._C, "_cuda_clearCublasWorkspaces", None
+    )  # missing in torch's builds for a CPU
     if clear is not None:
         clear()
 

@@ -87,7 +87,9 @@ class Draft(NamedTuple):
 
     tree: TokenTree  # what the target verifies
     grown: TokenTree  # all that was drafted
-    kept: Tensor | None = None  # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
+    kept: Tensor | None = (
+        None  # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
+    )
 
     @property
     def drafted(self) -> int:
@@ -106,13 +108,17 @@ def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     return frontier
 
 
-def root(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
+def root(
+    drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds
+) -> Nodes:
     """Run the first draft pass and append the first level; return the nodes to draft from next."""
     began = time.perf_counter()
     return _grown(policy, tree, frontier, drafter.root(tree), began, seconds)
 
 
-def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds) -> Nodes:
+def level(
+    drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds
+) -> Nodes:
     """Run one draft pass from the frontier and append the next level; return the nodes to draft from next.
 
     On a device an empty frontier appends nothing.
@@ -125,7 +131,14 @@ def level(drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes
     return _grown(policy, tree, frontier, drafter.step(tree, frontier), began, seconds)
 
 
-def _grown(policy: TreePolicy, tree: TokenTree, frontier: Nodes, found: Step, began: float, seconds: Seconds) -> Nodes:
+def _grown(
+    policy: TreePolicy,
+    tree: TokenTree,
+    frontier: Nodes,
+    found: Step,
+    began: float,
+    seconds: Seconds,
+) -> Nodes:
     drafted = time.perf_counter()
     tree.passes += frontier.live > 0
     grown = policy.grow(tree, frontier, found)
@@ -274,10 +287,14 @@ class EagerDriver:
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
         self.learns = policy is not None and learns(policy)
-        self.unread = self.longest + (0 if policy is None else policy.plan().patience)  # tokens between draft passes
+        self.unread = self.longest + (
+            0 if policy is None else policy.plan().patience
+        )  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
-        self._prompt: Callable[[], None] | None = None  # takes in the prompt, where the drafter was not asked yet
+        self._prompt: Callable[[], None] | None = (
+            None  # takes in the prompt, where the drafter was not asked yet
+        )
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""
@@ -296,7 +313,9 @@ class EagerDriver:
             self.catch_up()
         if not self.inspected:
             return self._inspect(token, seconds, source, self.policy)
-        return (yield from grow(token, source, self.policy, seconds, self.device, plan, shared=shared))
+        return (
+            yield from grow(token, source, self.policy, seconds, self.device, plan, shared=shared)
+        )
 
     def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
         """Draft as `draft` does. Raises PolicyError or DrafterError if a part breaks its contract."""
@@ -337,7 +356,9 @@ class EagerDriver:
     @property
     def model_seconds(self) -> float:
         """Return the seconds spent in forwards of target and draft so far."""
-        return self.target.model_seconds + (self.drafter.model_seconds if self.drafter is not None else 0.0)
+        return self.target.model_seconds + (
+            self.drafter.model_seconds if self.drafter is not None else 0.0
+        )
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         """Return logits and features of every node, as `Target.verify`."""
@@ -372,7 +393,10 @@ def walk(
     its token becomes the last one.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    child = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+    }
     if len(child) < len(tokens):
         raise policies.twins(tokens, parents)
     path: list[int] = [0]
@@ -478,7 +502,10 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
         draft = yield from driver.draft(lane.root, seconds, lane.source, plan, shared=shared)
     if driver.policy is not None and draft.tree.capacity > 1:
         tokens = draft.tree.tokens.tolist()
-        if len(tokens) > driver.budget or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size:
+        if (
+            len(tokens) > driver.budget
+            or not 0 <= min(tokens) <= max(tokens) < driver.target.vocab_size
+        ):
             raise policies.no_tree(driver.policy, tokens, driver.budget, driver.target.vocab_size)
         if not lane.stopper.eos_token_ids.isdisjoint(tokens):
             draft = without_ended(draft, tokens, lane.stopper)
@@ -502,7 +529,9 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
     return cycle
 
 
-def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, plan: Plan) -> Verdict:
+def verify(
+    driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, plan: Plan
+) -> Verdict:
     """Have the target choose a token at each node that the walk comes to, and append those tokens to the answer.
 
     Adds the time spent to `seconds`. Raises NumericalError where the root's logits are NaN or infinite throughout.
@@ -523,14 +552,18 @@ def verify(driver: EagerDriver, lane: Lane, tree: TokenTree, seconds: Seconds, p
     path, tokens = walk(tree, choose, lane.commit)
     seconds.walk = time.perf_counter() - clock
     if not tokens:
-        raise NumericalError(f"the target's logits at position {lane.history.length} are NaN or infinite throughout")
+        raise NumericalError(
+            f"the target's logits at position {lane.history.length} are NaN or infinite throughout"
+        )
     top = lane.sampler.logprobs
     logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
     end = None if lane.reason is None else drafted_end(tree, path, lane)
     return Verdict(path, tokens, end, features, successors, logprobs)
 
 
-def commit(driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds, plan: Plan) -> Cycle:
+def commit(
+    driver: EagerDriver, lane: Lane, draft: Draft, verdict: Verdict, seconds: Seconds, plan: Plan
+) -> Cycle:
     """Keep the accepted path in the target's cache, and hand the cycle to the drafter."""
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
@@ -573,7 +606,9 @@ def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:
         Seconds(),
         len(cycles) - 1,
         torch.cat(features) if features else None,
-        successors=Successors(*map(torch.cat, zip(*successors, strict=True))) if successors else None,
+        successors=Successors(*map(torch.cat, zip(*successors, strict=True)))
+        if successors
+        else None,
     )
 
 

@@ -38,10 +38,17 @@ class ContextLengthError(InputError):
     at_least = False
 
     @classmethod
-    def of(cls, message: str, tokens: int, context: int, maximum: int, *, at_least: bool = False) -> ContextLengthError:
+    def of(
+        cls, message: str, tokens: int, context: int, maximum: int, *, at_least: bool = False
+    ) -> ContextLengthError:
         """Return the error with its figures."""
         error = cls(message)
-        error.tokens, error.context, error.maximum, error.at_least = tokens, context, maximum, at_least
+        error.tokens, error.context, error.maximum, error.at_least = (
+            tokens,
+            context,
+            maximum,
+            at_least,
+        )
         return error
 
 
@@ -111,7 +118,9 @@ class MissingExtraError(SpecEngineError, ImportError):
 
 # ---- missing packages, and whose fault an error is
 
-CHECKOUT = Path(__file__).parent.parent  # the root of the repository, if the package runs from a checkout
+CHECKOUT = Path(
+    __file__
+).parent.parent  # the root of the repository, if the package runs from a checkout
 
 
 def is_fault(error: Exception) -> bool:
@@ -122,7 +131,9 @@ def is_fault(error: Exception) -> bool:
 
 def missing_extra(feature: str, extra: str, error: ImportError) -> MissingExtraError:
     """Return the error for a feature that needs a package of the extra `extra`."""
-    return MissingExtraError(f"{feature}: {error.name} is not installed; it comes with: {install_command(extra)}")
+    return MissingExtraError(
+        f"{feature}: {error.name} is not installed; it comes with: {install_command(extra)}"
+    )
 
 
 def install_command(extra: str) -> str:
@@ -155,7 +166,9 @@ def why_not_loaded(error: Exception) -> str:
 def require(field: str, value: Any, accepted: str, holds: bool) -> None:
     """Raise InputError unless `holds`. accepted: the accepted values, in words."""
     if not holds:
-        raise InputError(f"{field}: got {value if isinstance(value, str) else shown(value)}, accepted {accepted}")
+        raise InputError(
+            f"{field}: got {value if isinstance(value, str) else shown(value)}, accepted {accepted}"
+        )
 
 
 def require_value(field: str, value: Any, accepted: str, holds: bool) -> None:
@@ -230,7 +243,9 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
 def require_suffix(field: str, file: Path, accepted: Iterable[str]) -> None:
     """Raise InputError for a file name with another suffix than the accepted ones."""
     if file.suffix.lower() not in accepted:
-        raise InputError(f"{field}: got {file}, accepted a file whose name ends in {' or '.join(accepted)}")
+        raise InputError(
+            f"{field}: got {file}, accepted a file whose name ends in {' or '.join(accepted)}"
+        )
 
 
 def shown(value: Any, limit: int = 60) -> str:
@@ -265,18 +280,30 @@ class Reader:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def reader(accepted: str, holds: Callable[[Any], bool], kind: type | None = None, **more: Any) -> Reader:
+def reader(
+    accepted: str, holds: Callable[[Any], bool], kind: type | None = None, **more: Any
+) -> Reader:
     """Return a reader of the values for which `holds` is true. accepted: these values, in words."""
-    return Reader(lambda name, value: require_value(name, value, accepted, holds(value)), kind, **more)
+    return Reader(
+        lambda name, value: require_value(name, value, accepted, holds(value)), kind, **more
+    )
 
 
-def number(low: float, high: float, accepted: str, *, open_low: bool = False, open_high: bool = False) -> Reader:
+def number(
+    low: float, high: float, accepted: str, *, open_low: bool = False, open_high: bool = False
+) -> Reader:
     """Return a reader of finite numbers from `low` to `high`, which an open end does not include."""
 
     def holds(value: Any) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not abs(value) <= MAX_NUMBER
+        ):
             return False
-        return (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+        return (low < value if open_low else low <= value) and (
+            value < high if open_high else value <= high
+        )
 
     limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}
     return reader(accepted, holds, float, limits=_finite(limits))
@@ -284,10 +311,14 @@ def number(low: float, high: float, accepted: str, *, open_low: bool = False, op
 
 def whole(low: int, high: float = math.inf, accepted: str = "") -> Reader:
     """Return a reader of whole numbers from `low` to `high`. accepted: these, in other words."""
-    accepted = accepted or "a whole number, " + (f"{low} or more" if high == math.inf else f"{low} to {high}")
+    accepted = accepted or "a whole number, " + (
+        f"{low} or more" if high == math.inf else f"{low} to {high}"
+    )
     return reader(
         accepted,
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+        lambda value: (
+            isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        ),
         int,
         limits=_finite({"ge": low, "le": high}),
     )
@@ -374,7 +405,10 @@ def option(reader: Reader | None = None, **declared: Any) -> Any:
 
 def declared_in(options: Any) -> dict[str, Declaration]:
     """Return the declarations of a dataclass by name, in the order of its fields."""
-    return {item.name: dataclasses.replace(item.metadata[KEY], name=item.name) for item in dataclasses.fields(options)}
+    return {
+        item.name: dataclasses.replace(item.metadata[KEY], name=item.name)
+        for item in dataclasses.fields(options)
+    }
 
 
 class Checked:

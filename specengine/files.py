@@ -84,7 +84,9 @@ def safetensors_files(folder: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{index}: is damaged, fetch it again (weight_map names no files)")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} files are missing, fetch them: {missing[0]}")
+        raise CheckpointError(
+            f"{index}: {len(missing)} of {len(names)} files are missing, fetch them: {missing[0]}"
+        )
     return [folder / name for name in names]
 
 
@@ -128,12 +130,18 @@ def lines_of(file: Path) -> list[str]:
         raise InputError(f"prompts: {file} cannot be read ({error})") from error
 
 
-def require_same(what: str, file: Path, was: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]) -> None:
+def require_same(
+    what: str, file: Path, was: dict[str, Any], now: dict[str, Any], names: tuple[str, ...]
+) -> None:
     """Raise InputError where a record of an earlier run differs from this one's in one of these fields."""
     differing = [name for name in names if was.get(name) != now.get(name)]
     if differing:
-        listed = "; ".join(f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing)
-        raise InputError(f"out: {file} belongs to a run with other {what} ({listed}); name another file")
+        listed = "; ".join(
+            f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing
+        )
+        raise InputError(
+            f"out: {file} belongs to a run with other {what} ({listed}); name another file"
+        )
 
 
 def unwritable(file: Path, error: OSError, field: str = "out") -> InputError:

@@ -101,12 +101,20 @@ def load(
     """Return the parts for these names; cheap checks come before any weights are read."""
     model, draft = _checked("model", model), _checked("draft", draft)
     _check_names(draft, policy, options)
-    if not isinstance(model, str | None) and (options.dtype != "auto" or options.device is not None):
-        raise InputError("dtype, device: the model is loaded already; load it as wanted, or pass its name")
+    if not isinstance(model, str | None) and (
+        options.dtype != "auto" or options.device is not None
+    ):
+        raise InputError(
+            "dtype, device: the model is loaded already; load it as wanted, or pass its name"
+        )
     if options.tp_plan is not None:
         require_launched()
-    if options.tp_plan is not None and (not isinstance(model, str | None) or (model is not None and is_gguf(model))):
-        raise InputError("tp_plan: accepted with a model's name or its folder, which all ranks read")
+    if options.tp_plan is not None and (
+        not isinstance(model, str | None) or (model is not None and is_gguf(model))
+    ):
+        raise InputError(
+            "tp_plan: accepted with a model's name or its folder, which all ranks read"
+        )
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
         check_draft(draft, options)
@@ -118,23 +126,39 @@ def load(
         if options.graphs is not None or not resolved.graphs:
             raise
         resolved = dataclasses.replace(options, graphs=False)
-        target, drafter = _pair(loaded._replace(reason=f"no graphs: {error}"), draft, policy, drafts, resolved)
+        target, drafter = _pair(
+            loaded._replace(reason=f"no graphs: {error}"), draft, policy, drafts, resolved
+        )
     if options.learn is not None and getattr(drafter, "learnt", None) is None:
-        raise InputError(f"learn: draft {draft or 'none'!r} does not learn from use; accepted with an EAGLE head")
+        raise InputError(
+            f"learn: draft {draft or 'none'!r} does not learn from use; accepted with an EAGLE head"
+        )
     if options.learn is not None and resolved.graphs:
-        raise InputError("learn: accepted without graphs, which read one head's weights; add graphs=False")
+        raise InputError(
+            "learn: accepted without graphs, which read one head's weights; add graphs=False"
+        )
     models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
-    _unwatch(*(lm for lm, argument in zip(models, (model, draft), strict=False) if isinstance(argument, str | None)))
+    _unwatch(
+        *(
+            lm
+            for lm, argument in zip(models, (model, draft), strict=False)
+            if isinstance(argument, str | None)
+        )
+    )
     drafter = _mixed(draft, drafter, target, resolved)
     notes = _notes(target, draft, drafter)
-    return Parts(target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes)
+    return Parts(
+        target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes
+    )
 
 
 @_as_if_alone
 def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
     """Return one more draft for a target that is loaded, as `load` would; raises the same errors."""
     resolved = dataclasses.replace(options, graphs=target.captured)
-    return cast(Drafter, _mixed(draft, _maker(draft, resolved)(target, tokenizer), target, resolved))
+    return cast(
+        Drafter, _mixed(draft, _maker(draft, resolved)(target, tokenizer), target, resolved)
+    )
 
 
 def check_draft(draft: Any, options: LoadOptions) -> None:
@@ -142,7 +166,9 @@ def check_draft(draft: Any, options: LoadOptions) -> None:
     _maker(draft, options)
 
 
-def _mixed(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> Drafter | None:
+def _mixed(
+    draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions
+) -> Drafter | None:
     """Return the drafter with lookup, where that is wanted."""
     if not _looks_up(draft, drafter, target, options):
         return drafter
@@ -152,7 +178,9 @@ def _mixed(draft: Any, drafter: Drafter | None, target: Target, options: LoadOpt
 def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
     """Return whether graphs are tried: by default on a CUDA device."""
     by_default = (
-        options.tp_plan is None and not isinstance(loaded.model, NativeLM) and loaded.model.device.type == "cuda"
+        options.tp_plan is None
+        and not isinstance(loaded.model, NativeLM)
+        and loaded.model.device.type == "cuda"
     )
     return by_default if options.graphs is None else options.graphs
 
@@ -168,7 +196,9 @@ def _pair(
     if drafts and isinstance(target, OwnCacheTarget) and (options.strict or not target.trees):
         if options.strict or draft is not None or policy is not None:
             what = "strict" if options.strict else "draft" if draft is not None else "policy"
-            raise UnsupportedModelError(f"{what}: {target.cause}; this model is served with policy='plain'")
+            raise UnsupportedModelError(
+                f"{what}: {target.cause}; this model is served with policy='plain'"
+            )
         drafts = False
     alone = dataclasses.replace(options, tp_plan=None)
     return target, _maker(draft, alone)(target, loaded.tokenizer) if drafts else None
@@ -201,7 +231,11 @@ def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None
     """Let texts have that many tokens. InputError where the target's positions end before."""
     lm = target.lm
     limit = min(target.max_context, lm.max_context)
-    fixed = fixed_context(lm.config) if limit == lm.max_context else f"strict attention ends with its window of {limit}"
+    fixed = (
+        fixed_context(lm.config)
+        if limit == lm.max_context
+        else f"strict attention ends with its window of {limit}"
+    )
     require("context", context, f"2 to {limit}: {fixed}", context <= limit or not fixed)
     lm.widen(context)
     target.max_context = context
@@ -224,10 +258,14 @@ def _checked(field: str, name: Any) -> Any:
     try:
         os.lstat(name)
     except ValueError as error:
-        raise InputError(f"{field}: got {shown(name)}, accepted a name or a path ({error})") from error
+        raise InputError(
+            f"{field}: got {shown(name)}, accepted a name or a path ({error})"
+        ) from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise InputError(f"{field}: got {shown(name)}, accepted a name or a path (it is too long)") from error
+            raise InputError(
+                f"{field}: got {shown(name)}, accepted a name or a path (it is too long)"
+            ) from error
     return name
 
 
@@ -238,13 +276,17 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         if options.policy_options:
             raise InputError("policy_options: policy 'plain' has no options")
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:
-        raise InputError(f"policy: draft {draft!r} is plain decoding, which has no policy; leave one of them out")
+        raise InputError(
+            f"policy: draft {draft!r} is plain decoding, which has no policy; leave one of them out"
+        )
     elif policy is not None:
         policies.of(policy, options.policy_options)
     elif options.policy_options:
         raise InputError("policy_options: they need a policy given by name")
     if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
-        raise InputError("draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head")
+        raise InputError(
+            "draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head"
+        )
 
 
 def _maker(draft: Any, options: LoadOptions) -> Maker:
@@ -277,7 +319,9 @@ def _head_for(target: HuggingFaceTarget | NativeTarget) -> likeness.Match | None
     return None if isinstance(target, ShardedTarget) else likeness.find(target.lm)
 
 
-def _notes(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> list[str]:
+def _notes(
+    target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None
+) -> list[str]:
     """Return notes for the user: weights are rounded, the context is short, or another draft may be better."""
     rounded = target.lm.source.rounded if isinstance(target, NativeTarget) else ""
     return [note for note in (rounded, _note(target, draft, drafter)) if note]
@@ -290,14 +334,21 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
             f"native: the context ends with LongRoPE's original {target.lm.max_context} tokens; "
             f"backend='huggingface' has all {whole}"
         )
-    if draft is None and drafter is not None and target.name and (missing := embedded.missing_head(target.name)):
+    if (
+        draft is None
+        and drafter is not None
+        and target.name
+        and (missing := embedded.missing_head(target.name))
+    ):
         return f"draft: recycled tokens, because {missing}"
     if draft is None and drafter is not None and isinstance(innermost(drafter), Eagle):
         match = _head_for(target) if _default(target) == RECYCLING else None
         return "" if match is None else match.note
     model = drafter.inner if isinstance(drafter, Lookup) else drafter
     if isinstance(model, SmallModel) and _size(model.lm) >= _size(target.lm):
-        shipped = f"; the head that ships is draft={embedded.HEAD!r}" if draft == embedded.NAME else ""
+        shipped = (
+            f"; the head that ships is draft={embedded.HEAD!r}" if draft == embedded.NAME else ""
+        )
         return (
             f"draft: {model.name} is a whole model of no fewer weights than the target, so a draft pass costs as much "
             f"as plain decoding{shipped}"
@@ -320,7 +371,9 @@ def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: Load
     if lookup is None:
         by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs
-        return by_default and (eager or isinstance(drafter, Recycling))  # which the host drafts from in any case
+        return by_default and (
+            eager or isinstance(drafter, Recycling)
+        )  # which the host drafts from in any case
     return lookup
 
 

@@ -102,7 +102,9 @@ class LoadOptions(Checked):
     draft_options: dict[str, Any] = option(NAMES, default=dict)
     policy_options: dict[str, Any] = option(NAMES, default=dict)
     offline: bool = option(TRUTH, default=False, one_way=True, help="never use a network")
-    trust_remote_code: bool = option(TRUTH, default=False, one_way=True, help="run code from the model's repository")
+    trust_remote_code: bool = option(
+        TRUTH, default=False, one_way=True, help="run code from the model's repository"
+    )
     lookup: bool | None = option(
         MAYBE,
         help="add tokens to the draft that followed the same words in prompt and answer before (default: on a CPU)",
@@ -167,8 +169,12 @@ class LoadOptions(Checked):
         for name in options:
             if name not in cls.names():
                 listed = ", ".join(cls.names())
-                raise InputError(f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}")
-        self = cls(**{name: plain(value) if is_array(value) else value for name, value in options.items()})
+                raise InputError(
+                    f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}"
+                )
+        self = cls(
+            **{name: plain(value) if is_array(value) else value for name, value in options.items()}
+        )
         if self.dtype not in (None, "auto") and not isinstance(self.dtype, torch.dtype):
             self.dtype = getattr(torch, self.dtype)
         self.dtype = self.dtype or "auto"
@@ -181,7 +187,9 @@ class LoadOptions(Checked):
         others = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
         others |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
         if alone := [name for name, value in others.items() if value]:
-            raise InputError(f"tp_plan: got {', '.join(alone)} too, which are for a model in one process")
+            raise InputError(
+                f"tp_plan: got {', '.join(alone)} too, which are for a model in one process"
+            )
 
 
 def _device(device: Any) -> torch.device:

@@ -122,9 +122,16 @@ class Outcome(NamedTuple):
     def of(cls, cycle: Cycle) -> Outcome:
         """Return the outcome of a finished cycle."""
         tree = cycle.tree if cycle.grown is None else cycle.grown
-        chosen = torch.tensor(cycle.tokens[: len(cycle.path)], device=tree.device, dtype=torch.int64)
+        chosen = torch.tensor(
+            cycle.tokens[: len(cycle.path)], device=tree.device, dtype=torch.int64
+        )
         path = torch.tensor(cycle.path[: len(chosen)], device=tree.device, dtype=torch.int64)
-        return cls(tree, Nodes.of(path if cycle.kept is None else cycle.kept.index_select(0, path)), chosen, cycle)
+        return cls(
+            tree,
+            Nodes.of(path if cycle.kept is None else cycle.kept.index_select(0, path)),
+            chosen,
+            cycle,
+        )
 
 
 @dataclass
@@ -194,7 +201,9 @@ class Stats:
     @property
     def draft_acceptance_rate(self) -> float:
         """Accepted divided by verified draft tokens. Small for trees by construction."""
-        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        return (
+            self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        )
 
     @property
     def mean_draft_passes(self) -> float:
@@ -211,7 +220,10 @@ class Stats:
         """Entry d: share of the cycles with a tree of depth d + 1 or more that accepted a token at depth d + 1."""
         rates = []
         for depth in range(1, len(self.reached_histogram)):
-            accepted, reached = sum(self.acceptance_histogram[depth:]), sum(self.reached_histogram[depth:])
+            accepted, reached = (
+                sum(self.acceptance_histogram[depth:]),
+                sum(self.reached_histogram[depth:]),
+            )
             rates.append(accepted / reached)
         return rates
 
@@ -233,7 +245,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counters, times and derived metrics, JSON-ready."""
-        counters = {name: value for name, value in vars(self).items() if not name.startswith("host_shares")}
+        counters = {
+            name: value for name, value in vars(self).items() if not name.startswith("host_shares")
+        }
         return counters | {name: getattr(self, name) for name in _DERIVED}
 
     def report(self) -> str:

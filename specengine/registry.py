@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 
 from specengine.errors import InputError, did_you_mean, require_value, shown
 
-BASELINES = "baselines"  # a folder in that of a package, whose files are variants of the package too
+BASELINES = (
+    "baselines"  # a folder in that of a package, whose files are variants of the package too
+)
 
 T = TypeVar("T")
 
@@ -52,7 +54,11 @@ def _modules(package: ModuleType | str) -> dict[str, str]:
 def plugins(package: str) -> dict[str, metadata.EntryPoint]:
     """Return by name what other installed packages offer besides the variants of `package`, which come first."""
     built_in = names(package)
-    return {point.name: point for point in metadata.entry_points(group=package) if point.name not in built_in}
+    return {
+        point.name: point
+        for point in metadata.entry_points(group=package)
+        if point.name not in built_in
+    }
 
 
 def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
@@ -69,7 +75,9 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
             return _of_plugin(base, offered[name], field)
         accepted = [*sorted(modules), *sorted(offered)]
         listed = ", ".join(accepted)
-        raise InputError(f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, accepted)}")
+        raise InputError(
+            f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, accepted)}"
+        )
     module = importlib.import_module(f"{package.__name__}{modules[name]}")
     classes = [
         value
@@ -79,7 +87,9 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
         and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]
     if len(classes) != 1:
-        raise InputError(f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}")
+        raise InputError(
+            f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}"
+        )
     return classes[0]
 
 
@@ -111,23 +121,31 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
             spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[full]
-            raise InputError(f"{field}: {file} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise InputError(
+                f"{field}: {file} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
     return _checked(base, getattr(module, cls, None), f"{field}: {name}", f"{file} has")
 
 
 def _of_plugin(base: type[T], point: metadata.EntryPoint, field: str) -> type[T]:
-    source = f"plug-in {point.name} of {point.dist.name if point.dist else 'a package'} ({point.value})"
+    source = (
+        f"plug-in {point.name} of {point.dist.name if point.dist else 'a package'} ({point.value})"
+    )
     try:
         variant = point.load()
     except Exception as error:
-        raise InputError(f"{field}: {source} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{field}: {source} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     return _checked(base, variant, f"{field}: {source}", "it is")
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
     if not (inspect.isclass(variant) and issubclass(variant, base)):
         kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
-        raise InputError(f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}")
+        raise InputError(
+            f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}"
+        )
     return variant
 
 
@@ -141,8 +159,12 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     for name in options:
         if name not in types:
             listed = ", ".join(types) or "(none)"
-            raise InputError(f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, types)}")
-    values = {name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()}
+            raise InputError(
+                f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, types)}"
+            )
+    values = {
+        name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()
+    }
     return cls(**values)
 
 
@@ -151,7 +173,11 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None or value == "none":
             return None
-        if any(isinstance(value, kind) for kind in arguments if isinstance(kind, type) and kind is not type(None)):
+        if any(
+            isinstance(value, kind)
+            for kind in arguments
+            if isinstance(kind, type) and kind is not type(None)
+        ):
             return value
         expected = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, expected, field)
@@ -201,7 +227,11 @@ def plain(value: Any, levels: int = DEEPEST) -> Any:
 
 def is_array(value: Any) -> bool:
     """Return whether a value has dimensions and a dtype: an array, a tensor, or a number of numpy."""
-    return hasattr(value, "ndim") and hasattr(value, "dtype") and callable(getattr(value, "tolist", None))
+    return (
+        hasattr(value, "ndim")
+        and hasattr(value, "dtype")
+        and callable(getattr(value, "tolist", None))
+    )
 
 
 def is_number(value: Any) -> bool:

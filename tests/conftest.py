@@ -38,7 +38,10 @@ def _usable_cores() -> int:
 
 def pytest_configure() -> None:
     # what a shell starts in the background ignores Ctrl-C, and so would the processes that tests start
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # tiny models gain nothing from more threads, and tests that compare timings suffer from oversubscription
     if "PYTEST_XDIST_WORKER" in os.environ:  # other workers have the other cores
@@ -62,7 +65,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     most = item.config.getoption("--most-seconds")
     if not most:
         return (yield)
-    faulthandler.dump_traceback_later(most, exit=True)  # also where a kernel never ends and Python does not run
+    faulthandler.dump_traceback_later(
+        most, exit=True
+    )  # also where a kernel never ends and Python does not run
     try:
         return (yield)
     finally:
@@ -70,7 +75,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):  # the process that started the workers looks for all of them
+    if hasattr(
+        session.config, "workerinput"
+    ):  # the process that started the workers looks for all of them
         return
     with contextlib.suppress(CacheFolderError):
         if faulty := unlawful(cache_dir() / "costs", STARTED):

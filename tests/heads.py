@@ -21,7 +21,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def deep(family: str = "llama", **changes: Any) -> PreTrainedModel:
@@ -30,7 +35,13 @@ def deep(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 
 def fit(
-    head: EagleHead, features: Tensor, embeddings: Tensor, wanted: Tensor, *, steps: int, depth: int = 1
+    head: EagleHead,
+    features: Tensor,
+    embeddings: Tensor,
+    wanted: Tensor,
+    *,
+    steps: int,
+    depth: int = 1,
 ) -> EagleHead:
     """The head, trained to say the columns `wanted` [rows] after each row; -100 is not looked at.
 
@@ -40,7 +51,9 @@ def fit(
     for _ in range(steps):
         hidden, loss = head.fuse(features), torch.zeros(())
         for _ in range(depth):
-            recurrent = head(hidden[None], embeddings[None], torch.arange(len(hidden))[None], causal)[0]
+            recurrent = head(
+                hidden[None], embeddings[None], torch.arange(len(hidden))[None], causal
+            )[0]
             loss = loss + cross_entropy(head.logits(recurrent), wanted)  # type: ignore[arg-type]
             hidden = torch.cat([hidden[:1], recurrent[:-1]])
         optimizer.zero_grad()

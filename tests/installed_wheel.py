@@ -52,14 +52,18 @@ def write_model(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.train_from_iterator([], BpeTrainer(initial_alphabet=ByteLevel.alphabet(), special_tokens=["<end>"]))
+    tokenizer.train_from_iterator(
+        [], BpeTrainer(initial_alphabet=ByteLevel.alphabet(), special_tokens=["<end>"])
+    )
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     fast.save_pretrained(folder)
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(fast), eos_token_id=fast.eos_token_id, **sizes, **heads)
+    config = transformers.LlamaConfig(
+        vocab_size=len(fast), eos_token_id=fast.eos_token_id, **sizes, **heads
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
@@ -82,7 +86,9 @@ def check_commands(model: str) -> None:
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([*COMMAND, *arguments], stdout=subprocess.PIPE, encoding="utf-8", check=True, timeout=300)
+    done = subprocess.run(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, encoding="utf-8", check=True, timeout=300
+    )
     return done.stdout
 
 
@@ -95,7 +101,9 @@ def check_server(model: str) -> None:
         wait_for(server, f"http://127.0.0.1:{port}/health")
         body = {"model": "any", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
         url = f"http://127.0.0.1:{port}/v1/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             answer = json.load(reply)
         assert answer["usage"]["completion_tokens"] == 8, answer

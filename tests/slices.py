@@ -45,7 +45,11 @@ def leave_the_rest(items: Sequence[pytest.Item]) -> None:
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         count = next(iter(cases[0].get_closest_marker("sliced").args), None)  # type: ignore[union-attr]
-        chosen = covering([_values(case) for case in cases]) if count is None else spread(len(cases), count)
+        chosen = (
+            covering([_values(case) for case in cases])
+            if count is None
+            else spread(len(cases), count)
+        )
         for place in set(range(len(cases))).difference(chosen or [0]):
             cases[place].add_marker(pytest.mark.slow)
 
@@ -54,4 +58,7 @@ def _values(item: pytest.Item) -> Case:
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params.items() if callspec else ()
     plain = (bool, int, float, str, type(None))
-    return {name: (type(value), value) if isinstance(value, plain) else id(value) for name, value in parameters}
+    return {
+        name: (type(value), value) if isinstance(value, plain) else id(value)
+        for name, value in parameters
+    }

@@ -12,7 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, checking, cycle
-from specengine.checking import certify, flips, huggingface_tokens, near_tie_logits, swap_gap, teacher_forced
+from specengine.checking import (
+    certify,
+    flips,
+    huggingface_tokens,
+    near_tie_logits,
+    swap_gap,
+    teacher_forced,
+)
 from specengine.cycle import walk
 from specengine.engine import TextGeneration
 from specengine.errors import InputError
@@ -50,8 +57,12 @@ def speculative(model: PreTrainedModel) -> Engine:
 # ---- verdicts
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED, {**SAMPLED, "seed": 5}], ids=["greedy", "sampled", "seed"])
-def test_speculative_decoding_is_certified_exact(plain: Engine, speculative: Engine, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [GREEDY, SAMPLED, {**SAMPLED, "seed": 5}], ids=["greedy", "sampled", "seed"]
+)
+def test_speculative_decoding_is_certified_exact(
+    plain: Engine, speculative: Engine, options: dict[str, Any]
+) -> None:
     found = certify(plain, speculative, PROMPT, **options)
     assert found.verdict == "exact"
     assert found.answer.token_ids == found.reference
@@ -85,11 +96,17 @@ def test_a_bias_is_a_near_tie_within_the_tolerance_and_a_mismatch_beyond(
     assert wide.flips
     assert all(0 < flip.gap <= 2.001 for flip in wide.flips)
     first = wide.flips[0]
-    assert (wide.position, wide.gap, wide.tokens) == (first.position, first.gap, (first.wanted, first.token))
+    assert (wide.position, wide.gap, wide.tokens) == (
+        first.position,
+        first.gap,
+        (first.wanted, first.token),
+    )
     assert wide.reference[first.position] == first.wanted
     assert wide.reference[: first.position] == wide.answer.token_ids[: first.position]
 
-    assert flips(plain, PROMPT, wide.answer.token_ids, **options) == list(wide.flips), "the same, of tokens alone"
+    assert flips(plain, PROMPT, wide.answer.token_ids, **options) == list(wide.flips), (
+        "the same, of tokens alone"
+    )
     assert flips(plain, PROMPT, wide.reference, **options) == []
     narrow = certify(plain, other, PROMPT, tolerance=first.gap / 2, **options)
     assert narrow.verdict == "mismatch"
@@ -97,11 +114,15 @@ def test_a_bias_is_a_near_tie_within_the_tolerance_and_a_mismatch_beyond(
     assert narrow.flip.gap > narrow.tolerance
 
 
-def test_a_fault_behind_a_near_tie_is_found(plain: Engine, speculative: Engine, monkeypatch: Any) -> None:
+def test_a_fault_behind_a_near_tie_is_found(
+    plain: Engine, speculative: Engine, monkeypatch: Any
+) -> None:
     answer = plain.generate(PROMPT, **GREEDY).token_ids
     best, second = _row(plain, answer, 2).topk(2).values.tolist()
     reference = list(answer)
-    reference[2] = int(_row(plain, answer, 2).topk(2).indices[1])  # the answer leaves the reference by a near-tie
+    reference[2] = int(
+        _row(plain, answer, 2).topk(2).indices[1]
+    )  # the answer leaves the reference by a near-tie
     options = {**GREEDY, "reference": reference, "tolerance": best - second + 1e-3}
     assert certify(plain, speculative, PROMPT, **options).verdict == "near-tie"
 
@@ -123,7 +144,9 @@ def _row(plain: Engine, tokens: list[int], position: int) -> Tensor:
     return list(teacher_forced(plain.target, prompt, tokens))[position]
 
 
-def test_accepting_drafts_blindly_is_a_mismatch(plain: Engine, speculative: Engine, monkeypatch: Any) -> None:
+def test_accepting_drafts_blindly_is_a_mismatch(
+    plain: Engine, speculative: Engine, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
     found = certify(plain, speculative, PROMPT, **GREEDY)
     assert found.verdict == "mismatch"
@@ -131,14 +154,18 @@ def test_accepting_drafts_blindly_is_a_mismatch(plain: Engine, speculative: Engi
     assert found.gap > found.tolerance
 
 
-def accept_blindly(tree: TokenTree, choose: Callable[[int], Any], commit: Callable[[int], bool]) -> Any:
+def accept_blindly(
+    tree: TokenTree, choose: Callable[[int], Any], commit: Callable[[int], bool]
+) -> Any:
     """A wrong rule: the first child is taken, whatever the target says."""
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     first_child = {parent: tokens[node] for node, parent in reversed(list(enumerate(parents)))}
     return walk(tree, lambda node: first_child.get(node, choose(node)), commit)
 
 
-def test_an_answer_that_ends_too_early_is_a_mismatch(plain: Engine, speculative: Engine, monkeypatch: Any) -> None:
+def test_an_answer_that_ends_too_early_is_a_mismatch(
+    plain: Engine, speculative: Engine, monkeypatch: Any
+) -> None:
     run = TextGeneration.run
 
     def short(self: TextGeneration) -> GenerationResult:
@@ -152,10 +179,14 @@ def test_an_answer_that_ends_too_early_is_a_mismatch(plain: Engine, speculative:
     assert (found.verdict, found.flips, found.position) == ("mismatch", (), len(reference) - 3)
 
 
-def test_a_wrong_finish_reason_is_a_mismatch(plain: Engine, speculative: Engine, monkeypatch: Any) -> None:
+def test_a_wrong_finish_reason_is_a_mismatch(
+    plain: Engine, speculative: Engine, monkeypatch: Any
+) -> None:
     reference = plain.generate(PROMPT, **GREEDY).token_ids
     monkeypatch.setattr(
-        TextGeneration, "run", lambda self: GenerationResult("", list(reference), "stop", self.stats, None)
+        TextGeneration,
+        "run",
+        lambda self: GenerationResult("", list(reference), "stop", self.stats, None),
     )
     assert certify(plain, speculative, PROMPT, reference=reference, **GREEDY).verdict == "mismatch"
 
@@ -163,7 +194,9 @@ def test_a_wrong_finish_reason_is_a_mismatch(plain: Engine, speculative: Engine,
 def test_a_stop_string_ends_as_asked(plain: Engine, speculative: Engine) -> None:
     text = plain.generate(PROMPT, **GREEDY).text
     stop = next(
-        character for character in text[3:] if character.isprintable() and character != "\N{REPLACEMENT CHARACTER}"
+        character
+        for character in text[3:]
+        if character.isprintable() and character != "\N{REPLACEMENT CHARACTER}"
     )
     found = certify(plain, speculative, PROMPT, stop_strings=[stop], **GREEDY)
     assert (found.verdict, found.answer.finish_reason) == ("exact", "stop")
@@ -176,7 +209,9 @@ def test_a_certificate_becomes_json(plain: Engine, biased: Callable[[float], Eng
     assert all(flip["gap"] is None or math.isfinite(flip["gap"]) for flip in found["flips"])
 
 
-@pytest.mark.parametrize("name", ["max_time", "stopping_criteria", "streamer", "return_dict_in_generate"])
+@pytest.mark.parametrize(
+    "name", ["max_time", "stopping_criteria", "streamer", "return_dict_in_generate"]
+)
 def test_options_that_make_answers_incomparable_are_refused(plain: Engine, name: str) -> None:
     with pytest.raises(InputError, match=name):
         certify(plain, plain, PROMPT, **{name: 1.0})
@@ -214,7 +249,9 @@ def test_a_sampled_gap_is_one_of_raw_logits(temperature: float) -> None:
 def test_a_token_at_the_edge_of_a_nucleus_has_a_small_gap() -> None:
     # Probabilities 0.5, 0.3, 0.2: at top_p just above 0.8 the third is in by a hair, just below it is out.
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    noisy = next(seed for seed in range(1000) if Sampler([TopP(0.801)], seed).choose(logits, history()) == 2)
+    noisy = next(
+        seed for seed in range(1000) if Sampler([TopP(0.801)], seed).choose(logits, history()) == 2
+    )
     inside, outside = Sampler([TopP(0.801)], noisy), Sampler([TopP(0.799)], noisy)
     other = outside.choose(logits, history())
     assert other is not None
@@ -246,11 +283,15 @@ def test_teacher_forced_logits_are_those_of_plain_decoding(plain: Engine) -> Non
 # ---- transformers' generate as the reference
 
 
-def test_huggingface_tokens_are_those_of_generate(model: PreTrainedModel, plain: Engine, speculative: Engine) -> None:
+def test_huggingface_tokens_are_those_of_generate(
+    model: PreTrainedModel, plain: Engine, speculative: Engine
+) -> None:
     options = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     tokens = huggingface_tokens(plain, PROMPT, **options)
     ids = torch.tensor([plain.stream(PROMPT).prompt])
-    out = model.generate(ids, do_sample=False, max_new_tokens=24, repetition_penalty=1.3, no_repeat_ngram_size=3)
+    out = model.generate(
+        ids, do_sample=False, max_new_tokens=24, repetition_penalty=1.3, no_repeat_ngram_size=3
+    )
     assert tokens == out[0, ids.shape[1] :].tolist()
     assert certify(plain, speculative, PROMPT, reference=tokens, **options).verdict == "exact"
 
@@ -263,7 +304,9 @@ def test_huggingface_tokens_are_those_of_generate(model: PreTrainedModel, plain:
         ({"max_time": 1.0}, "max_time"),
     ],
 )
-def test_huggingface_tokens_refuse_what_generate_lacks(plain: Engine, options: dict[str, Any], name: str) -> None:
+def test_huggingface_tokens_refuse_what_generate_lacks(
+    plain: Engine, options: dict[str, Any], name: str
+) -> None:
     with pytest.raises(InputError, match=name):
         huggingface_tokens(plain, PROMPT, **options)
 

@@ -20,14 +20,18 @@ def lie_in(folder: Path, requires: list[str] | None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metadata, "requires", lambda name: requires)
 
 
-def test_in_a_checkout_it_is_installed_anew_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_checkout_it_is_installed_anew_with_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     assert install_command("serve") == "pip install -e '.[serve]'"
     monkeypatch.chdir(tmp_path)
     assert install_command("ray,serve") == f"pip install -e '{ROOT}[ray,serve]'"
 
 
-def test_beside_a_wheel_the_packages_of_the_extra_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_wheel_the_packages_of_the_extra_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [
         "torch>=2.6",
         'fastapi>=0.115; extra == "serve"',
@@ -39,7 +43,9 @@ def test_beside_a_wheel_the_packages_of_the_extra_are_named(tmp_path: Path, monk
     assert install_command("ray") == "pip install 'ray[serve]'"
 
 
-def test_every_extra_that_an_error_names_has_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_extra_that_an_error_names_has_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(errors, "CHECKOUT", tmp_path)
     for extra in ("grammar", "ray", "serve", "train"):
         command = install_command(extra)
@@ -48,7 +54,9 @@ def test_every_extra_that_an_error_names_has_requirements(tmp_path: Path, monkey
 
 
 def test_the_error_names_what_is_missing_and_the_command() -> None:
-    error = missing_extra("serve", "serve", ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn"))
+    error = missing_extra(
+        "serve", "serve", ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+    )
     assert isinstance(error, MissingExtraError)
     assert str(error).startswith("serve: uvicorn is not installed; it comes with: pip install -e '")
 
@@ -56,6 +64,10 @@ def test_the_error_names_what_is_missing_and_the_command() -> None:
 def test_nothing_names_a_package_on_an_index_that_holds_none() -> None:
     """A name that nobody has registered is one that anybody may."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    sources = [file for folder in ("specengine", "bench", "tests") for file in (ROOT / folder).rglob("*.py")]
+    sources = [
+        file
+        for folder in ("specengine", "bench", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     told = re.compile("pip install '?" + "specengine")
     assert not [file for file in (*pages, *sources) if told.search(file.read_text())]

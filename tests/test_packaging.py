@@ -27,7 +27,18 @@ LAYERS = (
     {"cycle", "captured"},
     {"contracts"},
     {"engine", "loading"},
-    {"train", "replicas", "protocol", "batch", "serve", "integrations", "trace", "checking", "benchmark", "cli"}
+    {
+        "train",
+        "replicas",
+        "protocol",
+        "batch",
+        "serve",
+        "integrations",
+        "trace",
+        "checking",
+        "benchmark",
+        "cli",
+    }
     | {"__main__"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -37,7 +48,9 @@ APART = ("bench", "research")
 
 def python(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
     script = f"import sys; sys.path[:0] = {[str(entry) for entry in path]!r}\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -51,9 +64,15 @@ def test_triton_of_torchs_wheels_for_a_cpu_and_for_cuda_can_be_installed(version
     """The tests interpret kernels with 3.6.0, and torch 2.13.0's CUDA wheel requires 3.7.1 exactly."""
     requirements = pytest.importorskip("packaging.requirements")
     tomllib = importlib.import_module("tomllib")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     lines = [line for extra in ("dev", "kernels") for line in extras[extra]]
-    lines += [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    lines += [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     asked = [requirements.Requirement(line) for line in lines if line.startswith("triton")]
     assert len(asked) == 3
     assert all(requirement.specifier.contains(version) for requirement in asked)
@@ -81,7 +100,10 @@ def test_transformers_imports_from_the_repository_root() -> None:
 
 
 def test_specengine_kernels_is_importable_from_anywhere(tmp_path: Path) -> None:
-    out = python("import json, specengine_kernels; print(json.dumps(list(specengine_kernels.__path__)))", cwd=tmp_path)
+    out = python(
+        "import json, specengine_kernels; print(json.dumps(list(specengine_kernels.__path__)))",
+        cwd=tmp_path,
+    )
     assert any((Path(folder) / "README.md").is_file() for folder in json.loads(out))
 
 
@@ -99,19 +121,28 @@ def setup_script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def test_the_readme_of_an_index_leads_nowhere_that_it_does_not_have(setup_script: dict[str, Any]) -> None:
+def test_the_readme_of_an_index_leads_nowhere_that_it_does_not_have(
+    setup_script: dict[str, Any],
+) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = setup_script["for_an_index"](readme)
     assert "](docs/" in readme
     assert not re.findall(r"\]\((?!https?:)|<!--", shown)
     assert "See Getting started" in shown
     assert "| `generate`, `chat` |" in shown
-    assert setup_script["for_an_index"]("![a](b.svg)\n[c](https://d) [e](f.md#g)<!-- h\ni -->") == "[c](https://d) e"
+    assert (
+        setup_script["for_an_index"]("![a](b.svg)\n[c](https://d) [e](f.md#g)<!-- h\ni -->")
+        == "[c](https://d) e"
+    )
 
 
 def test_a_wheel_holds_no_head(setup_script: dict[str, Any]) -> None:
     """It is four fifths of the bytes; with its own package a wheel stays below 5 MB."""
-    files = [file for file in (ROOT / "specengine").rglob("*") if file.suffix not in (".so", ".pyd", ".pyc")]
+    files = [
+        file
+        for file in (ROOT / "specengine").rglob("*")
+        if file.suffix not in (".so", ".pyd", ".pyc")
+    ]
     assert sum(file.stat().st_size for file in files if file.is_file()) < 4_500_000
 
 
@@ -125,7 +156,9 @@ def test_the_source_distribution_holds_what_tests_and_documents_need() -> None:
         assert file in manifest
 
 
-def test_a_strict_build_ends_with_an_extension_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strict_build_ends_with_an_extension_that_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("pybind11")
     for strict in (False, True):
         monkeypatch.setenv("SPECENGINE_STRICT_BUILD", str(int(strict)))
@@ -162,7 +195,11 @@ def test_every_version_of_python_that_is_stated_gets_a_wheel() -> None:
 def modules_of_extras() -> set[str]:
     """Import names of what only the extras for users bring."""
     requirements = importlib.metadata.requires("specengine") or []
-    of_extras = [line for line in requirements if "extra ==" in line and "dev" not in line.split("extra ==")[1]]
+    of_extras = [
+        line
+        for line in requirements
+        if "extra ==" in line and "dev" not in line.split("extra ==")[1]
+    ]
     return {re.split(r"[^\w-]", line, maxsplit=1)[0].replace("-", "_") for line in of_extras}
 
 
@@ -242,21 +279,38 @@ def against_the_direction(source: str, own_layer: int) -> list[str]:
             continue
         module = rest.partition(".")[0]
         if module not in LAYER_OF and own_layer < USERS:
-            wrong.append(f"{line}: {name} (the package itself imports this module, or LAYERS does not know it)")
+            wrong.append(
+                f"{line}: {name} (the package itself imports this module, or LAYERS does not know it)"
+            )
         elif LAYER_OF.get(module, 0) > own_layer:
             wrong.append(f"{line}: {name} (a later layer)")
     return wrong
 
 
 def files_by_layer() -> list[tuple[Path, int]]:
-    inside = [file for file in sorted((ROOT / "specengine").rglob("*.py")) if file.parent.name != "__pycache__"]
-    named = [(file, file.relative_to(ROOT / "specengine").parts[0].removesuffix(".py")) for file in inside]
+    inside = [
+        file
+        for file in sorted((ROOT / "specengine").rglob("*.py"))
+        if file.parent.name != "__pycache__"
+    ]
+    named = [
+        (file, file.relative_to(ROOT / "specengine").parts[0].removesuffix(".py"))
+        for file in inside
+    ]
     layered = [(file, LAYER_OF[name]) for file, name in named if name in LAYER_OF]
-    return layered + [(file, USERS + 1) for folder in sorted(APART) for file in sorted((ROOT / folder).rglob("*.py"))]
+    return layered + [
+        (file, USERS + 1)
+        for folder in sorted(APART)
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
 def test_each_module_has_a_layer() -> None:
-    top = {entry.name.removesuffix(".py") for entry in (ROOT / "specengine").iterdir() if entry.suffix in {".py", ""}}
+    top = {
+        entry.name.removesuffix(".py")
+        for entry in (ROOT / "specengine").iterdir()
+        if entry.suffix in {".py", ""}
+    }
     unknown = top - set(LAYER_OF) - {"__init__", "__pycache__", "py.typed"}
     assert not unknown, f"add {sorted(unknown)} to LAYERS in {Path(__file__).name}"
 

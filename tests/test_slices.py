@@ -14,7 +14,9 @@ from tests.slices import covering, spread
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (3, 3), (8, 18, 2), (2, 3, 4, 5)])
 def test_each_value_of_each_parameter_stands_in_the_slice(sizes: tuple[int, ...]) -> None:
-    cases = [dict(zip("abcd", values, strict=False)) for values in itertools.product(*map(range, sizes))]
+    cases = [
+        dict(zip("abcd", values, strict=False)) for values in itertools.product(*map(range, sizes))
+    ]
     chosen = covering(cases)
     for axis, size in zip("abcd", sizes, strict=False):
         assert {cases[place][axis] for place in chosen} == set(range(size))
@@ -60,8 +62,20 @@ def test_slow_ones_are_no_part(a): ...
 
 
 def collected(suite: Path, *options: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--collect-only", "-q", *options, str(suite)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "pyproject.toml",
+        "--collect-only",
+        "-q",
+        *options,
+        str(suite),
+    ]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
     return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
 
@@ -70,7 +84,11 @@ def test_the_marker_leaves_all_but_the_slice_to_the_slow_tier(tmp_path: Path) ->
     suite.write_text(SUITE)
     plugin = ["-p", "tests.conftest"]
     fast = collected(suite, *plugin, "-m", "not slow")
-    assert fast[-3:] == ["test_one", "test_slow_ones_are_no_part[0]", "test_slow_ones_are_no_part[2]"]
+    assert fast[-3:] == [
+        "test_one",
+        "test_slow_ones_are_no_part[0]",
+        "test_slow_ones_are_no_part[2]",
+    ]
     assert fast[-5:-3] == ["test_count[0]", "test_count[8]"]
     assert {name[-2] for name in fast[:-5]} | {name[-4] for name in fast[:-5]} == set("pqxyz")
     assert len(fast) == 8

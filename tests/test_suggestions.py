@@ -27,11 +27,15 @@ from specengine.request.options import GenerationOptions
     ],
 )
 def test_an_option_of_a_generation(name: str, meant: str) -> None:
-    with pytest.raises(InputError, match=rf"^unknown option '{name}', known are .*; did you mean {meant}\?$"):
+    with pytest.raises(
+        InputError, match=rf"^unknown option '{name}', known are .*; did you mean {meant}\?$"
+    ):
         GenerationOptions.check({name: 1})
 
 
-@pytest.mark.parametrize(("name", "meant"), [("dtyp", "dtype"), ("torch_dtype", "dtype"), ("quantise", "quantize")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("dtyp", "dtype"), ("torch_dtype", "dtype"), ("quantise", "quantize")]
+)
 def test_an_option_of_loading(name: str, meant: str) -> None:
     with pytest.raises(InputError, match=rf"; did you mean {meant}\?$"):
         LoadOptions.of({name: 1})
@@ -39,9 +43,16 @@ def test_an_option_of_loading(name: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "meant"),
-    [("talom", {}, "talon"), ("Eagle", {}, "eagle"), ("eagle", {"widht": 3}, "width"), ("talon/papers", {}, "paper")],
+    [
+        ("talom", {}, "talon"),
+        ("Eagle", {}, "eagle"),
+        ("eagle", {"widht": 3}, "width"),
+        ("talon/papers", {}, "paper"),
+    ],
 )
-def test_a_policy_its_options_and_its_presets(name: str, options: dict[str, Any], meant: str) -> None:
+def test_a_policy_its_options_and_its_presets(
+    name: str, options: dict[str, Any], meant: str
+) -> None:
     with pytest.raises(InputError, match=rf"; did you mean {meant}\?$"):
         policies.make(name, **options)
 
@@ -83,21 +94,27 @@ def test_names_of_other_programs_mean_what_is_known() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3:270m", "llama3:latest", "hf.co/owner/model:Q4_K_M"])
 def test_a_model_by_another_programs_name_is_told_what_to_give(name: str) -> None:
-    with pytest.raises(InputError, match=r"model: got .*, accepted a path or a Hub id; (names with|there is no)"):
+    with pytest.raises(
+        InputError, match=r"model: got .*, accepted a path or a Hub id; (names with|there is no)"
+    ):
         Engine.from_pretrained(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("ngrm", "ngram"), ("recyling", "recycling"), ("defaul-head", "default-head")]
+    ("name", "meant"),
+    [("ngrm", "ngram"), ("recyling", "recycling"), ("defaul-head", "default-head")],
 )
 def test_a_draft_by_its_name(name: str, meant: str) -> None:
     with pytest.raises(
-        InputError, match=rf"draft: got '{name}', accepted mtp, ngram, recycling, none, .*; did you mean {meant}\?$"
+        InputError,
+        match=rf"draft: got '{name}', accepted mtp, ngram, recycling, none, .*; did you mean {meant}\?$",
     ):
         Engine.from_pretrained(draft=name, offline=True)
 
 
-def test_a_mistake_in_a_policy_is_one_line_that_says_how_to_see_where(capsys: Any, monkeypatch: Any) -> None:
+def test_a_mistake_in_a_policy_is_one_line_that_says_how_to_see_where(
+    capsys: Any, monkeypatch: Any
+) -> None:
     from specengine.cli import generate
 
     def fails(arguments: Any) -> int:
@@ -105,4 +122,7 @@ def test_a_mistake_in_a_policy_is_one_line_that_says_how_to_see_where(capsys: An
 
     monkeypatch.setattr(generate, "run", fails)
     assert main(["generate", "x"]) == 2
-    assert capsys.readouterr().err == "specengine: error: policy Gated: grow returned None (--debug shows where)\n"
+    assert (
+        capsys.readouterr().err
+        == "specengine: error: policy Gated: grow returned None (--debug shows where)\n"
+    )

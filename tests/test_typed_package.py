@@ -58,8 +58,13 @@ def mypy(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
         "--ignore-missing-imports",
         "user.py",
     ]
-    environment = os.environ | {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(folder.parent / "cache")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "MYPYPATH": str(ROOT),
+        "MYPY_CACHE_DIR": str(folder.parent / "cache"),
+    }
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.slow
@@ -79,9 +84,18 @@ def test_the_mark_is_in_the_wheel_and_in_the_source_distribution(tmp_path: Path)
         shutil.copytree(ROOT / name, copied / name, ignore=unwanted)
     for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "LICENSE"):
         shutil.copy(ROOT / name, copied / name)
-    for command in (["build_py", "--build-lib", "wheel"], ["sdist", "--formats=gztar", "--dist-dir", "dist"]):
+    for command in (
+        ["build_py", "--build-lib", "wheel"],
+        ["sdist", "--formats=gztar", "--dist-dir", "dist"],
+    ):
         environment = os.environ | {"SPECENGINE_CUDA": "0"}
-        subprocess.run([sys.executable, "setup.py", "-q", *command], cwd=copied, env=environment, check=True, stdout=2)
+        subprocess.run(
+            [sys.executable, "setup.py", "-q", *command],
+            cwd=copied,
+            env=environment,
+            check=True,
+            stdout=2,
+        )
     assert (copied / "wheel" / "specengine" / "py.typed").is_file()
     (archive,) = (copied / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as members:

@@ -51,7 +51,12 @@ class Tables:
         share: float = 0.0,
     ) -> None:
         self.vocabulary, self.seed, self.order = vocabulary, seed, order
-        self._concentration, self._exact, self._like, self._share = concentration, exact, like, share
+        self._concentration, self._exact, self._like, self._share = (
+            concentration,
+            exact,
+            like,
+            share,
+        )
         self._rows: dict[tuple[int, ...], np.ndarray] = {}
 
     def probabilities(self, context: Sequence[int]) -> np.ndarray:
@@ -74,7 +79,9 @@ class Tables:
             elif kind == 1:
                 row = np.eye(self.vocabulary)[random.integers(self.vocabulary)]
             else:
-                row = np.repeat(random.dirichlet([1.0] * 2), -(-self.vocabulary // 2))[: self.vocabulary]
+                row = np.repeat(random.dirichlet([1.0] * 2), -(-self.vocabulary // 2))[
+                    : self.vocabulary
+                ]
         if self._like is not None:
             row = self._share * self._like.probabilities(key) + (1 - self._share) * row / row.sum()
         return row / row.sum()
@@ -108,7 +115,10 @@ class ToyTarget(Target):
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
         self.sizes.append(len(tree))
         root = int(tree.tokens[0])
-        rows = [self.tables.logits([*self.tokens, root, *tree.path_tokens(node)]) for node in range(len(tree))]
+        rows = [
+            self.tables.logits([*self.tokens, root, *tree.path_tokens(node)])
+            for node in range(len(tree))
+        ]
         return torch.stack(rows), None
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
@@ -127,7 +137,9 @@ class ToyDrafter(Drafter):
 
     name = "toy"
 
-    def __init__(self, tables: Tables, *, columns: Sequence[int] | None = None, normalized: bool = False) -> None:
+    def __init__(
+        self, tables: Tables, *, columns: Sequence[int] | None = None, normalized: bool = False
+    ) -> None:
         self.tables, self.normalized = tables, normalized
         self.columns = None if columns is None else torch.tensor(columns)
         self.tokens: list[int] = []  # committed, the current root excluded
@@ -139,7 +151,9 @@ class ToyDrafter(Drafter):
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         nodes = frontier.alive()
-        self.stepped = [nodes.tolist()] if int(tree.passes) == 0 else [*self.stepped, nodes.tolist()]
+        self.stepped = (
+            [nodes.tolist()] if int(tree.passes) == 0 else [*self.stepped, nodes.tolist()]
+        )
         root = int(tree.tokens[0])
         paths = [tree.path_tokens(node) for node in nodes.tolist()]
         self.paths = [*self.paths[: len(self.stepped) - 1], paths]
@@ -175,7 +189,9 @@ class AnyDraftSpecdecpp(Specdecpp):
 
 def nodes_of(ids: Sequence[int]) -> Nodes:
     """Return Nodes of these ids, without padding."""
-    return Nodes(torch.tensor(list(ids), dtype=torch.int64), torch.tensor([len(ids)], dtype=torch.int32))
+    return Nodes(
+        torch.tensor(list(ids), dtype=torch.int64), torch.tensor([len(ids)], dtype=torch.int32)
+    )
 
 
 @dataclass
@@ -201,14 +217,18 @@ class RandomShape(TreePolicy):
             self._waiting = []
         log_probs = step.logits if step.normalized else step.logits.log_softmax(-1)
         for row, parent in enumerate(frontier.alive().tolist()):
-            proposed = log_probs[row].argsort(descending=True, stable=True)[: int((log_probs[row] > -math.inf).sum())]
+            proposed = log_probs[row].argsort(descending=True, stable=True)[
+                : int((log_probs[row] > -math.inf).sum())
+            ]
             if self._random.random() < 0.8:
                 proposed = proposed[: self.most]
             count = int(self._random.integers(0, min(self.most, len(proposed)) + 1))
             chosen = proposed[self._random.permutation(len(proposed))[:count]]
             tokens = chosen if step.token_ids is None else step.token_ids[chosen]
             parents = torch.full_like(chosen, parent)
-            self._waiting += tree.add(parents, tokens, log_probs[row, chosen].float()).alive().tolist()
+            self._waiting += (
+                tree.add(parents, tokens, log_probs[row, chosen].float()).alive().tolist()
+            )
         if int(tree.passes) >= self.passes:
             return nodes_of([])
         self._waiting = self._random.permutation(self._waiting).astype(int).tolist()
@@ -226,7 +246,9 @@ class RandomShape(TreePolicy):
 
 
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
-COSTS = PassCosts("toy", {1: 1.0, 10: 1.2}, {1: 0.1})  # that stay, so that trees do not depend on a clock
+COSTS = PassCosts(
+    "toy", {1: 1.0, 10: 1.2}, {1: 0.1}
+)  # that stay, so that trees do not depend on a clock
 
 
 def policy_for(name: str, seed: int = 0) -> TreePolicy:
@@ -278,7 +300,11 @@ def random_tree(seed: int, size: int, vocabulary: int, root: int = 0) -> TokenTr
         if (parent, token) in taken:
             continue
         taken.add((parent, token))
-        tree.add(torch.tensor([parent]), torch.tensor([token]), torch.tensor([-float(random.exponential())]))
+        tree.add(
+            torch.tensor([parent]),
+            torch.tensor([token]),
+            torch.tensor([-float(random.exponential())]),
+        )
     return tree
 
 
@@ -368,7 +394,12 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
     "cohere2": (
         "Cohere2",
-        {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.3,
+        },
     ),
     "deepseek_v2": (
         "DeepseekV2",
@@ -394,7 +425,9 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "n_group": 4,
             "topk_group": 2,
-            "rope_parameters": {key: value for key, value in MINISTRAL.items() if key != "llama_4_scaling_beta"},
+            "rope_parameters": {
+                key: value for key, value in MINISTRAL.items() if key != "llama_4_scaling_beta"
+            },
         },
     ),
     "falcon_h1": (
@@ -418,7 +451,13 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
-        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "v_head_dim": 20},
+        {
+            **_LATENT,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "v_head_dim": 20,
+        },
     ),
     "stablelm": ("StableLm", {"num_key_value_heads": 2}),
     "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 24}),
@@ -434,10 +473,18 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
-    "exaone4": ("Exaone4", {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4": (
+        "Exaone4",
+        {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2},
+    ),
     "gemma3_text": (
         "Gemma3Text",
-        {**_GROUPED, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
+        {
+            **_GROUPED,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 12,
+        },
     ),
     "gemma4_text": (
         "Gemma4Text",
@@ -555,7 +602,13 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 2,
             "head_dim": 16,
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "linear_attention",
+                "moe",
+            ],
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
             "ssm_state_size": 8,
@@ -667,7 +720,9 @@ _HEADS = {
 }
 
 
-def tiny(family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any) -> PreTrainedModel:
+def tiny(
+    family: str = "llama", seed: int = 0, *, name: str | None = None, **changes: Any
+) -> PreTrainedModel:
     """A random float32 model of that family, two layers deep, whose attention matters to its output.
 
     family: a key of FAMILIES or NATIVE, or with `name` anything that transformers calls ...Config and ...ForCausalLM.
@@ -706,7 +761,9 @@ TEMPLATE = (
 SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 
 
-def byte_tokenizer(template: str | None = TEMPLATE, extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    template: str | None = TEMPLATE, extra: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token per byte, four special tokens and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
@@ -752,7 +809,9 @@ def hooked(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
 # ---------------------------------------------------------------------------------------------------- draft heads
 
 
-def head_config(version: Literal[1, 3] = 3, model: PreTrainedModel | None = None, **changes: Any) -> EagleConfig:
+def head_config(
+    version: Literal[1, 3] = 3, model: PreTrainedModel | None = None, **changes: Any
+) -> EagleConfig:
     """The config of a small head for `model`, by default one of `tiny`'s; an EAGLE-3 head drafts 200 of its tokens."""
     hidden_size = 32 if model is None else model.config.hidden_size
     sizes: dict[str, Any] = {
@@ -771,7 +830,9 @@ def head_config(version: Literal[1, 3] = 3, model: PreTrainedModel | None = None
 def random_state(config: EagleConfig, seed: int = 0) -> dict[str, Tensor]:
     """Random float32 weights with which attention matters, and a random map of the vocabulary."""
     random = torch.Generator().manual_seed(seed)
-    gain = 0.7 if config.version == 1 else 1.5  # nothing normalises EAGLE-1's states as they are fed back
+    gain = (
+        0.7 if config.version == 1 else 1.5
+    )  # nothing normalises EAGLE-1's states as they are fed back
     state = make_head(config).state_dict()
     for name, tensor in state.items():
         if name == "d2t":
@@ -780,7 +841,9 @@ def random_state(config: EagleConfig, seed: int = 0) -> dict[str, Tensor]:
         elif "norm" in name:
             state[name] = 0.5 + torch.rand(tensor.shape, generator=random)
         else:
-            state[name] = torch.randn(tensor.shape, generator=random) * gain / tensor.shape[-1] ** 0.5
+            state[name] = (
+                torch.randn(tensor.shape, generator=random) * gain / tensor.shape[-1] ** 0.5
+            )
     return state
 
 

@@ -24,14 +24,29 @@ DEFAULT_ROUNDS = {"forward": 9, "plain": 3, "default": 3, "memory": 1, "isa": 5,
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     summary = (bench.cpu.__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=summary)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
-    parser.add_argument("--way", choices=(*KINDS, LLAMA_CPP), action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="only this part; may be repeated"
+    )
+    parser.add_argument(
+        "--way", choices=(*KINDS, LLAMA_CPP), action="append", help="only this one; may be repeated"
+    )
     add_arguments(parser, "model", "draft", "prompts", "per_set", "max_new_tokens", "out")
-    parser.add_argument("--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of what is not quantized")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(forwards.ROWS), help="of the part forward")
+    parser.add_argument(
+        "--gguf", type=Path, help="the same model as a GGUF file; default: the embedded model's"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["float32", "bfloat16"],
+        help="of what is not quantized",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(forwards.ROWS), help="of the part forward"
+    )
     parser.add_argument("--rounds", type=int, help=f"default: by part, {DEFAULT_ROUNDS}")
-    parser.add_argument("--wheel", type=Path, help="of the embedded model, for the part start; default: the cache's")
+    parser.add_argument(
+        "--wheel", type=Path, help="of the embedded model, for the part start; default: the cache's"
+    )
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -75,7 +75,13 @@ class LlamaCpp:
     """llama_decode of llama.cpp, or of ik_llama.cpp, whose binding has other names."""
 
     def __init__(
-        self, file: str, threads: int, context: int, module: str = "llama_cpp", *, filled: bool = True
+        self,
+        file: str,
+        threads: int,
+        context: int,
+        module: str = "llama_cpp",
+        *,
+        filled: bool = True,
     ) -> None:
         # the bindings are not installed where this file is checked
         name = "llama_cpp" if module == "llama_cpp" else f"{module}._ctypes_api"
@@ -100,7 +106,10 @@ class LlamaCpp:
         self.batch = api.llama_batch_init(512, 0, 1)
         if filled:
             self.run(0, context)
-        self.about = {"engine": module, "version": importlib.metadata.version(module.replace("_", "-") + "-python")}
+        self.about = {
+            "engine": module,
+            "version": importlib.metadata.version(module.replace("_", "-") + "-python"),
+        }
 
     def run(self, first: int, count: int) -> None:
         batch = self.batch
@@ -136,7 +145,9 @@ class OpenVino:
             openvino_genai.LLMPipeline(str(linked), "CPU", enable_save_ov_model=True)
             core = openvino.Core()
             config = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-            self.request = core.compile_model(Path(folder) / "openvino_model.xml", "CPU", config).create_infer_request()
+            self.request = core.compile_model(
+                Path(folder) / "openvino_model.xml", "CPU", config
+            ).create_infer_request()
         self.about = {"engine": "openvino", "version": importlib.metadata.version("openvino-genai")}
 
     def run(self, first: int, count: int) -> Any:

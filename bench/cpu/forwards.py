@@ -45,7 +45,10 @@ def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Ite
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
     for kind, target in targets.items():
         calls[kind, 0] = reads[kind].sum
-        calls |= {(kind, size): lambda target=target, size=size: target.verify(trees[size]) for size in rows}  # type: ignore[misc]
+        calls |= {
+            (kind, size): lambda target=target, size=size: target.verify(trees[size])  # type: ignore[misc]
+            for size in rows
+        }
     ms = in_bursts(calls, rounds)
     for kind, target in targets.items():
         record = {
@@ -59,7 +62,9 @@ def forward(given: Given, kinds: list[str], rows: list[int], rounds: int) -> Ite
             "over_read": {str(size): ratio(ms[kind, size], ms[kind, 0]) for size in rows},
             "over_1_row": {str(size): ratio(ms[kind, size], ms[kind, 1]) for size in rows},
             "speedup_over_huggingface": {
-                str(size): ratio(ms["huggingface", size], ms[kind, size]) for size in rows if "huggingface" in targets
+                str(size): ratio(ms["huggingface", size], ms[kind, size])
+                for size in rows
+                if "huggingface" in targets
             },
             "backend": target.backend,
         }
@@ -85,10 +90,22 @@ def isa(given: Given, arguments: list[str], rounds: int) -> Iterator[Record]:
                 "--way",
                 "native",
             ]
-            command += ["--rows", *map(str, ISA_ROWS), "--rounds", str(rounds), "--out", str(out), *arguments]
+            command += [
+                "--rows",
+                *map(str, ISA_ROWS),
+                "--rounds",
+                str(rounds),
+                "--out",
+                str(out),
+                *arguments,
+            ]
             environment = {**os.environ, "SPECENGINE_CPU": name}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+            records = (
+                [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+            )
         skipped = [record["reason"] for record in records if record["record"] == "skipped"]
         if done.returncode or skipped:
             reason = skipped[0] if skipped else last_line(done.stderr)
@@ -152,7 +169,9 @@ def same_bits(target: Target, grown: TokenTree) -> bool:
 
 
 def _prepared(given: Given, kind: str, most: int) -> Target:
-    engine = given.engine(kind)  # outside inference mode, which would stick to the weights that other parts share
+    engine = given.engine(
+        kind
+    )  # outside inference mode, which would stick to the weights that other parts share
     ids = given.engine("huggingface").tokenizer(workloads.BUILT_IN["edit"])["input_ids"]
     target = engine.target
     target.reset()

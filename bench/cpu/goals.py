@@ -23,16 +23,39 @@ class Figure(NamedTuple):
 
 
 _FORWARD = {"record": "forward"}
-_PLAIN, _DEFAULT = ({"record": "summary", "part": part, "set": MEAN_OF_SETS} for part in ("plain", "default"))
+_PLAIN, _DEFAULT = (
+    {"record": "summary", "part": part, "set": MEAN_OF_SETS} for part in ("plain", "default")
+)
 FIGURES = [
-    Figure("1 row / reading its weights", _FORWARD, ("over_read", "1"), {"native": "1.25", "native int8": "1.4"}),
-    Figure("16 rows / 1 row", _FORWARD, ("over_1_row", "16"), {"native": "1.15", "native int8": "1.15"}),
-    Figure("64 rows / 1 row", _FORWARD, ("over_1_row", "64"), {"native": "2.0", "native int8": "2.0"}),
+    Figure(
+        "1 row / reading its weights",
+        _FORWARD,
+        ("over_read", "1"),
+        {"native": "1.25", "native int8": "1.4"},
+    ),
+    Figure(
+        "16 rows / 1 row", _FORWARD, ("over_1_row", "16"), {"native": "1.15", "native int8": "1.15"}
+    ),
+    Figure(
+        "64 rows / 1 row", _FORWARD, ("over_1_row", "64"), {"native": "2.0", "native int8": "2.0"}
+    ),
     Figure("plain / generate", _PLAIN, ("speedup_over_generate",), {"native": "2.5"}),
-    Figure("default / generate", _DEFAULT, ("speedup_over_generate",), {"native": "7", "native int8": "10"}),
+    Figure(
+        "default / generate",
+        _DEFAULT,
+        ("speedup_over_generate",),
+        {"native": "7", "native int8": "10"},
+    ),
     Figure("default / llama.cpp", _DEFAULT, ("speedup_over_llama.cpp",), {"native": "2.5"}),
-    Figure("peak memory, MB", {"record": "memory"}, ("peak_mb",), {"native": "280", "native gguf": "110"}),
-    Figure("same bits in any tree", _FORWARD, ("same_bits",), {"native": "True", "native int8": "True"}),
+    Figure(
+        "peak memory, MB",
+        {"record": "memory"},
+        ("peak_mb",),
+        {"native": "280", "native gguf": "110"},
+    ),
+    Figure(
+        "same bits in any tree", _FORWARD, ("same_bits",), {"native": "True", "native int8": "True"}
+    ),
 ]
 
 
@@ -72,7 +95,11 @@ def _starts(records: list[Record]) -> Iterator[Line]:
     for record in records:
         if record["record"] == "start":
             for cache in ("cold", "warm"):
-                yield Line(f"{cache} start to first token, s: {record['way']}", NOTHING, _at(record, (f"{cache}_s",)))
+                yield Line(
+                    f"{cache} start to first token, s: {record['way']}",
+                    NOTHING,
+                    _at(record, (f"{cache}_s",)),
+                )
 
 
 def _first(records: list[Record], wanted: dict[str, str]) -> Record | None:

@@ -56,7 +56,12 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # llama.cpp prints to standard output
     version = importlib.metadata.version("llama-cpp-python")
-    print(json.dumps({"version": version, "nats": nats(args.file, json.load(sys.stdin), args.threads)}), file=answer)
+    print(
+        json.dumps(
+            {"version": version, "nats": nats(args.file, json.load(sys.stdin), args.threads)}
+        ),
+        file=answer,
+    )
 
 
 if __name__ == "__main__":

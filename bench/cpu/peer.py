@@ -13,11 +13,15 @@ from typing import Any
 class Peer:
     """Start a process and read its first line, `about`. RuntimeError, with its last words, if it ends early."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill up
         pipe, whole = subprocess.PIPE, {**os.environ, **(environment or {})}
-        self._process = subprocess.Popen(command, env=whole, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
+        self._process = subprocess.Popen(
+            command, env=whole, stdin=pipe, stdout=pipe, stderr=self._said, text=True
+        )
         self.about = self._read()
 
     def ask(self, line: str) -> Any:

@@ -33,7 +33,12 @@ def llama_cpp(file: str, threads: int, context: int) -> dict[str, Answers]:
     def decode(ids: list[int], first: int, *, rated: bool) -> None:
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, first + i, 1, 0
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
+                token,
+                first + i,
+                1,
+                0,
+            )
             batch.logits[i] = rated and i == len(ids) - 1
         if code := api.llama_decode(model.state, batch):
             sys.exit(f"llama_decode: {code}")
@@ -62,7 +67,9 @@ def openvino(file: str, threads: int, context: int) -> dict[str, Answers]:
 
     def way(pipeline: Any, **settings: Any) -> Answers:
         def answer(ids: list[int], tokens: int) -> list[int]:
-            config = genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False, **settings)
+            config = genai.GenerationConfig(
+                max_new_tokens=tokens, ignore_eos=True, do_sample=False, **settings
+            )
             given = core.Tensor(numpy.array([ids], dtype=numpy.int64))
             mask = core.Tensor(numpy.ones((1, len(ids)), dtype=numpy.int64))
             return list(pipeline.generate(genai.TokenizedInputs(given, mask), config).tokens[0])
@@ -72,7 +79,9 @@ def openvino(file: str, threads: int, context: int) -> dict[str, Answers]:
     return {
         "plain": way(genai.LLMPipeline(file, "CPU", **options)),
         "prompt lookup": way(
-            genai.LLMPipeline(file, "CPU", prompt_lookup=True, **options), num_assistant_tokens=5, max_ngram_size=3
+            genai.LLMPipeline(file, "CPU", prompt_lookup=True, **options),
+            num_assistant_tokens=5,
+            max_ngram_size=3,
         ),
     }
 
@@ -86,14 +95,20 @@ def transformers(file: str, threads: int, context: int) -> dict[str, Answers]:
     unpacked = package.GgufConfig(dequantize=True)
     kind = package.AutoModelForCausalLM
     model = kind.from_pretrained(
-        folder, gguf_file=name, dtype=torch.bfloat16, quantization_config=unpacked, trust_remote_code=False
+        folder,
+        gguf_file=name,
+        dtype=torch.bfloat16,
+        quantization_config=unpacked,
+        trust_remote_code=False,
     ).eval()
 
     def way(**settings: Any) -> Answers:
         def answer(ids: list[int], tokens: int) -> list[int]:
             given = torch.tensor([ids], dtype=torch.int64)
             exact = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-            found = model.generate(given, attention_mask=torch.ones_like(given), **exact, **settings)
+            found = model.generate(
+                given, attention_mask=torch.ones_like(given), **exact, **settings
+            )
             return list(found[0, len(ids) :].tolist())
 
         return answer
@@ -120,7 +135,11 @@ def main() -> None:
             request = json.loads(line)
             began = time.perf_counter()
             ids = ways[request["way"]](request["ids"], request["tokens"])
-            print(json.dumps({"ids": ids, "seconds": time.perf_counter() - began}), file=output, flush=True)
+            print(
+                json.dumps({"ids": ids, "seconds": time.perf_counter() - began}),
+                file=output,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

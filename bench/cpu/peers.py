@@ -57,7 +57,10 @@ class Own:
 
     @property
     def ways(self) -> dict[str, Way]:
-        return {PLAIN: lambda *given: _timed(self._plain, *given), AUTO: lambda *given: _timed(self._auto, *given)}
+        return {
+            PLAIN: lambda *given: _timed(self._plain, *given),
+            AUTO: lambda *given: _timed(self._auto, *given),
+        }
 
 
 def _timed(engine: Engine, ids: list[int], tokens: int) -> tuple[list[int], float]:
@@ -68,7 +71,11 @@ def _timed(engine: Engine, ids: list[int], tokens: int) -> tuple[list[int], floa
 
 
 def compared(
-    ways: dict[str, Way], prompts: list[tuple[str, list[int]]], tokens: int, rounds: int, renew: Callable[[], None]
+    ways: dict[str, Way],
+    prompts: list[tuple[str, list[int]]],
+    tokens: int,
+    rounds: int,
+    renew: Callable[[], None],
 ) -> Iterator[Record]:
     """Yield a record per prompt, seconds being medians over the rounds, then one over all prompts."""
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -88,14 +95,21 @@ def compared(
             "prompt": name,
             "prompt_tokens": len(ids),
             "tokens_per_second": {way: round(rate, 2) for way, rate in rates[name].items()},
-            "same_as_plain": {way: _common(answers[name, PLAIN], answers[name, way]) for way in ways},
+            "same_as_plain": {
+                way: _common(answers[name, PLAIN], answers[name, way]) for way in ways
+            },
         }
     yield {
         "record": "summary",
         "prompts": len(prompts),
         "tokens": tokens,
-        "tokens_per_second": {way: round(statistics.harmonic_mean(r[way] for r in rates.values()), 2) for way in ways},
-        "auto_over": {way: round(statistics.median(r[AUTO] / r[way] for r in rates.values()), 3) for way in ways},
+        "tokens_per_second": {
+            way: round(statistics.harmonic_mean(r[way] for r in rates.values()), 2) for way in ways
+        },
+        "auto_over": {
+            way: round(statistics.median(r[AUTO] / r[way] for r in rates.values()), 3)
+            for way in ways
+        },
         "least_auto_over_plain": round(min(r[AUTO] / r[PLAIN] for r in rates.values()), 3),
     }
 
@@ -103,7 +117,8 @@ def compared(
 def _common(first: list[int], second: list[int]) -> int:
     """Return the number of tokens before two answers differ."""
     return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
     )
 
 
@@ -114,13 +129,22 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     ways, peers = own.ways, []
     for name, python in args.python:
         try:
-            peers.append(peer := Peer(name, [python, str(SCRIPT), name, str(file), "--threads", str(args.threads)]))
+            peers.append(
+                peer := Peer(
+                    name, [python, str(SCRIPT), name, str(file), "--threads", str(args.threads)]
+                )
+            )
         except RuntimeError as error:
             yield {"record": "skipped", "engine": name, "reason": str(error)}
             continue
         for way in peer.about:
             ways[f"{name}, {way}"] = partial(answer, peer, way)
-    yield {"record": "settings", "file": Path(file).name, "backend": own.backend, "threads": args.threads}
+    yield {
+        "record": "settings",
+        "file": Path(file).name,
+        "backend": own.backend,
+        "threads": args.threads,
+    }
     read = workloads.read(args.prompts, args.per_set)
     prompts = [(f"{item.set}/{item.id}", _ids(own.tokenizer, item.text)) for item in read]
     for run in ways.values():
@@ -130,12 +154,19 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     for count in args.prompt_tokens:
         seconds: dict[str, list[float]] = {way: [] for way in first}
         for turn in range(args.first_rounds):
-            ids = [(token + 1 + turn) % 1000 + 300 for token in range(count)]  # an engine may keep the last prompt
+            ids = [
+                (token + 1 + turn) % 1000 + 300 for token in range(count)
+            ]  # an engine may keep the last prompt
             for way, run in first.items():
                 seconds[way].append(run(ids, 1)[1])
         medians = {way: round(statistics.median(spent), 4) for way, spent in seconds.items()}
         over = {way: round(medians[PLAIN] / spent, 3) for way, spent in medians.items()}
-        yield {"record": "first token", "prompt_tokens": count, "seconds": medians, "specengine_over": over}
+        yield {
+            "record": "first token",
+            "prompt_tokens": count,
+            "seconds": medians,
+            "specengine_over": over,
+        }
     for peer in peers:
         peer.stop()
 
@@ -150,8 +181,12 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu.peers", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--file", type=Path, help="a GGUF file; default: the embedded model's, with its head")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu.peers", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--file", type=Path, help="a GGUF file; default: the embedded model's, with its head"
+    )
     parser.add_argument(
         "--python",
         nargs=2,
@@ -161,7 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"another engine and its Python: {', '.join(PEERS)}",
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[500, 1433, 5005], help="for first tokens")
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs="*", default=[500, 1433, 5005], help="for first tokens"
+    )
     parser.add_argument("--first-rounds", type=int, default=3, help="rounds of first tokens")
     add_arguments(parser, "prompts", "max_new_tokens", "out", per_set=2, rounds=2)
     args = parser.parse_args(arguments)

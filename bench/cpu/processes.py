@@ -37,7 +37,12 @@ def memory(kinds: list[str], arguments: list[str]) -> Iterator[Record]:
         command = [sys.executable, "-m", "bench.cpu", "--memory-of", kind, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            yield {"record": "skipped", "part": "memory", "way": kind, "reason": last_line(done.stderr)}
+            yield {
+                "record": "skipped",
+                "part": "memory",
+                "way": kind,
+                "reason": last_line(done.stderr),
+            }
         else:
             yield json.loads(done.stdout.splitlines()[-1])
 
@@ -84,7 +89,9 @@ def start(kinds: list[str], wheel: Path | None, rounds: int) -> Iterator[Record]
                 (Path(cache) / "downloads").mkdir()
                 shutil.copyfile(wheel, Path(cache) / "downloads" / wheel.name)
                 try:
-                    seconds[way].append((_first_token(ways[way], cache), _first_token(ways[way], cache)))
+                    seconds[way].append(
+                        (_first_token(ways[way], cache), _first_token(ways[way], cache))
+                    )
                 except Unavailable as error:
                     yield {"record": "skipped", "part": "start", "way": way, "reason": str(error)}
                     del ways[way], seconds[way]
@@ -99,7 +106,9 @@ def _first_token(options: str, cache: str) -> float:
     with tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
         command = [sys.executable, "-c", program]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             seconds = time.perf_counter() - began
@@ -116,4 +125,8 @@ def last_line(text: str) -> str:
 def _captured() -> dict[str, float]:
     """Return VmRSS, VmHWM and the like in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}
+    return {
+        line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6
+        for line in lines
+        if line.endswith(" kB")
+    }

@@ -53,20 +53,34 @@ class Process:
 
 def processes(args: argparse.Namespace) -> Iterator[Process]:
     """Yield the engines that were asked for: this one under each instruction set, then the others."""
-    given = [str(args.file or embedded.gguf()), "--threads", str(args.threads), "--context", str(args.context)]
+    given = [
+        str(args.file or embedded.gguf()),
+        "--threads",
+        str(args.threads),
+        "--context",
+        str(args.context),
+    ]
     ours = [sys.executable, str(SCRIPT)]
-    here = {"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))}
+    here = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    }
     yield Process(READING, [*ours, READING, *given], here)
     for numerics in args.numerics:
         for isa in args.isa or instruction_sets(numerics):
             options = {"ENGINE_OPTIONS": json.dumps({"numerics": numerics}), VARIABLE: isa}
-            yield Process(f"specengine, {numerics}, {isa}", [*ours, "specengine", *given], here | options)
+            yield Process(
+                f"specengine, {numerics}, {isa}", [*ours, "specengine", *given], here | options
+            )
     for name, python in args.python:
         yield Process(name, [python, str(SCRIPT), name, *given])
 
 
 def records(args: argparse.Namespace) -> Iterator[Record]:
-    yield {"record": "settings", "file": Path(args.file or embedded.gguf()).name, "context": args.context}
+    yield {
+        "record": "settings",
+        "file": Path(args.file or embedded.gguf()).name,
+        "context": args.context,
+    }
     running: list[tuple[Process, Record]] = []
     for process in processes(args):
         try:
@@ -74,7 +88,9 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
         except RuntimeError as error:
             yield {"record": "skipped", "engine": process.label, "reason": str(error)}
             continue
-        if "backend" in about and about in (other for _, other in running):  # another name of the same instruction set
+        if "backend" in about and about in (
+            other for _, other in running
+        ):  # another name of the same instruction set
             process.stop()
         else:
             running.append((process, about))
@@ -106,19 +122,31 @@ def table(found: list[Record]) -> str:
     """Return the measured engines as a table in Markdown."""
     rows = [record for record in found if record["record"] == "rows"]
     counts = list(rows[0]["ms"]) if rows else []
-    lines = ["| engine | 1 row, ms | over reading | " + " | ".join(f"{count} rows / 1" for count in counts[1:]) + " |"]
+    lines = [
+        "| engine | 1 row, ms | over reading | "
+        + " | ".join(f"{count} rows / 1" for count in counts[1:])
+        + " |"
+    ]
     lines.append("|---" * (len(counts) + 2) + "|")
     for record in rows:
         ratios = " | ".join(f"{record['over_1_row'][count]:.2f}" for count in counts[1:])
-        lines.append(f"| {record['label']} | {record['ms']['1']:.2f} | {record['over_reading']:.2f} | {ratios} |")
+        lines.append(
+            f"| {record['label']} | {record['ms']['1']:.2f} | {record['over_reading']:.2f} | {ratios} |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu.rows", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu.rows", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--file", type=Path, help="a GGUF file; default: the embedded model's")
-    parser.add_argument("--numerics", nargs="*", default=["integer", "bfloat16"], help="of this engine")
-    parser.add_argument("--isa", nargs="+", help="instruction sets of this engine; default: all of this CPU")
+    parser.add_argument(
+        "--numerics", nargs="*", default=["integer", "bfloat16"], help="of this engine"
+    )
+    parser.add_argument(
+        "--isa", nargs="+", help="instruction sets of this engine; default: all of this CPU"
+    )
     parser.add_argument(
         "--python",
         nargs=2,

@@ -50,9 +50,19 @@ class Shape(NamedTuple):
 
 
 def _qwen3_5(**sizes: int) -> dict[str, Any]:
-    linear = {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "head_dim": 256, "num_attention_heads": 8}
+    linear = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "head_dim": 256,
+        "num_attention_heads": 8,
+    }
     types = (["linear_attention"] * 3 + ["full_attention"]) * 6
-    same = {"num_key_value_heads": 2, "num_hidden_layers": 24, "layer_types": types, "tie_word_embeddings": True}
+    same = {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+        "layer_types": types,
+        "tie_word_embeddings": True,
+    }
     return {"model_type": "qwen3_5_text", "vocab_size": 248320, **linear, **same, **sizes}
 
 
@@ -69,7 +79,9 @@ SHAPES = {
             "num_hidden_layers": 16,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+            "layer_types": [
+                "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)
+            ],
         },
         16,
     ),
@@ -131,10 +143,14 @@ class RandomSource(Source):
             if not self._is_matrix(name, shape):
                 yield Weight.of(name, self.tensor(name))
                 continue
-            if len(shape) == 3 and family_of(self.config).alternating:  # experts whose inputs are rows
+            if (
+                len(shape) == 3 and family_of(self.config).alternating
+            ):  # experts whose inputs are rows
                 shape = shape[0], shape[2], shape[1]
             begin, outputs, inputs = zlib.crc32(name.encode()), prod(shape[:-1]), shape[-1]
-            pool = self._pool(inputs, name.startswith(family_of(self.config).embedding.transformers))
+            pool = self._pool(
+                inputs, name.startswith(family_of(self.config).embedding.transformers)
+            )
 
             def rows(first: int, last: int, pool: Tensor = pool, begin: int = begin) -> Tensor:
                 return pool[(torch.arange(first, last) + begin) % POOL]
@@ -164,9 +180,14 @@ class RandomSource(Source):
         if (inputs, embeddings) not in self._pools:
             if self._kind == "int8" or inputs % 32:
                 numbers = torch.randn(POOL, inputs, generator=torch.Generator().manual_seed(inputs))
-                self._pools[inputs, embeddings] = (numbers * (1.0 if embeddings else 0.02)).to(self.dtype)
+                self._pools[inputs, embeddings] = (numbers * (1.0 if embeddings else 0.02)).to(
+                    self.dtype
+                )
             else:
-                kind, scale = GGMLQuantizationType[self._kind.upper()], OF_EMBEDDINGS if embeddings else SMALL
+                kind, scale = (
+                    GGMLQuantizationType[self._kind.upper()],
+                    OF_EMBEDDINGS if embeddings else SMALL,
+                )
                 drawn = blocks(POOL, inputs, kind, numpy.random.default_rng(inputs), scale)
                 self._pools[inputs, embeddings] = torch.from_numpy(drawn)
         return self._pools[inputs, embeddings]
@@ -221,10 +242,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         experts[str(rows)] = lm.experts
     scale = (all_layers - layers) / layers
     whole = {
-        rows: [a + scale * b for a, b in zip(ms["all", rows], ms["layers", rows], strict=True)] for rows in args.rows
+        rows: [a + scale * b for a, b in zip(ms["all", rows], ms["layers", rows], strict=True)]
+        for rows in args.rows
     }
     best = {key: min(times) for key, times in ms.items()}
-    passes = {rows: best["all", rows] - best["layers", rows] * (1 - 1 / layers) for rows in args.rows}
+    passes = {
+        rows: best["all", rows] - best["layers", rows] * (1 - 1 / layers) for rows in args.rows
+    }
     share = parameters_of(config_of(shape, all_layers)) / parameters_of(config)
     yield {
         "record": "shape",
@@ -262,7 +286,9 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join([*heads, *(f"{count} rows / 1" for count in counts[1:])]) + " |"]
     lines.append("|---" * (len(heads) + len(counts) - 1) + "|")
     for record in rows:
-        layers = f"{record['layers_run']} of {record['layers']}" + (", extrapolated" if record["extrapolated"] else "")
+        layers = f"{record['layers_run']} of {record['layers']}" + (
+            ", extrapolated" if record["extrapolated"] else ""
+        )
         cells = [
             record["shape"],
             record["kind"],
@@ -271,16 +297,22 @@ def table(found: list[dict[str, Any]]) -> str:
             str(record["weights_mb"]),
         ]
         lines.append(
-            "| " + " | ".join([*cells, *(f"{record['over_1_row'][count]:.2f}" for count in counts[1:])]) + " |"
+            "| "
+            + " | ".join([*cells, *(f"{record['over_1_row'][count]:.2f}" for count in counts[1:])])
+            + " |"
         )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu.shapes", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu.shapes", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--kind", choices=KINDS, default="int8", help="how matrices are kept")
-    parser.add_argument("--layers", type=int, help="run so many; default: what a machine of 16 GiB holds")
+    parser.add_argument(
+        "--layers", type=int, help="run so many; default: what a machine of 16 GiB holds"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--context", type=int, default=200, help="tokens before the rows")
     parser.add_argument("--rounds", type=int, default=9)

@@ -28,7 +28,9 @@ class Kind:
     backend: str
     options: dict[str, Any] = field(default_factory=dict)
     packed_file: bool = False  # straight from the GGUF file
-    integer: bool = False  # numerics of the native forward; else those of floats in the model's dtype
+    integer: bool = (
+        False  # numerics of the native forward; else those of floats in the model's dtype
+    )
 
 
 KINDS = {
@@ -97,13 +99,21 @@ class Given:
     def weight_bytes(self, kind: str) -> int:
         """Return the bytes that one forward reads: the linear layers and the head, in this kind's form."""
         if KINDS[kind].packed_file:
-            tensors = {tensor.name: tensor for tensor in GGUFReader(self.gguf_file()).tensors if len(tensor.shape) > 1}
+            tensors = {
+                tensor.name: tensor
+                for tensor in GGUFReader(self.gguf_file()).tensors
+                if len(tensor.shape) > 1
+            }
             if "output.weight" in tensors:  # else the embedding is the head too
                 del tensors["token_embd.weight"]
             return sum(int(tensor.n_bytes) for tensor in tensors.values())
-        linears = [module for module in self.transformers_model.modules() if isinstance(module, nn.Linear)]
+        linears = [
+            module for module in self.transformers_model.modules() if isinstance(module, nn.Linear)
+        ]
         numbers = sum(linear.weight.numel() for linear in linears)
-        return numbers * (1 if "quantize" in KINDS[kind].options else getattr(torch, self.dtype).itemsize)
+        return numbers * (
+            1 if "quantize" in KINDS[kind].options else getattr(torch, self.dtype).itemsize
+        )
 
     @property
     def _shipped_head(self) -> str | None:

@@ -22,10 +22,19 @@ from bench.kernels.way import Way, installed
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=bench.kernels.__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels", description=bench.kernels.__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--out", type=Path, help="write the table as JSON lines, with provenance")
-    parser.add_argument("--kernel", choices=sorted(INPUTS), action="append", help="only this kernel; may be repeated")
-    parser.add_argument("--way", action="append", help="only ways whose name contains this; may be repeated")
+    parser.add_argument(
+        "--kernel",
+        choices=sorted(INPUTS),
+        action="append",
+        help="only this kernel; may be repeated",
+    )
+    parser.add_argument(
+        "--way", action="append", help="only ways whose name contains this; may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="one or two cases of each kernel")
     parser.add_argument("--dry-run", action="store_true", help="list cases and ways, run nothing")
     return parser.parse_args(arguments)
@@ -41,7 +50,9 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Case, list[Way], bool]]:
             ways = [way for way in ways if any(part in way.name for part in args.way)]
         # the layer's logits were just written where selection or a choice follows; the caches of attention were not;
         # queues are never cold
-        either = (True, False) if isinstance(case, Selection | Choice) else (isinstance(case, Search),)
+        either = (
+            (True, False) if isinstance(case, Selection | Choice) else (isinstance(case, Search),)
+        )
         for warm in either:
             yield case, ways, warm
 
@@ -62,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
         for case, ways, warm in chosen(args):
             names = [way.name + ("" if installed(way) else f" (needs {way.needs})") for way in ways]
             cache = "warm" if warm else "cold"
-            print(json.dumps({"record": kind_of(case), **asdict(case), "cache": cache, "ways": names}))
+            print(
+                json.dumps({"record": kind_of(case), **asdict(case), "cache": cache, "ways": names})
+            )
         return
     if not torch.cuda.is_available():
         sys.exit("bench.kernels needs a CUDA device; --dry-run lists what it would run")

@@ -32,8 +32,12 @@ def sdpa(case: Attention, tree: Tree, *, backend: str) -> Callable[[], Any]:
     q = tree.q[0].view(case.nodes, case.kv_heads, groups, case.size).permute(1, 2, 0, 3)
     q = q.reshape(1, case.kv_heads, groups * case.nodes, case.size).contiguous()
     slots = tree.k.shape[2]
-    mask = torch.zeros(groups * case.nodes, -(-slots // 16) * 16, dtype=q.dtype, device=q.device)[:, :slots]
-    mask.masked_fill_(~tree.mask.repeat(groups, 1), -math.inf)  # rows padded, as the kernels want them aligned
+    mask = torch.zeros(groups * case.nodes, -(-slots // 16) * 16, dtype=q.dtype, device=q.device)[
+        :, :slots
+    ]
+    mask.masked_fill_(
+        ~tree.mask.repeat(groups, 1), -math.inf
+    )  # rows padded, as the kernels want them aligned
     chosen = getattr(torch.nn.attention.SDPBackend, backend)
 
     def call() -> Tensor:
@@ -51,7 +55,11 @@ def from_folded(case: Attention, out: Tensor) -> Tensor:
     )
 
 
-BLOCKS: tuple[dict[str, int], ...] = ({}, {"BLOCK_M": 64}, {"BLOCK_M": 64, "BLOCK_N": 32})  # its own choice first
+BLOCKS: tuple[dict[str, int], ...] = (
+    {},
+    {"BLOCK_M": 64},
+    {"BLOCK_M": 64, "BLOCK_N": 32},
+)  # its own choice first
 
 
 def flex(case: Attention, tree: Tree) -> Callable[[], Any]:
@@ -60,7 +68,9 @@ def flex(case: Attention, tree: Tree) -> Callable[[], Any]:
     q = tree.q.transpose(1, 2).contiguous()
 
     def call(options: dict[str, int]) -> Callable[[], Any]:
-        return lambda: compiled(q, tree.k, tree.v, block_mask=mask, enable_gqa=True, kernel_options=options)
+        return lambda: compiled(
+            q, tree.k, tree.v, block_mask=mask, enable_gqa=True, kernel_options=options
+        )
 
     for options in BLOCKS[:-1]:
         try:
@@ -71,7 +81,9 @@ def flex(case: Attention, tree: Tree) -> Callable[[], Any]:
     return call(BLOCKS[-1])
 
 
-@lru_cache(maxsize=1)  # one for all copies of the inputs: each new mask function would be compiled anew
+@lru_cache(
+    maxsize=1
+)  # one for all copies of the inputs: each new mask function would be compiled anew
 def compiled_flex(case: Attention, device: torch.device) -> tuple[Callable[..., Any], Any]:
     attention = importlib.import_module("torch.nn.attention.flex_attention")
     words, prefix = pack(random_tree(case.nodes)).to(device), case.prefix
@@ -80,7 +92,9 @@ def compiled_flex(case: Attention, device: torch.device) -> tuple[Callable[..., 
         node = (slot - prefix).clamp(0)
         return (slot < prefix) | (((words[row, node // 64] >> (node % 64)) & 1) == 1)
 
-    mask = attention.create_block_mask(sees, None, None, case.nodes, prefix + case.nodes, device=device)
+    mask = attention.create_block_mask(
+        sees, None, None, case.nodes, prefix + case.nodes, device=device
+    )
     return torch.compile(attention.flex_attention, dynamic=False), mask
 
 
@@ -94,10 +108,14 @@ def flashinfer(case: Attention, tree: Tree) -> Callable[[], Any]:
 @lru_cache(maxsize=1)
 def planned_flashinfer(case: Attention, device: torch.device) -> Any:
     module, slots = importlib.import_module("flashinfer"), case.prefix + case.nodes
-    mask = torch.cat([torch.ones(case.nodes, case.prefix, dtype=torch.bool), random_tree(case.nodes)], 1)
+    mask = torch.cat(
+        [torch.ones(case.nodes, case.prefix, dtype=torch.bool), random_tree(case.nodes)], 1
+    )
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
     wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
-    ends = [torch.tensor([0, size], dtype=torch.int32, device=device) for size in (case.nodes, slots)]
+    ends = [
+        torch.tensor([0, size], dtype=torch.int32, device=device) for size in (case.nodes, slots)
+    ]
     shape = (case.heads, case.kv_heads, case.size)
     wrapper.plan(*ends, *shape, custom_mask=mask.flatten().to(device), q_data_type=torch.bfloat16)
     return wrapper

@@ -18,8 +18,13 @@ def triton_choice(case: Choice, rows: Rows) -> Callable[[], Any]:
     module = kernel("verification")
     device, nodes = rows.logits.device, case.nodes
     chosen, path = (torch.zeros(nodes, dtype=torch.int64, device=device) for _ in range(2))
-    size, count = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (nodes, 0))
-    bonus, temperature = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+    size, count = (
+        torch.full((1,), value, dtype=torch.int32, device=device) for value in (nodes, 0)
+    )
+    bonus, temperature = (
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.ones(1, device=device),
+    )
     noise = (rows.positions, rows.seed, temperature) if case.sampled else ()
     workspace = module.workspace_for(rows.logits)
 

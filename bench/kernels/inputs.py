@@ -46,7 +46,10 @@ def tree_inputs(case: Attention, device: torch.device) -> Tree:
 
     seen = random_tree(case.nodes)
     mask = torch.cat([torch.ones(case.nodes, case.prefix, dtype=torch.bool), seen], 1)
-    prefix, nodes = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.prefix, case.nodes))
+    prefix, nodes = (
+        torch.tensor([value], dtype=torch.int32, device=device)
+        for value in (case.prefix, case.nodes)
+    )
     q = normal(1, case.nodes, case.heads, case.size)
     k, v = (normal(1, case.kv_heads, slots, case.size) for _ in range(2))
     return Tree(q, k, v, pack(seen)[None].to(device), (prefix, nodes, nodes), mask.to(device))
@@ -60,7 +63,9 @@ class Layer(NamedTuple):
 def layer_inputs(case: Selection, device: torch.device) -> Layer:
     # a peaked distribution under a random order of tokens, as a draft head gives
     ranks = torch.rand(case.rows, case.columns, device=device).argsort(1).argsort(1)
-    logits = (-1.35 * (ranks + 1.0).log() + 0.1 * torch.randn(case.rows, case.columns, device=device)).bfloat16()
+    logits = (
+        -1.35 * (ranks + 1.0).log() + 0.1 * torch.randn(case.rows, case.columns, device=device)
+    ).bfloat16()
     return Layer(logits, -torch.rand(case.rows, device=device) * 4)
 
 
@@ -72,9 +77,20 @@ class Slab(NamedTuple):
 
 
 def slab_inputs(case: Compaction, device: torch.device) -> Slab:
-    slab = torch.randn(case.layers, 2, case.kv_heads, case.prefix + 64, case.size, device=device, dtype=torch.bfloat16)
+    slab = torch.randn(
+        case.layers,
+        2,
+        case.kv_heads,
+        case.prefix + 64,
+        case.size,
+        device=device,
+        dtype=torch.bfloat16,
+    )
     spread = torch.linspace(0, 63, case.kept).round().int()
-    kept, prefix = (torch.tensor([value], dtype=torch.int32, device=device) for value in (case.kept, case.prefix))
+    kept, prefix = (
+        torch.tensor([value], dtype=torch.int32, device=device)
+        for value in (case.kept, case.prefix)
+    )
     return Slab(slab, spread.to(device), kept, prefix)
 
 
@@ -93,7 +109,14 @@ def row_inputs(case: Choice, device: torch.device) -> Rows:
     logits = layer_inputs(Selection(case.nodes, case.columns), device).logits
     nodes = torch.arange(case.nodes, device=device)
     seed, drawn = torch.tensor([7], device=device), torch.zeros_like(nodes)
-    return Rows(logits, nodes // 8 + 1000, nodes, (nodes - 1).div(2, rounding_mode="floor").clamp(min=-1), seed, drawn)
+    return Rows(
+        logits,
+        nodes // 8 + 1000,
+        nodes,
+        (nodes - 1).div(2, rounding_mode="floor").clamp(min=-1),
+        seed,
+        drawn,
+    )
 
 
 class Layers(NamedTuple):
@@ -111,11 +134,16 @@ class Layers(NamedTuple):
 
 def search_inputs(case: Search, device: torch.device) -> Layers:
     def layer() -> tuple[Tensor, ...]:
-        rows, columns = (torch.randint(most, (case.budget - 1,), device=device) for most in (case.batch, 32000))
+        rows, columns = (
+            torch.randint(most, (case.budget - 1,), device=device) for most in (case.batch, 32000)
+        )
         scores = (-6.0 * torch.rand(case.budget - 1, device=device)).sort(descending=True).values
         return rows, columns, scores / 2, scores, torch.full_like(live, case.budget - 1)
 
-    nodes, levels = torch.arange(case.batch, device=device), torch.tensor([1, 2], dtype=torch.int32, device=device)
+    nodes, levels = (
+        torch.arange(case.batch, device=device),
+        torch.tensor([1, 2], dtype=torch.int32, device=device),
+    )
     live, ids = torch.full_like(levels[:1], case.batch), torch.randperm(32000, device=device)
     return Layers(nodes, nodes // 4, live, ids, layer(), layer(), levels)
 

@@ -40,7 +40,9 @@ def host_search(case: Search, layers: Layers) -> Callable[[], Any]:
 
     def search(queues: Any, found: Any, *given: Any) -> Any:
         drawn = run(queues, type(found)(*(part.cpu() for part in found)), *given)
-        sent = {name: getattr(drawn, name).to(device) for name in ("parents", "tokens", "log_probs")}
+        sent = {
+            name: getattr(drawn, name).to(device) for name in ("parents", "tokens", "log_probs")
+        }
         return drawn._replace(**sent)
 
     return _prepared(search, case, layers, host=True)
@@ -51,11 +53,17 @@ def _meaning(*given: Any) -> Any:
     return module.by_meaning(module.step_queues, *given)
 
 
-def _prepared(run: Callable[..., Any], case: Search, layers: Layers, host: bool = False) -> Callable[[], Any]:
+def _prepared(
+    run: Callable[..., Any], case: Search, layers: Layers, host: bool = False
+) -> Callable[[], Any]:
     """Prepare the second step by running the first. host: queues and frontier are on the host."""
-    module, device = importlib.import_module(OPS), torch.device("cpu") if host else layers.nodes.device
+    module, device = (
+        importlib.import_module(OPS),
+        torch.device("cpu") if host else layers.nodes.device,
+    )
     nodes, depths, live, ids, levels = (
-        part.to(device) for part in (layers.nodes, layers.depths, layers.live, layers.ids, layers.levels)
+        part.to(device)
+        for part in (layers.nodes, layers.depths, layers.live, layers.ids, layers.levels)
     )
     queues, frontier = module.Queues.start(case.budget, device), module.Nodes(nodes, live)
     search = module.Search(case.batch, case.budget, 0.0, False)

@@ -38,7 +38,12 @@ def eagle_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
 
 def flat_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
     def call() -> Tensor:
-        scores = (layer.logits.float().log_softmax(-1) + layer.parents[:, None]).view(-1).topk(case.most).values
+        scores = (
+            (layer.logits.float().log_softmax(-1) + layer.parents[:, None])
+            .view(-1)
+            .topk(case.most)
+            .values
+        )
         return scores.masked_fill(scores < scores[0] + LOG_MU, -math.inf) if case.gated else scores
 
     return call
@@ -51,7 +56,9 @@ def flashinfer_selection(case: Selection, layer: Layer) -> Callable[[], Any]:
         raise Unavailable("this flashinfer has no top_k")
 
     def call() -> Tensor:
-        best = module.top_k(module.sampling.softmax(layer.logits.float()), min(case.most, case.columns))[0]
+        best = module.top_k(
+            module.sampling.softmax(layer.logits.float()), min(case.most, case.columns)
+        )[0]
         scores = (layer.parents[:, None] + best.log()).view(-1).topk(case.most).values
         return scores.masked_fill(scores < scores[0] + LOG_MU, -math.inf) if case.gated else scores
 

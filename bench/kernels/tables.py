@@ -9,8 +9,12 @@ from specengine.benchmark.records import NOTHING, Record, Table, number
 
 OURS = "specengine"  # of the kernels' ways; those whose names only begin with it are ours too, and no baselines
 LABELS: dict[str, Callable[[Record], str]] = {
-    "attention": lambda r: f"{r['nodes']} x {r['prefix']:,} slots, {r['heads']}/{r['kv_heads']} heads of {r['size']}",
-    "selection": lambda r: f"{r['rows']} x {r['columns']:,}, best {r['most']}{', gated' if r['gated'] else ''}",
+    "attention": lambda r: (
+        f"{r['nodes']} x {r['prefix']:,} slots, {r['heads']}/{r['kv_heads']} heads of {r['size']}"
+    ),
+    "selection": lambda r: (
+        f"{r['rows']} x {r['columns']:,}, best {r['most']}{', gated' if r['gated'] else ''}"
+    ),
     "compaction": lambda r: f"{r['layers']} layers, {r['kept']} nodes",
     "choice": lambda r: f"{r['nodes']} x {r['columns']:,}{', sampled' if r['sampled'] else ''}",
     "search": lambda r: f"budget {r['budget']}, batch {r['batch']}",
@@ -67,7 +71,9 @@ GOALS = [
 
 def kernel_tables(records: list[Record]) -> list[Table]:
     """Make the tables of bench.kernels: one per kernel, a row per case, a column per way; last, failures."""
-    launch = next((record["median"] for record in records if record["record"] == "launch floor"), None)
+    launch = next(
+        (record["median"] for record in records if record["record"] == "launch floor"), None
+    )
     own = [record for record in records if record["record"] in LABELS and "way" in record]
     made = []
     for kind, label in LABELS.items():
@@ -77,11 +83,27 @@ def kernel_tables(records: list[Record]) -> list[Table]:
                 cases.setdefault((label(record), record["cache"]), {})[record["way"]] = record
         ways = list(dict.fromkeys(way for found in cases.values() for way in found))
         rows = [
-            [case, cache, _floor(found), *(_time(found.get(way, {})) for way in ways), *_judged(found, launch)]
+            [
+                case,
+                cache,
+                _floor(found),
+                *(_time(found.get(way, {})) for way in ways),
+                *_judged(found, launch),
+            ]
             for (case, cache), found in cases.items()
         ]
-        header = ("case", "cache", "floor", *ways, "ours over floor", "best other over ours", "goal")
-        title = f"{kind.capitalize()}: microseconds per call" + (f"; a launch is {launch:.2f}" if launch else "")
+        header = (
+            "case",
+            "cache",
+            "floor",
+            *ways,
+            "ours over floor",
+            "best other over ours",
+            "goal",
+        )
+        title = f"{kind.capitalize()}: microseconds per call" + (
+            f"; a launch is {launch:.2f}" if launch else ""
+        )
         made.append(Table("kernels", title, header, rows))
     return [*made, _not_measured(own)]
 
@@ -105,7 +127,9 @@ def _judged(found: dict[str, Record], launch: float | None) -> list[str]:
     if "median" not in found.get(OURS, {}):
         return [NOTHING, NOTHING, "missed: wrong" if "wrong" in found.get(OURS, {}) else NOTHING]
     ours, floor = found[OURS]["median"], _floor_of(found)
-    others = {way: r["median"] for way, r in found.items() if "median" in r and not way.startswith(OURS)}
+    others = {
+        way: r["median"] for way, r in found.items() if "median" in r and not way.startswith(OURS)
+    }
     best = min(others, key=others.__getitem__, default=None)
     return [
         f"{ours / floor:.2f}" if floor else NOTHING,
@@ -116,7 +140,9 @@ def _judged(found: dict[str, Record], launch: float | None) -> list[str]:
 
 def _goal(row: Record, others: dict[str, float], launch: float | None) -> str:
     goals = (goal for goal in GOALS if goal.kind == row["record"])
-    goal = next((g for g in goals if all(row[name] in values for name, values in g.where.items())), None)
+    goal = next(
+        (g for g in goals if all(row[name] in values for name, values in g.where.items())), None
+    )
     if goal is None:
         return NOTHING
     missed, unknown = [], [way for way in goal.over if way not in others]
@@ -138,7 +164,9 @@ def _not_measured(rows: list[Record]) -> Table:
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if "wrong" in row:
-            found.setdefault((row["record"], row["way"], "wrong result"), []).append(f"error {row['wrong']:.2g}")
+            found.setdefault((row["record"], row["way"], "wrong result"), []).append(
+                f"error {row['wrong']:.2g}"
+            )
         elif "skipped" in row:
             alike = "".join(letter for letter in row["skipped"] if not letter.isdigit())
             found.setdefault((row["record"], row["way"], alike), []).append(row["skipped"])

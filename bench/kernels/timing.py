@@ -16,7 +16,10 @@ from bench.kernels.way import Way, installed
 
 CALLS, REPLAYS, WARM_UPS = 20, 60, 5
 COPIES_OF_L2 = 5
-RATES = {"H200": (4.3e12, 790e12), "H100": (3.0e12, 790e12)}  # bytes/s copied and bfloat16 operations/s, both measured
+RATES = {
+    "H200": (4.3e12, 790e12),
+    "H100": (3.0e12, 790e12),
+}  # bytes/s copied and bfloat16 operations/s, both measured
 
 
 class Times(NamedTuple):
@@ -37,7 +40,9 @@ def replays(run: Callable[[], None], calls: int) -> Times:
         end.record()
     torch.cuda.synchronize()
     microseconds = sorted(1e3 * begin.elapsed_time(end) / calls for begin, end in events)
-    return Times(statistics.median(microseconds), microseconds[REPLAYS // 5], microseconds[4 * REPLAYS // 5])
+    return Times(
+        statistics.median(microseconds), microseconds[REPLAYS // 5], microseconds[4 * REPLAYS // 5]
+    )
 
 
 def measure(calls: list[Callable[[], Any]], captured: bool) -> Times:
@@ -66,7 +71,10 @@ def copies_for(case: Case, warm: bool) -> int:
     """Return how many distinct inputs keep each out of the L2 cache until its next turn, as far as memory allows."""
     if warm:
         return 1
-    cache, most = torch.cuda.get_device_properties(0).L2_cache_size, 16 if isinstance(case, Compaction) else 128
+    cache, most = (
+        torch.cuda.get_device_properties(0).L2_cache_size,
+        16 if isinstance(case, Compaction) else 128,
+    )
     return max(1, min(-(-COPIES_OF_L2 * cache // max(1, floor_of(case).bytes)), most))
 
 
@@ -74,7 +82,13 @@ def rows_of(case: Case, ways: list[Way], warm: bool) -> Iterator[dict[str, Any]]
     device, kind = torch.device("cuda"), kind_of(case)
     inputs: list[Any] = []
     for way in ways:
-        row = {"record": kind, "way": way.name, "cache": "warm" if warm else "cold", **asdict(case), **floors(case)}
+        row = {
+            "record": kind,
+            "way": way.name,
+            "cache": "warm" if warm else "cold",
+            **asdict(case),
+            **floors(case),
+        }
         if not installed(way):
             yield row | {"skipped": f"needs {way.needs}"}
             continue
@@ -88,7 +102,9 @@ def rows_of(case: Case, ways: list[Way], warm: bool) -> Iterator[dict[str, Any]]
                 continue
             calls = [way.prepare(case, copy) for copy in inputs]
             yield row | {"error": error, **rounded(measure(calls, way.captured)._asdict())}
-        except Exception as problem:  # a baseline that does not support a case is a row of the table
+        except (
+            Exception
+        ) as problem:  # a baseline that does not support a case is a row of the table
             yield row | {"skipped": f"{type(problem).__name__}: {str(problem)[:200]}"}
 
 
@@ -98,13 +114,21 @@ def floors(case: Case) -> dict[str, float]:
     rates = next((rate for name, rate in RATES.items() if name in device), None)
     if rates is None:
         return {}
-    return rounded({"bytes_us": 1e6 * floor.bytes / rates[0], "operations_us": 1e6 * floor.operations / rates[1]})
+    return rounded(
+        {
+            "bytes_us": 1e6 * floor.bytes / rates[0],
+            "operations_us": 1e6 * floor.operations / rates[1],
+        }
+    )
 
 
 def launch_floor() -> dict[str, Any]:
     """Measure the launch floor by a chain of kernels that add to one number."""
     number = torch.zeros(1, device="cuda")
-    return {"record": "launch floor", **rounded(measure([lambda: number.add_(1.0)], captured=True)._asdict())}
+    return {
+        "record": "launch floor",
+        **rounded(measure([lambda: number.add_(1.0)], captured=True)._asdict()),
+    }
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:

@@ -29,11 +29,17 @@ def truth(case: Case, inputs: Any) -> Tensor:
     if isinstance(case, Choice):
         if case.sampled:
             seed, positions = int(inputs.seed), inputs.positions.cpu()
-            return kernel("verification").reference(inputs.logits.cpu(), positions, seed).to(inputs.logits.device)
+            return (
+                kernel("verification")
+                .reference(inputs.logits.cpu(), positions, seed)
+                .to(inputs.logits.device)
+            )
         return inputs.logits.double().argmax(-1)
     if isinstance(case, Search):
         # what the first step left, then the second layer
-        columns, scores = (torch.cat([inputs.first[i][case.batch :], inputs.second[i]]) for i in (1, 3))
+        columns, scores = (
+            torch.cat([inputs.first[i][case.batch :], inputs.second[i]]) for i in (1, 3)
+        )
         return inputs.ids[columns[scores.argsort(descending=True, stable=True)[: case.batch]]]
     return inputs.slab[:, :, :, case.prefix + inputs.path.long()].clone()
 
@@ -43,7 +49,9 @@ def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
     if isinstance(case, Attention):
         return float((got.double() - wanted).norm() / wanted.norm())
     if isinstance(case, Selection):
-        near_gate = (got.double() - wanted).abs() > 1.0  # one of both is -inf: a score within rounding of the gate
+        near_gate = (
+            got.double() - wanted
+        ).abs() > 1.0  # one of both is -inf: a score within rounding of the gate
         difference = (got.double() - wanted).masked_fill(near_gate, 0.0).nan_to_num(0.0).abs().max()
         return float(difference) if int(near_gate.sum()) <= 1 else math.inf
     return float((got != wanted).sum())

@@ -43,7 +43,9 @@ def function_for(case: Attention) -> Callable[..., Any]:
     attend = getattr(importlib.import_module("flashinfer"), "xqa", None)
     if not callable(attend):
         raise Unavailable("this flashinfer has no xqa")
-    missing = {"mask", "q_seq_len", "page_table", "semaphores"} - set(inspect.signature(attend).parameters)
+    missing = {"mask", "q_seq_len", "page_table", "semaphores"} - set(
+        inspect.signature(attend).parameters
+    )
     if missing:
         raise Unavailable(f"this flashinfer's xqa takes no {', '.join(sorted(missing))}")
     if case.size % 16 or case.size > 256:
@@ -84,8 +86,12 @@ def packed(words: Tensor, nodes: int) -> Tensor:
 def shared(case: Attention, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     slots = case.prefix + case.nodes
     table = torch.arange(-(-slots // PAGE), dtype=torch.int32, device=device)[None]
-    length = torch.tensor([[slots]], dtype=torch.int32, device=device).view(torch.uint32)  # the tree's nodes included
-    scratch, semaphores = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SCRATCH, SEMAPHORES))
+    length = torch.tensor([[slots]], dtype=torch.int32, device=device).view(
+        torch.uint32
+    )  # the tree's nodes included
+    scratch, semaphores = (
+        torch.zeros(size, dtype=torch.uint8, device=device) for size in (SCRATCH, SEMAPHORES)
+    )
     return (table, length), scratch, semaphores.view(torch.uint32)
 
 
@@ -99,12 +105,21 @@ def trial(*shape: int) -> str:
     command = [sys.executable, "-m", __name__, *map(str, shape)]
     try:
         done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=MAX_SECONDS, check=False
+            command,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=MAX_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"xqa: a trial took more than {MAX_SECONDS} s"
     said = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else f"xqa, tried: {said[-1] if said else f'exit status {done.returncode}'}"
+    return (
+        ""
+        if done.returncode == 0
+        else f"xqa, tried: {said[-1] if said else f'exit status {done.returncode}'}"
+    )
 
 
 def try_apart(*shape: int) -> None:

@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Tokens = Callable[[list[int], int, list[int]], Iterator[int]]  # prompt, most tokens, ends; one at a time where known
+Tokens = Callable[
+    [list[int], int, list[int]], Iterator[int]
+]  # prompt, most tokens, ends; one at a time where known
 
 
 def cut(tokens: list[int], ends: list[int]) -> list[int]:
@@ -35,9 +37,17 @@ def llama_cpp(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     if args.mode == "prompt-lookup":
         speculative: Any = importlib.import_module("llama_cpp.llama_speculative")
         lookup = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)  # as documented for CPUs
-        more = {"draft_model": lookup, "logits_all": True}  # which it sets itself, too late for long prompts
+        more = {
+            "draft_model": lookup,
+            "logits_all": True,
+        }  # which it sets itself, too late for long prompts
     llama = package.Llama(
-        args.gguf, n_ctx=args.context, n_threads=args.threads, n_threads_batch=args.threads, verbose=False, **more
+        args.gguf,
+        n_ctx=args.context,
+        n_threads=args.threads,
+        n_threads_batch=args.threads,
+        verbose=False,
+        **more,
     )
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
@@ -76,13 +86,18 @@ def openvino(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     pipeline = genai.LLMPipeline(args.gguf, "CPU", **options)
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
-        config = genai.GenerationConfig(max_new_tokens=most, do_sample=False, ignore_eos=not ends, **settings)
+        config = genai.GenerationConfig(
+            max_new_tokens=most, do_sample=False, ignore_eos=not ends, **settings
+        )
         if ends:
             config.stop_token_ids = set(ends)
             config.set_eos_token_id(ends[0])
         given = core.Tensor(numpy.array([ids], dtype=numpy.int64))
         mask = core.Tensor(numpy.ones((1, len(ids)), dtype=numpy.int64))
-        found = [int(token) for token in pipeline.generate(genai.TokenizedInputs(given, mask), config).tokens[0]]
+        found = [
+            int(token)
+            for token in pipeline.generate(genai.TokenizedInputs(given, mask), config).tokens[0]
+        ]
         if len(found) < most and ends and found[-1:] != ends[:1]:
             found.append(ends[0])
         yield from cut(found, ends)
@@ -96,7 +111,12 @@ def vllm(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     package: Any = importlib.import_module("vllm")
     speculative: dict[str, Any] | None = None
     if args.mode == "ngram":
-        speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        speculative = {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
     elif args.mode == "eagle3":
         speculative = {"method": "eagle3", "model": args.head, "num_speculative_tokens": 3}
     llm = package.LLM(
@@ -105,12 +125,17 @@ def vllm(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     )  # fmt: skip
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
-        options = package.SamplingParams(temperature=0.0, max_tokens=most, stop_token_ids=ends, ignore_eos=True)
+        options = package.SamplingParams(
+            temperature=0.0, max_tokens=most, stop_token_ids=ends, ignore_eos=True
+        )
         (found,) = llm.generate([{"prompt_token_ids": ids}], options, use_tqdm=False)
         yield from cut(list(found.outputs[0].token_ids), ends)
 
     if args.head:
-        speculative = {**(speculative or {}), "model": os.path.basename(args.head)}  # a name, no path of this machine
+        speculative = {
+            **(speculative or {}),
+            "model": os.path.basename(args.head),
+        }  # a name, no path of this machine
     return answer, {"speculative": speculative}
 
 
@@ -118,8 +143,18 @@ def onnxruntime(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     package: Any = importlib.import_module("onnxruntime_genai")
     folder = os.path.join(args.cache, f"onnx-int4-{os.path.basename(args.folder)}")
     if not os.path.exists(folder):
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
-        subprocess.run([*command, "-i", args.folder, "-o", f"{folder}.part", "-c", args.cache], check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-p",
+            "int4",
+            "-e",
+            "cpu",
+        ]
+        subprocess.run(
+            [*command, "-i", args.folder, "-o", f"{folder}.part", "-c", args.cache], check=True
+        )
         os.rename(f"{folder}.part", folder)
     model = package.Model(folder)
 
@@ -161,7 +196,11 @@ def main() -> None:
     package, make = ENGINES[engine]
     answer, facts = make(args)
     version = importlib.metadata.version(package)
-    print(json.dumps({"policy": f"{package} {version}, {args.threads} threads", **facts}), file=output, flush=True)
+    print(
+        json.dumps({"policy": f"{package} {version}, {args.threads} threads", **facts}),
+        file=output,
+        flush=True,
+    )
     for line in sys.stdin:
         request = json.loads(line)
         began, first, ids = time.perf_counter(), None, list[int]()
@@ -170,7 +209,9 @@ def main() -> None:
             ids.append(token)
         seconds = time.perf_counter() - began
         streamed = first is not None and (len(ids) < 2 or first < 0.999 * seconds)
-        print(json.dumps({"ids": ids, "first": first if streamed else None}), file=output, flush=True)
+        print(
+            json.dumps({"ids": ids, "first": first if streamed else None}), file=output, flush=True
+        )
 
 
 if __name__ == "__main__":

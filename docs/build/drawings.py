@@ -63,10 +63,15 @@ def draw(name: str) -> None:
     from matplotlib.figure import Figure
 
     points = drawing.points()
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}), atomic(file) as temporary:
+    with (
+        matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "specengine"}),
+        atomic(file) as temporary,
+    ):
         figure = Figure(layout="constrained", facecolor="white")
         drawing.onto(figure, points)
-        figure.savefig(temporary, format="svg", metadata={"Date": None, "Description": json.dumps(points)})
+        figure.savefig(
+            temporary, format="svg", metadata={"Date": None, "Description": json.dumps(points)}
+        )
 
 
 # ---- data
@@ -75,7 +80,9 @@ def draw(name: str) -> None:
 def _policies() -> Points:
     by_way = summaries("auto-policies.jsonl")
     speeds = {
-        way.partition(",")[0]: r["speed_mean"] for (way, name), r in by_way.items() if name == ALL and way != "plain"
+        way.partition(",")[0]: r["speed_mean"]
+        for (way, name), r in by_way.items()
+        if name == ALL and way != "plain"
     }
     return dict(sorted(speeds.items(), key=lambda item: -item[1]))
 
@@ -84,7 +91,10 @@ def _answers() -> Points:
     rates = {part: mean["tokens_per_second"] for part, mean in means("cpu-answers.jsonl").items()}
     names = {way: name.replace("`", "") for way, name in WAYS.items()}
     drafted = {names[way]: rate for way, rate in rates["default"].items()}
-    plain = {f"{names[way]}, no draft": rates["plain"][way] for way in ("native", "native int8", "native gguf")}
+    plain = {
+        f"{names[way]}, no draft": rates["plain"][way]
+        for way in ("native", "native int8", "native gguf")
+    }
     return dict(sorted({**drafted, **plain}.items(), key=lambda item: -item[1]))
 
 
@@ -93,7 +103,9 @@ def _thresholds() -> Points:
     curves = {"end-to-end-shipped-head": "two cores", "qwen3-8b-h200": "Qwen3-8B on an H200"}
     steps = [f"{tenths / 10:g}" for tenths in range(10)]
     return {
-        f"{label}, {kind}": [[float(t), by_setting[f"salf,threshold={t}{end}"]["speedup"][curve]] for t in steps]
+        f"{label}, {kind}": [
+            [float(t), by_setting[f"salf,threshold={t}{end}"]["speedup"][curve]] for t in steps
+        ]
         for curve, label in curves.items()
         for kind, end in (("as published", ",fill=false"), ("filled up", ""))
     }
@@ -127,7 +139,14 @@ def _curves(figure: Any, points: Points) -> None:
     axes = figure.subplots()
     for number, (name, line) in enumerate(points.items()):
         style = "-" if "published" in name else "--"
-        axes.plot(*zip(*line, strict=True), style, color=COLOURS[number // 2], marker="o", markersize=4, label=name)
+        axes.plot(
+            *zip(*line, strict=True),
+            style,
+            color=COLOURS[number // 2],
+            marker="o",
+            markersize=4,
+            label=name,
+        )
     axes.set(xlabel="threshold", ylabel="predicted speed over plain decoding")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
@@ -139,9 +158,13 @@ def _copied() -> Points:
 
 DRAWINGS = {
     "policies": Drawing(
-        "Speed of each policy over plain decoding", _policies, _bars("speed over plain decoding", 1.0, "auto")
+        "Speed of each policy over plain decoding",
+        _policies,
+        _bars("speed over plain decoding", 1.0, "auto"),
     ),
-    "answers": Drawing("Tokens per second of each method", _answers, _bars("tokens per second", None, "specengine")),
+    "answers": Drawing(
+        "Tokens per second of each method", _answers, _bars("tokens per second", None, "specengine")
+    ),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
     "tree-construction": Drawing(
         "Milliseconds to choose a layer of the tree by vocabulary, EAGLE's rule and TALON's",
@@ -149,8 +172,12 @@ DRAWINGS = {
         plots.construction,
     ),
     "auto-regret": Drawing(
-        "Expected tokens lost over cycles, with counted rates and with stated probabilities", _copied, None
+        "Expected tokens lost over cycles, with counted rates and with stated probabilities",
+        _copied,
+        None,
     ),
-    "ltd-training-cpu": Drawing("Reward in training and speed on held-back answers, two cores", _copied, None),
+    "ltd-training-cpu": Drawing(
+        "Reward in training and speed on held-back answers, two cores", _copied, None
+    ),
     "ltd-training-paper": Drawing("The same at the costs of an A100", _copied, None),
 }

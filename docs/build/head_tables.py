@@ -17,7 +17,9 @@ RANKED = {
 
 def shapes(file: str) -> str:
     """Return acceptance and predicted speed of heads by shape, under measured costs, from research.head_shapes."""
-    costs = {r["name"]: r["draft_pass_ms_by_width"] for r in records(file) if r["record"] == "costs"}
+    costs = {
+        r["name"]: r["draft_pass_ms_by_width"] for r in records(file) if r["record"] == "costs"
+    }
     heads: dict[str, dict[str, Record]] = {}
     for record in records(file):
         if record["record"] == "head":
@@ -29,10 +31,15 @@ def shapes(file: str) -> str:
         row = [f"{head['units']:,}", f"{head['tokens']:,}", f"{head['parameters'] / 1e6:.1f}M"]
         row += [" / ".join(f"{costs[name][width]:.2f}" for width in ("1", "4"))]
         for tree in trees:
-            row += [number(by_tree[tree], "acceptance_length", 2), number(by_tree[tree], "predicted_tokens_per_s", 1)]
+            row += [
+                number(by_tree[tree], "acceptance_length", 2),
+                number(by_tree[tree], "predicted_tokens_per_s", 1),
+            ]
         rows.append(row)
     header = ["units of the MLP", "draft vocabulary", "parameters", "ms per pass, 1 / 4 nodes"]
-    return table([*header, *(f"{tree}: {of}" for tree in trees for of in ("tau", "tokens/s"))], rows, file)
+    return table(
+        [*header, *(f"{tree}: {of}" for tree in trees for of in ("tau", "tokens/s"))], rows, file
+    )
 
 
 def learning(file: str) -> str:
@@ -49,16 +56,28 @@ def learning(file: str) -> str:
     ]
     more = next(record for record in records(file) if record["record"] == "doubling")
     change, interval = _bounded(more, "more_acceptance_length", 2)
-    rows.append(["predicted: twice the tokens", f"{more['tokens'] / 1e6:.2f}", NOTHING, f"{change} more", interval])
+    rows.append(
+        [
+            "predicted: twice the tokens",
+            f"{more['tokens'] / 1e6:.2f}",
+            NOTHING,
+            f"{change} more",
+            interval,
+        ]
+    )
     return table(
-        ("head", "million training tokens", "processor hours", "tau", "95 % interval over prompts"), rows, file
+        ("head", "million training tokens", "processor hours", "tau", "95 % interval over prompts"),
+        rows,
+        file,
     )
 
 
 def ranks(file: str) -> str:
     """Return accuracy and calibration by rank at the end of each stage, from research.learning_curve."""
     ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
-    names = ["start" if not record["stage"] else f"after stage {record['stage']}" for record in ends]
+    names = [
+        "start" if not record["stage"] else f"after stage {record['stage']}" for record in ends
+    ]
     return _by_rank("head", names, ends, file)
 
 
@@ -78,20 +97,30 @@ def loss_acceptance(file: str) -> str:
             code(loss),
             f"{head['steps']:,}",
             f"{head['cpu_seconds'] / 3600:.2f}",
-            *("{} ({})".format(*_bounded(cells[loss, tree], "mean_acceptance_length", 2)) for tree in trees),
+            *(
+                "{} ({})".format(*_bounded(cells[loss, tree], "mean_acceptance_length", 2))
+                for tree in trees
+            ),
         ]
         for loss, head in heads.items()
     ]
-    return table(("loss", "steps", "processor hours", *(f"tau, {tree}" for tree in trees)), rows, file)
+    return table(
+        ("loss", "steps", "processor hours", *(f"tau, {tree}" for tree in trees)), rows, file
+    )
 
 
 def loss_acceptance_beside(file: str) -> str:
     """Return differences of acceptance length to the first loss on the same prompts, from research.losses."""
-    differences = [record for record in records(file) if record["record"] == "beside" and "tree" in record]
+    differences = [
+        record for record in records(file) if record["record"] == "beside" and "tree" in record
+    ]
     cells = {(r["loss"], r["tree"]): r for r in differences}
     trees = list(dict.fromkeys(tree for _, tree in cells))
     rows = [
-        [code(loss), *(_signed(cells[loss, tree], "mean_acceptance_length", 1, 2) for tree in trees)]
+        [
+            code(loss),
+            *(_signed(cells[loss, tree], "mean_acceptance_length", 1, 2) for tree in trees),
+        ]
         for loss in dict.fromkeys(loss for loss, _ in cells)
     ]
     return table((f"tau minus `{differences[0]['first']}`", *trees), rows, file)
@@ -110,38 +139,56 @@ def loss_ahead(file: str) -> str:
         rows.append([code(record["loss"]), *own])
         if record is not heads[0]:
             rows.append([f"minus {code(heads[0]['loss'])}", *more])
-    return table(("agreement in %", *(f"{n} ahead" for n in range(1, len(heads[0]["hits"]) + 1))), rows, file)
+    return table(
+        ("agreement in %", *(f"{n} ahead" for n in range(1, len(heads[0]["hits"]) + 1))), rows, file
+    )
 
 
 def loss_ranks_beside(file: str) -> str:
     """Return differences to the first loss by rank, on the same texts, from research.losses."""
-    differences = [record for record in records(file) if record["record"] == "beside" and "by_rank" in record]
+    differences = [
+        record for record in records(file) if record["record"] == "beside" and "by_rank" in record
+    ]
     rows = [
         [code(record["loss"]), called, *(_signed(rank, what, 100, 1) for rank in record["by_rank"])]
         for record in differences
         for what, called in RANKED.items()
     ]
     header = (f"minus `{differences[0]['first']}`", "in percentage points")
-    return table((*header, *(f"rank {rank['rank']}" for rank in differences[0]["by_rank"])), rows, file)
+    return table(
+        (*header, *(f"rank {rank['rank']}" for rank in differences[0]["by_rank"])), rows, file
+    )
 
 
 def _signed(record: Record, name: str, scale: float, digits: int) -> str:
     """Return a difference and its interval."""
-    value, low, high = (f"{scale * each:+.{digits}f}" for each in (record[name], *record[f"{name}_interval"]))
+    value, low, high = (
+        f"{scale * each:+.{digits}f}" for each in (record[name], *record[f"{name}_interval"])
+    )
     return f"{value} ({low} to {high})"
 
 
-def _by_rank(head: str, names: Sequence[str], heads: Sequence[Record], file: str, *, bounded: bool = False) -> str:
+def _by_rank(
+    head: str, names: Sequence[str], heads: Sequence[Record], file: str, *, bounded: bool = False
+) -> str:
     """Return rows of RANKED for each name, columns of ranks, in percent."""
     rows = []
     for name, record in zip(names, heads, strict=True):
         for what, called in RANKED.items():
             cells = [f"{100 * rank[what]:.1f}" for rank in record["by_rank"]]
             if bounded:
-                bounds = [[100 * bound for bound in rank[f"{what}_interval"]] for rank in record["by_rank"]]
-                cells = [f"{cell} ({low:.1f} to {high:.1f})" for cell, (low, high) in zip(cells, bounds, strict=True)]
+                bounds = [
+                    [100 * bound for bound in rank[f"{what}_interval"]]
+                    for rank in record["by_rank"]
+                ]
+                cells = [
+                    f"{cell} ({low:.1f} to {high:.1f})"
+                    for cell, (low, high) in zip(cells, bounds, strict=True)
+                ]
             rows.append([name, called, *cells])
-    return table((head, "in %", *(f"rank {rank['rank']}" for rank in heads[0]["by_rank"])), rows, file)
+    return table(
+        (head, "in %", *(f"rank {rank['rank']}" for rank in heads[0]["by_rank"])), rows, file
+    )
 
 
 def scaled(file: str) -> str:
@@ -151,12 +198,21 @@ def scaled(file: str) -> str:
         [
             code(record["head"]),
             f"{record['temperatures_scale']:g}",
-            *(f"{100 * r['calibration']:.1f} / {100 * r['standard_calibration']:.1f}" for r in record["by_rank"]),
+            *(
+                f"{100 * r['calibration']:.1f} / {100 * r['standard_calibration']:.1f}"
+                for r in record["by_rank"]
+            ),
         ]
         for record in by_scale
     ]
     return table(
-        ("head", "temperatures multiplied by", *(f"rank {r['rank']}" for r in by_scale[0]["by_rank"])), rows, file
+        (
+            "head",
+            "temperatures multiplied by",
+            *(f"rank {r['rank']}" for r in by_scale[0]["by_rank"]),
+        ),
+        rows,
+        file,
     )
 
 
@@ -173,10 +229,22 @@ def served(file: str) -> str:
             ("accuracy / stated", "accuracy", "stated"),
             ("error / chance", "error", "chance"),
         ):
-            pairs = [(by_rank[n][first], by_rank[n][second]) if n in by_rank else None for n in range(last + 1)]
-            cells = [f"{100 * pair[0]:.1f} / {100 * pair[1]:.1f}" if pair else NOTHING for pair in pairs]
+            pairs = [
+                (by_rank[n][first], by_rank[n][second]) if n in by_rank else None
+                for n in range(last + 1)
+            ]
+            cells = [
+                f"{100 * pair[0]:.1f} / {100 * pair[1]:.1f}" if pair else NOTHING for pair in pairs
+            ]
             rows.append([code(head), sampling, label, *cells])
-    header = ("head", "sampling", "in %", "the root", *(f"rank {n}" for n in range(1, last)), f"{last} and above")
+    header = (
+        "head",
+        "sampling",
+        "in %",
+        "the root",
+        *(f"rank {n}" for n in range(1, last)),
+        f"{last} and above",
+    )
     return table(header, rows, file)
 
 
@@ -202,7 +270,10 @@ def beside(file: str) -> str:
     rows = [
         [
             code(way),
-            *(f"{by_set[way, name]['speed_mean']:.2f} ({by_set[way, name]['tau']:.2f})" for name in names),
+            *(
+                f"{by_set[way, name]['speed_mean']:.2f} ({by_set[way, name]['tau']:.2f})"
+                for name in names
+            ),
         ]
         for way in dict.fromkeys(way for way, _ in by_set if way != "plain")
     ]
@@ -213,6 +284,14 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(shapes, learning, ranks, scaled, served),
-        *(accepted, beside, loss_ranks, loss_ranks_beside, loss_acceptance, loss_acceptance_beside, loss_ahead),
+        *(
+            accepted,
+            beside,
+            loss_ranks,
+            loss_ranks_beside,
+            loss_acceptance,
+            loss_acceptance_beside,
+            loss_ahead,
+        ),
     )
 }

@@ -13,7 +13,10 @@ PACKAGE = Path(__file__).parents[2] / "specengine"
 def packages() -> str:
     """Return a table in markdown: every folder of specengine with an `__init__.py`, and what it is for."""
     folders = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
-    rows = [[f"`{folder.relative_to(PACKAGE.parent).as_posix()}/`", purpose(folder)] for folder in folders]
+    rows = [
+        [f"`{folder.relative_to(PACKAGE.parent).as_posix()}/`", purpose(folder)]
+        for folder in folders
+    ]
     return Table("", "", ("package", "purpose"), rows).markdown().partition("\n\n")[2]
 
 

@@ -40,7 +40,9 @@ def drawn(text: str, page: Path) -> str:
         elif name in DRAWN:
             body = DRAWN[name](*words)
         else:
-            raise ValueError(f"{page.name}: unknown block {name!r}, known are plot, {', '.join(DRAWN)}")
+            raise ValueError(
+                f"{page.name}: unknown block {name!r}, known are plot, {', '.join(DRAWN)}"
+            )
         return f"{block[1]}\n{body}\n\n{block[3]}"
 
     return MARKED.sub(fill, text)
@@ -49,4 +51,6 @@ def drawn(text: str, page: Path) -> str:
 def stale() -> list[Path]:
     """Return the pages and plots that differ from what would be drawn now."""
     old = [page for page in pages() if drawn(page.read_text(), page) != page.read_text()]
-    return old + [drawings.file_of(name) for name in drawings.DRAWINGS if not drawings.is_current(name)]
+    return old + [
+        drawings.file_of(name) for name in drawings.DRAWINGS if not drawings.is_current(name)
+    ]

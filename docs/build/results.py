@@ -46,9 +46,15 @@ def code(way: str) -> str:
 
 def summaries(file: str) -> dict[tuple[str, str], Record]:
     """Return the summaries of bench.policies by method and set."""
-    return {(r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r}
+    return {
+        (r["way"], r["set"]): r for r in records(file) if r["record"] == "summary" and "way" in r
+    }
 
 
 def means(file: str) -> dict[str, Record]:
     """Return the mean of the sets of bench.cpu's answers, by part."""
-    return {r["part"]: r for r in records(file) if r["record"] == "summary" and r["set"] == "mean of the sets"}
+    return {
+        r["part"]: r
+        for r in records(file)
+        if r["record"] == "summary" and r["set"] == "mean of the sets"
+    }

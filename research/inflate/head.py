@@ -14,13 +14,17 @@ from specengine.checkpoints import eagle as checkpoints
 from specengine.models.eagle import EagleConfig
 
 
-def large_head(small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, maker: Maker) -> checkpoints.State:
+def large_head(
+    small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, maker: Maker
+) -> checkpoints.State:
     config, hidden = plan.head_config, plan.head_hidden
     assert config is not None
     assert hidden is not None
     assert plan.head_heads is not None
     draft = config.draft_vocab_size
-    features = hidden.repeated(2) if small.version == 1 else plan.hidden.repeated(small.num_features)
+    features = (
+        hidden.repeated(2) if small.version == 1 else plan.hidden.repeated(small.num_features)
+    )
     reads = hidden if small.version == 1 else hidden.repeated(2)
     intermediate = Axis.leading(small.intermediate_size, config.intermediate_size)
     rules = layer_rules(hidden, reads, plan.head_heads, intermediate) | {
@@ -31,7 +35,9 @@ def large_head(small: EagleConfig, weights: Mapping[str, Tensor], plan: Plan, ma
         "norm": Rule.norm(hidden),
         "lm_head": Rule(Axis.leading(small.draft_vocab_size, draft), hidden, random=True),
     }
-    state = {name: maker.tensor(rule_of(rules, name), weights[name]) for name in weights if name != "d2t"}
+    state = {
+        name: maker.tensor(rule_of(rules, name), weights[name]) for name in weights if name != "d2t"
+    }
     if "d2t" in weights:
         state["d2t"] = _offsets(weights["d2t"], small.vocab_size, draft).to(maker.device)
     for place in hidden.constants:

@@ -84,12 +84,20 @@ def place_heads(small: AttentionShape, large: AttentionShape) -> Heads:
         )
     keys = [(j * spread + copy_, j) for j in range(small.kv_heads) for copy_ in range(spread)]
     queries = [
-        ((j * spread + i // room) * room + i % room, j * group + i) for j in range(small.kv_heads) for i in range(group)
+        ((j * spread + i // room) * room + i % room, j * group + i)
+        for j in range(small.kv_heads)
+        for i in range(group)
     ]
-    return Heads(_head_axis(queries, small, large, True), _head_axis(keys, small, large, False), math.sqrt(times))
+    return Heads(
+        _head_axis(queries, small, large, True),
+        _head_axis(keys, small, large, False),
+        math.sqrt(times),
+    )
 
 
-def _head_axis(pairs: list[tuple[int, int]], small: AttentionShape, large: AttentionShape, queries: bool) -> Axis:
+def _head_axis(
+    pairs: list[tuple[int, int]], small: AttentionShape, large: AttentionShape, queries: bool
+) -> Axis:
     """Return the axis of a head. pairs: large head, and the small one in its place; other channels are gaps."""
     half, times = small.head_dim // 2, large.head_dim // small.head_dim
     channels = torch.arange(small.head_dim)

@@ -39,10 +39,16 @@ class Plan:
 
 
 def plan_for(
-    model: PreTrainedModel, head: EagleConfig | None, shape: Shape, dtype: torch.dtype, extra: ExtraTokens
+    model: PreTrainedModel,
+    head: EagleConfig | None,
+    shape: Shape,
+    dtype: torch.dtype,
+    extra: ExtraTokens,
 ) -> Plan:
     if not isinstance(model, LlamaForCausalLM):
-        raise UnsupportedModelError(f"{type(model).__name__}: only LlamaForCausalLM can be inflated")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: only LlamaForCausalLM can be inflated"
+        )
     config = model.config
     if extra not in ("copies", "silent"):
         raise InputError(f"extra_tokens: got {extra!r}, accepted copies, silent")
@@ -56,11 +62,18 @@ def plan_for(
         config.head_dim,
     )
     refuse_smaller("model", small, shape)
-    heads, large = place_heads(small.attention, shape.attention), _large_config(config, shape, dtype)
+    heads, large = (
+        place_heads(small.attention, shape.attention),
+        _large_config(config, shape, dtype),
+    )
     refuse_other_rope("model", target_rotation(config), target_rotation(large), heads)
     more = shape.vocab - small.vocab
     head_config = None if head is None else _large_head_config(head, small, shape, extra)
-    draft_more = 0 if head is None or head_config is None else head_config.draft_vocab_size - head.draft_vocab_size
+    draft_more = (
+        0
+        if head is None or head_config is None
+        else head_config.draft_vocab_size - head.draft_vocab_size
+    )
     silent = extra == "silent" and more > 0
     head_constant = draft_more > 0 or (silent and head is not None and head.version == 1)
     constant = silent or head_constant
@@ -77,7 +90,9 @@ def plan_for(
     )
     if head is None:
         return plan
-    head_heads = place_heads(AttentionShape(head.num_heads, head.num_kv_heads, head.head_dim), shape.attention)
+    head_heads = place_heads(
+        AttentionShape(head.num_heads, head.num_kv_heads, head.head_dim), shape.attention
+    )
     assert head_config is not None
     refuse_other_rope("head", head_rotation(head), head_rotation(head_config), head_heads)
     return replace(
@@ -106,10 +121,14 @@ def _large_config(config: LlamaConfig, shape: Shape, dtype: torch.dtype) -> Llam
     return large
 
 
-def _large_head_config(head: EagleConfig, small: Shape, shape: Shape, extra: ExtraTokens) -> EagleConfig:
+def _large_head_config(
+    head: EagleConfig, small: Shape, shape: Shape, extra: ExtraTokens
+) -> EagleConfig:
     for name, size in (("hidden_size", shape.hidden), ("intermediate_size", shape.intermediate)):
         if getattr(head, name) > size:
-            raise InputError(f"shape: {name} {size} is smaller than the head's {getattr(head, name)}")
+            raise InputError(
+                f"shape: {name} {size} is smaller than the head's {getattr(head, name)}"
+            )
     if head.target_hidden_size != small.hidden or head.vocab_size != small.vocab:
         raise InputError(
             f"head: it was made for hidden size {head.target_hidden_size} and vocabulary {head.vocab_size}, the model "
@@ -118,9 +137,13 @@ def _large_head_config(head: EagleConfig, small: Shape, shape: Shape, extra: Ext
     if head.qk_norm:
         raise UnsupportedModelError("head: it normalises queries and keys, which is not supported")
     if head.fusion_norm != "none" and head.hidden_size != head.target_hidden_size:
-        raise UnsupportedModelError("head: norms of the target's and of its own width would need two different eps")
+        raise UnsupportedModelError(
+            "head: norms of the target's and of its own width would need two different eps"
+        )
     if head.version == 1 and extra == "copies" and shape.vocab > small.vocab:
-        raise InputError("extra_tokens: an EAGLE-1 head reads the target's logits, so its choices need silent tokens")
+        raise InputError(
+            "extra_tokens: an EAGLE-1 head reads the target's logits, so its choices need silent tokens"
+        )
     places = [*layer_places(small.layers, shape.layers), shape.layers]
     heads, kv_heads, head_dim = shape.attention
     return replace(
@@ -134,7 +157,9 @@ def _large_head_config(head: EagleConfig, small: Shape, shape: Shape, extra: Ext
         vocab_size=shape.vocab,
         draft_vocab_size=_draft_vocab(head, shape),
         rms_norm_eps=head.rms_norm_eps * head.hidden_size / shape.hidden,
-        layer_ids=None if head.version == 1 else tuple(places[i] for i in head.feature_ids(small.layers)),
+        layer_ids=None
+        if head.version == 1
+        else tuple(places[i] for i in head.feature_ids(small.layers)),
     )
 
 
@@ -142,7 +167,11 @@ def _draft_vocab(head: EagleConfig, shape: Shape) -> int:
     if head.draft_vocab_size == head.vocab_size:
         return shape.vocab
     wanted = head.draft_vocab_size if shape.draft_vocab is None else shape.draft_vocab
-    most = head.draft_vocab_size + shape.vocab - head.vocab_size  # the further columns need tokens of their own
+    most = (
+        head.draft_vocab_size + shape.vocab - head.vocab_size
+    )  # the further columns need tokens of their own
     if not head.draft_vocab_size <= wanted <= most:
-        raise InputError(f"shape: draft vocabulary {wanted}; from {head.draft_vocab_size} to {most} is possible")
+        raise InputError(
+            f"shape: draft vocabulary {wanted}; from {head.draft_vocab_size} to {most} is possible"
+        )
     return wanted

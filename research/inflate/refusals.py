@@ -20,11 +20,17 @@ def refuse_smaller(what: str, small: Shape, large: Shape) -> None:
             )
 
 
-def refuse_no_constant(small: Shape, shape: Shape, head: EagleConfig | None, dtype: torch.dtype) -> None:
+def refuse_no_constant(
+    small: Shape, shape: Shape, head: EagleConfig | None, dtype: torch.dtype
+) -> None:
     if dtype is torch.float16:
-        raise InputError("dtype: silent tokens and draft columns need the range of bfloat16 or float32")
+        raise InputError(
+            "dtype: silent tokens and draft columns need the range of bfloat16 or float32"
+        )
     if shape.hidden <= max(small.hidden, 0 if head is None else head.hidden_size):
-        raise InputError(f"shape: silent tokens and draft columns need a channel more than hidden {shape.hidden}")
+        raise InputError(
+            f"shape: silent tokens and draft columns need a channel more than hidden {shape.hidden}"
+        )
     if head is not None and (head.norm_before_residual or head.norm_recurrent):
         raise UnsupportedModelError(
             "head: its recurrent state is normalised, which does not keep the constant channel that silent tokens and "

@@ -16,7 +16,13 @@ from research.inflate.tensors import CONSTANT, Maker, Rule, layer_rules, layer_s
 def large_target(model: LlamaForCausalLM, plan: Plan, maker: Maker) -> LlamaForCausalLM:
     with torch.device("meta"):
         large = LlamaForCausalLM(plan.config)
-    sources = dict(zip(layer_places(len(model.model.layers), len(large.model.layers)), model.model.layers, strict=True))
+    sources = dict(
+        zip(
+            layer_places(len(model.model.layers), len(large.model.layers)),
+            model.model.layers,
+            strict=True,
+        )
+    )
     rules = layer_rules(plan.hidden, plan.hidden, plan.heads, plan.intermediate)
     for i, layer in enumerate(large.model.layers):
         small = sources[i].state_dict() if i in sources else {}

@@ -12,7 +12,9 @@ from torch import Tensor
 from research.inflate.places import Axis, Heads
 
 CONSTANT = 2.0**-40  # its square is lost beside any mean square that is not
-SILENCE = -(2.0**80)  # times the constant, over a root mean square of up to 2 ** 20: still below -2 ** 19
+SILENCE = -(
+    2.0**80
+)  # times the constant, over a root mean square of up to 2 ** 20: still below -2 ** 19
 STD = 0.02  # of random weights
 
 
@@ -63,7 +65,9 @@ class Maker:
         size = [rule.rows.size] if columns is None else [rule.rows.size, columns.size]
         if not rule.random or columns is None:
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        large = torch.empty(size, dtype=self.dtype, device=self.device).normal_(std=STD, generator=self.generator)
+        large = torch.empty(size, dtype=self.dtype, device=self.device).normal_(
+            std=STD, generator=self.generator
+        )
         large[rule.rows.gaps.to(self.device)] = 0.0
         return large
 
@@ -91,12 +95,18 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
 
 
 def layer_state(
-    layer: torch.nn.Module, small: Mapping[str, Tensor], rules: Mapping[str, Rule], hidden: Axis, maker: Maker
+    layer: torch.nn.Module,
+    small: Mapping[str, Tensor],
+    rules: Mapping[str, Rule],
+    hidden: Axis,
+    maker: Maker,
 ) -> dict[str, Tensor]:
     """Return the state of a large layer. small: empty for a layer that changes nothing."""
     norm = torch.ones(hidden.small)
     return {
-        name: maker.tensor(rule_of(rules, name), small[name] if small else norm if "norm" in name else None)
+        name: maker.tensor(
+            rule_of(rules, name), small[name] if small else norm if "norm" in name else None
+        )
         for name in layer.state_dict()
     }
 

@@ -42,16 +42,24 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     train.add(training)
     training.set_defaults(run=train.run, out=None)
     first = commands.add_parser("log")
-    first.add_argument("folder", type=Path, help="folder of the trees; resumes after an interruption")
+    first.add_argument(
+        "folder", type=Path, help="folder of the trees; resumes after an interruption"
+    )
     first.add_argument("--width", type=int, default=10)
     first.add_argument("--expansions", type=int, default=12)
     first.add_argument("--temperature", type=float, default=0.0)
     second = commands.add_parser("compare")
     second.add_argument("folder", type=Path, nargs="+")
     second.add_argument(
-        "--grid", type=Path, nargs="+", required=True, help="trees to search the best depth and size on"
+        "--grid",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="trees to search the best depth and size on",
     )
-    second.add_argument("--default", type=int, nargs=2, default=(8, 59), help="the beam's own depth and size")
+    second.add_argument(
+        "--default", type=int, nargs=2, default=(8, 59), help="the beam's own depth and size"
+    )
     third = commands.add_parser("agree")
     third.add_argument("--cycles", type=int, default=300)
     third.add_argument("--candidates", type=Path, help="logged trees of the same prompts")
@@ -61,11 +69,20 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         add_arguments(command, "out")
         command.set_defaults(run=run)
         if command in (second, third):
-            command.add_argument("--networks", action="append", required=True, help="as of the policy ltd; repeatable")
+            command.add_argument(
+                "--networks",
+                action="append",
+                required=True,
+                help="as of the policy ltd; repeatable",
+            )
             command.add_argument("--costs", required=True, help="as of `train`")
         if command in (first, third):
-            add_arguments(command, "model", "draft", "dtype", "prompts", per_set=2, max_new_tokens=96)
-            command.add_argument("--no-lookup", action="store_true", help="the draft alone, as by default on a GPU")
+            add_arguments(
+                command, "model", "draft", "dtype", "prompts", per_set=2, max_new_tokens=96
+            )
+            command.add_argument(
+                "--no-lookup", action="store_true", help="the draft alone, as by default on a GPU"
+            )
     return parser.parse_args(argv)
 
 

@@ -73,7 +73,9 @@ class CandidateTrees(ShardFolder):
 
     FORMAT = 1
     MANIFEST = "candidates.json"
-    contents = Contents("candidates", "logged candidates", "the candidates in {} were", "log the candidates")
+    contents = Contents(
+        "candidates", "logged candidates", "the candidates in {} were", "log the candidates"
+    )
 
     def add(self, number: int, trees: Sequence[Candidates]) -> None:
         self.save(
@@ -82,9 +84,15 @@ class CandidateTrees(ShardFolder):
                 "scores": torch.cat([tree.scores for tree in trees]),
                 "depths": torch.cat([tree.depths for tree in trees]).to(torch.uint8),
                 "path": torch.cat([tree.path for tree in trees]).to(torch.int32),
-                "sizes": torch.tensor([len(tree.scores) for tree in trees], dtype=torch.int32, device="cpu"),
-                "lengths": torch.tensor([len(tree.path) for tree in trees], dtype=torch.int32, device="cpu"),
-                "contexts": torch.tensor([tree.context for tree in trees], dtype=torch.int32, device="cpu"),
+                "sizes": torch.tensor(
+                    [len(tree.scores) for tree in trees], dtype=torch.int32, device="cpu"
+                ),
+                "lengths": torch.tensor(
+                    [len(tree.path) for tree in trees], dtype=torch.int32, device="cpu"
+                ),
+                "contexts": torch.tensor(
+                    [tree.context for tree in trees], dtype=torch.int32, device="cpu"
+                ),
             },
         )
 
@@ -119,12 +127,16 @@ def log_candidates(
     """
     if engine.drafter is None:
         raise InputError("draft: got none, but the candidates come from a draft")
-    short = next((number for number, prompt in enumerate(prompts, start=1) if len(prompt) < MIN_PROMPT), None)
+    short = next(
+        (number for number, prompt in enumerate(prompts, start=1) if len(prompt) < MIN_PROMPT), None
+    )
     if short is not None or not prompts:
         raise InputError(f"prompts: number {short or 1} has fewer than {MIN_PROMPT} tokens")
     recorded = {"target": name, "draft": engine.drafter.name, **asdict(options)}
     trees = CandidateTrees.create(folder, recorded)
-    beam = policies.make("eagle", width=options.width, expansions=options.expansions, budget=options.verified)
+    beam = policies.make(
+        "eagle", width=options.width, expansions=options.expansions, budget=options.verified
+    )
     growing = Engine(engine.target, engine.drafter, beam, engine.tokenizer)
     new, began = 0, time.perf_counter()
     for number, prompt in enumerate(prompts):
@@ -150,7 +162,10 @@ def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Ite
             assert grown is not None, "an engine records it"
             scores, depths = grown.path_log_probs[1:].cpu(), grown.depths[1:].cpu()
             yield Candidates(
-                scores, depths, torch.tensor(found, dtype=torch.int64, device="cpu") - 1, len(prompt) + place
+                scores,
+                depths,
+                torch.tensor(found, dtype=torch.int64, device="cpu") - 1,
+                len(prompt) + place,
             )
         place += len(cycle.tokens)
 
@@ -159,5 +174,9 @@ def _accepted(cycle: Cycle, following: Sequence[int]) -> list[int] | None:
     """Return the nodes below the root that carry the tokens `following`; None if the tree may go on beyond them."""
     assert cycle.grown is not None, "an engine records it"
     tree, depths = cycle.grown, cycle.grown.depths.tolist()
-    path, _ = walk(tree, lambda node: following[depths[node]] if depths[node] < len(following) else -1, lambda _: False)
+    path, _ = walk(
+        tree,
+        lambda node: following[depths[node]] if depths[node] < len(following) else -1,
+        lambda _: False,
+    )
     return path[1:] if depths[path[-1]] < len(following) else None

@@ -36,14 +36,21 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
-    return [engine.stream(item.text, max_new_tokens=1).prompt for item in workloads.read(args.prompts, args.per_set)]
+    return [
+        engine.stream(item.text, max_new_tokens=1).prompt
+        for item in workloads.read(args.prompts, args.per_set)
+    ]
 
 
 def log(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine = _engine(args)
-    options = CandidateOptions(args.max_new_tokens, args.width, args.expansions, temperature=args.temperature)
+    options = CandidateOptions(
+        args.max_new_tokens, args.width, args.expansions, temperature=args.temperature
+    )
     name = Path(args.model).name if args.model else models.embedded.NAME
-    trees = log_candidates(engine, _prompts(args, engine), args.folder, options, name=name, progress=say)
+    trees = log_candidates(
+        engine, _prompts(args, engine), args.folder, options, name=name, progress=say
+    )
     yield {"record": "log", **trees.manifest, "trees": sum(map(len, trees.answers()))}
 
 
@@ -65,7 +72,9 @@ def curves(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pairs = {name: _ltd.load(name).networks for name in args.networks}
     if len({networks.shape for networks in pairs.values()}) > 1:
-        raise InputError("networks: they are for trees of different shapes; compare them one at a time")
+        raise InputError(
+            "networks: they are for trees of different shapes; compare them one at a time"
+        )
     shape, costs = next(iter(pairs.values())).shape, find_costs(args.costs)
     folders = [CandidateTrees.open(folder) for folder in args.folder]
     trees = Outcomes.of([answer for folder in folders for answer in folder.answers()], shape, costs)
@@ -75,9 +84,14 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     base = trees.speed(*args.default)
     yield _row("eagle", base, base, depth=args.default[0], size=args.default[1])
     searched = Outcomes.of(
-        [answer for folder in args.grid for answer in CandidateTrees.open(folder).answers()], shape, costs
+        [answer for folder in args.grid for answer in CandidateTrees.open(folder).answers()],
+        shape,
+        costs,
     )
-    for name, source in (("eagle, best on the training's trees", searched), ("eagle, best on these trees", trees)):
+    for name, source in (
+        ("eagle, best on the training's trees", searched),
+        ("eagle, best on these trees", trees),
+    ):
         depth, size = best_of_grid(source)
         yield _row(name, trees.speed(depth, size), base, depth=depth, size=size)
     for name, networks in pairs.items():
@@ -97,11 +111,15 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def best_of_grid(trees: Outcomes) -> tuple[int, int]:
     """Return the depth and size with the highest throughput on these trees."""
     shape = trees.shape
-    grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
+    grid = [
+        (depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes
+    ]
     return max(grid, key=lambda point: trees.speed(*point).speed)
 
 
-def decided(trees: Outcomes, networks: Networks, depth: int | None, size: int | None) -> tuple[Any, Any]:
+def decided(
+    trees: Outcomes, networks: Networks, depth: int | None, size: int | None
+) -> tuple[Any, Any]:
     """Return depths and sizes, int64 [trees], by the networks, or by a fixed number instead of one of them."""
     depths = trees.depths_by(networks) if depth is None else trees.all_trees(depth)
     return depths, trees.sizes_by(networks, depths) if size is None else trees.all_trees(size)
@@ -110,8 +128,12 @@ def decided(trees: Outcomes, networks: Networks, depth: int | None, size: int | 
 def foreseen(trees: Outcomes) -> tuple[Any, Any]:
     """Return depths and sizes that maximise throughput given the target's choices: an upper bound for any policy."""
     shape, everything, rate = trees.shape, np.arange(len(trees)), 1.0
-    grid = [(depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes]
-    tokens = np.stack([trees.committed(everything, *map(trees.all_trees, point)) for point in grid], 1)
+    grid = [
+        (depth, size) for depth in range(shape.least, shape.expansions + 1) for size in shape.sizes
+    ]
+    tokens = np.stack(
+        [trees.committed(everything, *map(trees.all_trees, point)) for point in grid], 1
+    )
     cost = np.array([trees.cost(*map(np.asarray, point)) for point in grid]) / trees.costs.plain
     for _ in range(20):
         best = (tokens - rate * cost).argmax(1)
@@ -122,11 +144,20 @@ def foreseen(trees: Outcomes) -> tuple[Any, Any]:
 
 def _row(way: str, speed: Speed, base: Speed, **facts: Any) -> dict[str, Any]:
     figures = {name: round(value, 4) for name, value in speed._asdict().items()}
-    return {"record": "replay", "way": way, **figures, "over_eagle": round(speed.speed / base.speed, 4), **facts}
+    return {
+        "record": "replay",
+        "way": way,
+        **figures,
+        "over_eagle": round(speed.speed / base.speed, 4),
+        **facts,
+    }
 
 
 def _counts(values: Any) -> dict[int, int]:
-    return {int(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}
+    return {
+        int(value): int(count)
+        for value, count in zip(*np.unique(values, return_counts=True), strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- live
@@ -138,11 +169,20 @@ def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from research.ltd.environments import WALLCLOCK_UNIT, cycle_facts
     from research.ltd.steered import Finished, SteeredEngine, decision_seconds
 
-    engine, costs, networks = _engine(args), find_costs(args.costs), _ltd.load(args.networks[0]).networks
+    engine, costs, networks = (
+        _engine(args),
+        find_costs(args.costs),
+        _ltd.load(args.networks[0]).networks,
+    )
     shape, device = networks.shape, engine.target.device
-    own = {which: round(1e6 * decision_seconds(networks, which, device), 1) for which in ("depth", "size")}
+    own = {
+        which: round(1e6 * decision_seconds(networks, which, device), 1)
+        for which in ("depth", "size")
+    }
     yield {"record": "decisions", "networks": args.networks[0], "microseconds": own}
-    steered = SteeredEngine(engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens)
+    steered = SteeredEngine(
+        engine, _prompts(args, engine), shape, "size", None, length=args.max_new_tokens
+    )
     random = np.random.default_rng(0)
     action: int | None = None
     seconds: list[float] = []
@@ -158,14 +198,20 @@ def agree(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             action = int(random.integers(len(shape.sizes)))
     steered.close()
     predicted = [costs.cycle(fact["verified"], fact["widths"]) for fact in facts]
-    live = [fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in zip(seconds, facts, strict=True)]
-    table = [fact["tokens"] * costs.plain / cost for fact, cost in zip(facts, predicted, strict=True)]
+    live = [
+        fact["tokens"] * WALLCLOCK_UNIT / spent for spent, fact in zip(seconds, facts, strict=True)
+    ]
+    table = [
+        fact["tokens"] * costs.plain / cost for fact, cost in zip(facts, predicted, strict=True)
+    ]
     yield {
         "record": "agreement",
         "cycles": len(facts),
         "spearman_of_rewards": round(spearman(live, table), 4),
         "spearman_of_seconds": round(spearman(seconds, predicted), 4),
-        "seconds_over_predicted": round(float(np.median(np.array(seconds) / np.array(predicted))), 6),
+        "seconds_over_predicted": round(
+            float(np.median(np.array(seconds) / np.array(predicted))), 6
+        ),
     }
     if args.candidates:
         trees = Outcomes.of(list(CandidateTrees.open(args.candidates).answers()), shape, costs)
@@ -177,7 +223,9 @@ def _by_setting(trees: Outcomes, actions: Any, live: Any) -> dict[str, Any]:
     shape, found = trees.shape, {}
     depths, sizes = np.arange(max(1, shape.least), shape.expansions + 1), np.array(shape.sizes)
     every, deep, many = np.meshgrid(np.arange(len(trees)), depths, sizes, indexing="ij")
-    replayed = trees.committed(every, deep, many) * trees.costs.plain / trees.cost(deep[:1], many[:1])
+    replayed = (
+        trees.committed(every, deep, many) * trees.costs.plain / trees.cost(deep[:1], many[:1])
+    )
     for place, depth in enumerate(depths):
         found[f"depth {depth}"] = live[actions[:, 0] == depth].mean(), replayed[:, place].mean()
     for place, size in enumerate(sizes):
@@ -186,7 +234,9 @@ def _by_setting(trees: Outcomes, actions: Any, live: Any) -> dict[str, Any]:
         "record": "agreement by setting",
         "trees": len(trees),
         "spearman": round(spearman(*zip(*found.values(), strict=True)), 4),
-        "live_and_replayed": {name: [round(float(value), 4) for value in pair] for name, pair in found.items()},
+        "live_and_replayed": {
+            name: [round(float(value), 4) for value in pair] for name, pair in found.items()
+        },
     }
 
 

@@ -17,7 +17,11 @@ def plot(entries: list[dict[str, Any]], file: Path) -> bool:
             axes = figure.add_subplot(1, len(stages), number)
             own = [entry for entry in entries if entry["stage"] == stage]
             rewards = [(entry["steps"], entry["reward"]) for entry in own if "reward" in entry]
-            speeds = [(entry["steps"], entry["validation"]["speed"]) for entry in own if "validation" in entry]
+            speeds = [
+                (entry["steps"], entry["validation"]["speed"])
+                for entry in own
+                if "validation" in entry
+            ]
             axes.plot(*zip(*rewards, strict=True), linewidth=0.8, label="reward in training")
             axes.plot(*zip(*speeds, strict=True), "k.-", label="speed on held-back answers")
             axes.set(title=f"{stage}: {which}", xlabel="decisions")

@@ -26,7 +26,9 @@ WALLCLOCK_UNIT = 0.01  # seconds; the released code's reward is tokens / (100 se
 
 def spaces(shape: LtdShape, which: Stage) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
     inputs, outputs = shape.inputs[which], shape.outputs[which]
-    return gymnasium.spaces.Box(-np.inf, np.inf, (inputs,), np.float32), gymnasium.spaces.Discrete(outputs)
+    return gymnasium.spaces.Box(-np.inf, np.inf, (inputs,), np.float32), gymnasium.spaces.Discrete(
+        outputs
+    )
 
 
 class LiveEnvironment(gymnasium.Env[Array, Any]):
@@ -49,7 +51,9 @@ class LiveEnvironment(gymnasium.Env[Array, Any]):
         self._engine: SteeredEngine | None = None
         self._latest = np.zeros(shape.inputs[which], dtype=np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None:
             self.close()
@@ -88,7 +92,9 @@ def cycle_facts(cycle: Cycle) -> dict[str, Any]:
     grown = cycle.grown
     assert grown is not None, "an engine records it"
     levels = torch.bincount(grown.depths, minlength=int(cycle.tree.passes)).tolist()
-    parents = [len(grown.parents[grown.depths == depth].unique()) for depth in range(1, len(levels))]
+    parents = [
+        len(grown.parents[grown.depths == depth].unique()) for depth in range(1, len(levels))
+    ]
     return {
         "tokens": len(cycle.tokens),
         "verified": len(cycle.tree),
@@ -118,7 +124,10 @@ class LoggedEnvironment(VecEnv):
         self._sizes = np.array(outcomes.shape.sizes)
         self._other_depths, self._other_sizes = _others(outcomes, which, other)
         self._random = np.random.default_rng(seed)
-        self._trees, self._expansions = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self._trees, self._expansions = (
+            np.zeros(count, dtype=np.int64),
+            np.zeros(count, dtype=np.int64),
+        )
         self._actions = np.zeros(count, dtype=np.int64)
 
     def reset(self) -> Array:
@@ -144,7 +153,11 @@ class LoggedEnvironment(VecEnv):
         """Take one decision about the depth; returns whether the growth is over."""
         shape, goes_on = self._outcomes.shape, self._actions == GO_ON
         self._expansions += goes_on
-        while (silent := goes_on & ~_asked(shape, self._expansions) & (self._expansions < shape.expansions)).any():
+        while (
+            silent := goes_on
+            & ~_asked(shape, self._expansions)
+            & (self._expansions < shape.expansions)
+        ).any():
             self._expansions += silent
         return ~goes_on | (self._expansions >= shape.expansions)
 
@@ -159,7 +172,10 @@ class LoggedEnvironment(VecEnv):
 
     def _draw(self, places: Array, committed: Array | None = None) -> None:
         """Draw new trees: those after the committed tokens if all positions were logged, else any."""
-        shape, trees = self._outcomes.shape, self._random.integers(len(self._outcomes), size=len(places))
+        shape, trees = (
+            self._outcomes.shape,
+            self._random.integers(len(self._outcomes), size=len(places)),
+        )
         if committed is not None and self._outcomes.dense:
             following = self._outcomes.following(self._trees[places], committed)
             trees = np.where(following >= 0, following, trees)
@@ -168,7 +184,9 @@ class LoggedEnvironment(VecEnv):
             first = next(count for count in range(shape.expansions) if shape.asks(count))
             self._expansions[places] = first
         elif self._other_depths is None:
-            self._expansions[places] = self._random.integers(max(1, shape.least), shape.expansions + 1, len(places))
+            self._expansions[places] = self._random.integers(
+                max(1, shape.least), shape.expansions + 1, len(places)
+            )
         else:
             self._expansions[places] = self._other_depths[trees]
 
@@ -179,7 +197,9 @@ class LoggedEnvironment(VecEnv):
         for count in np.unique(self._expansions):
             at = np.flatnonzero(self._expansions == count)
             trees = self._trees[at]
-            seen[at] = observation(outcomes.laid[trees], outcomes.contexts[trees], int(count), shape).numpy()
+            seen[at] = observation(
+                outcomes.laid[trees], outcomes.contexts[trees], int(count), shape
+            ).numpy()
         return seen
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
@@ -194,7 +214,9 @@ class LoggedEnvironment(VecEnv):
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         raise NotImplementedError("logged trees have no such attributes")
 
-    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+    def env_method(
+        self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
+    ) -> list[Any]:
         raise NotImplementedError("logged trees have no such methods")
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
@@ -205,7 +227,9 @@ def _asked(shape: LtdShape, expansions: Array) -> Array:
     return np.array([shape.asks(count) for count in range(shape.expansions + 1)])[expansions]
 
 
-def _others(outcomes: Outcomes, which: Stage, other: Networks | int | None) -> tuple[Array | None, Array]:
+def _others(
+    outcomes: Outcomes, which: Stage, other: Networks | int | None
+) -> tuple[Array | None, Array]:
     """Return depths by tree (None: random), and sizes by tree and depth, that the other network decides."""
     trees, levels = len(outcomes), outcomes.shape.expansions + 1
     if not isinstance(other, Networks):

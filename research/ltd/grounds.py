@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.costs_record import costs_record
-from research.ltd.environments import WALLCLOCK_UNIT, LiveEnvironment, LoggedEnvironment, cycle_facts
+from research.ltd.environments import (
+    WALLCLOCK_UNIT,
+    LiveEnvironment,
+    LoggedEnvironment,
+    cycle_facts,
+)
 from research.ltd.options import PolicyOptions, Stage
 from research.ltd.outcomes import Outcomes, Speed
 from research.ltd.steered import SteeredEngine, decision_seconds, steered_policy
@@ -37,8 +42,12 @@ class LoggedGround:
     held: Outcomes
     options: PolicyOptions
 
-    def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> LoggedEnvironment:
-        return LoggedEnvironment(self.learnt, which, self.options.reward, other, count=self.options.environments)
+    def environment(
+        self, which: Stage, other: Networks | int | None, networks: Networks
+    ) -> LoggedEnvironment:
+        return LoggedEnvironment(
+            self.learnt, which, self.options.reward, other, count=self.options.environments
+        )
 
     def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
         return speed_of(self.held, networks, depth, size)
@@ -48,7 +57,9 @@ class LoggedGround:
         return {"trees": len(self.learnt), "held_back_trees": len(self.held), "costs": costs}
 
 
-def speed_of(outcomes: Outcomes, networks: Networks, depth: int | None = None, size: int | None = None) -> Speed:
+def speed_of(
+    outcomes: Outcomes, networks: Networks, depth: int | None = None, size: int | None = None
+) -> Speed:
     """Return the speed of the networks at all of these trees; a depth or size replaces a network."""
     depths = outcomes.depths_by(networks) if depth is None else outcomes.all_trees(depth)
     return outcomes.speed(depths, outcomes.sizes_by(networks, depths) if size is None else size)
@@ -64,13 +75,22 @@ class LiveGround:
     costs: PassCosts | None
     options: PolicyOptions
 
-    def environment(self, which: Stage, other: Networks | int | None, networks: Networks) -> LiveEnvironment:
+    def environment(
+        self, which: Stage, other: Networks | int | None, networks: Networks
+    ) -> LiveEnvironment:
         options, shape = self.options, self.options.shape
         own = decision_seconds(networks, which, self.engine.target.device)
 
         def make(seed: int) -> SteeredEngine:
             return SteeredEngine(
-                self.engine, self.learnt, shape, which, other, length=options.length, seed=seed, decision_seconds=own
+                self.engine,
+                self.learnt,
+                shape,
+                which,
+                other,
+                length=options.length,
+                seed=seed,
+                decision_seconds=own,
             )
 
         return LiveEnvironment(make, shape, which, options.reward, self.costs)
@@ -78,9 +98,16 @@ class LiveGround:
     def validate(self, networks: Networks, depth: int | None, size: int | None) -> Speed:
         policy = steered_policy(self.options.shape, networks, depth, size)
         length = self.options.length
-        cycles = [cycle for prompt in self.held for cycle in live_cycles(self.engine, policy, prompt, length)]
+        cycles = [
+            cycle
+            for prompt in self.held
+            for cycle in live_cycles(self.engine, policy, prompt, length)
+        ]
         tokens = sum(len(cycle.tokens) for cycle in cycles)
-        passes, verified = sum(int(cycle.tree.passes) for cycle in cycles), sum(len(cycle.tree) for cycle in cycles)
+        passes, verified = (
+            sum(int(cycle.tree.passes) for cycle in cycles),
+            sum(len(cycle.tree) for cycle in cycles),
+        )
         plain = WALLCLOCK_UNIT if self.costs is None else self.costs.plain
         speed = tokens * plain / sum(self._cost(cycle) for cycle in cycles)
         return Speed(speed, tokens / len(cycles), passes / len(cycles), verified / len(cycles))
@@ -96,7 +123,9 @@ class LiveGround:
         return {"prompts": len(self.learnt), "held_back_prompts": len(self.held), "costs": costs}
 
 
-def live_cycles(engine: Engine, policy: Ltd, prompt: list[int], length: int, **options: Any) -> list[Cycle]:
+def live_cycles(
+    engine: Engine, policy: Ltd, prompt: list[int], length: int, **options: Any
+) -> list[Cycle]:
     """Return the cycles of one answer, which is greedy unless options say otherwise."""
     serving = Engine(engine.target, engine.drafter, policy, engine.tokenizer)
     return list(serving.answer(prompt, **{"max_new_tokens": length, "temperature": 0.0, **options}))

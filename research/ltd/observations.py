@@ -16,13 +16,19 @@ def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
 
     scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
     """
-    window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT))
+    window = ops.Window(
+        shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT)
+    )
     expansions = int(depths[-1]) - 1 if len(depths) else 0
     count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32, device="cpu")
-    return ops.beam_observation(scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window)
+    return ops.beam_observation(
+        scores, depths, count, done, torch.zeros(1, dtype=torch.int64, device="cpu"), window
+    )
 
 
-def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
+def depth_observation(
+    laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape
+) -> Tensor:
     """Return float32 [..., width**2 + 28]: the last level's candidates, the context's length, the expansions so far.
 
     laid: float32 [..., shape.candidates] (see `laid_out`); context: tokens committed, [...]; expansions: complete.
@@ -30,11 +36,15 @@ def depth_observation(laid: Tensor, context: Tensor | int, expansions: int, shap
     """
     start = shape.grown(expansions - 1) if expansions else 0
     level = laid[..., start : shape.grown(expansions)]
-    level = pad(level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad)
+    level = pad(
+        level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad
+    )
     return _with_facts(level, context, expansions, REPEATS["depth"])
 
 
-def size_observation(laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape) -> Tensor:
+def size_observation(
+    laid: Tensor, context: Tensor | int, expansions: int, shape: LtdShape
+) -> Tensor:
     """Return float32 [..., shape.candidates + 58]: all candidates, the context's length, the number of expansions.
 
     laid: float32 [..., shape.candidates], of which those of later expansions are not shown. Source: equation 3.

@@ -158,8 +158,12 @@ class PolicyOptions:
     )
 
     def __post_init__(self) -> None:
-        require_minimum(self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1)
-        require_minimum(self, environments=1, length=4, seed=0, prompts=0, fixed_size=1, fixed_depth=0)
+        require_minimum(
+            self, size_steps=0, depth_steps=0, rollout=2, minibatch=2, epochs=1, validate_every=1
+        )
+        require_minimum(
+            self, environments=1, length=4, seed=0, prompts=0, fixed_size=1, fixed_depth=0
+        )
         for name in ("again_share", "learning_rate", "clip"):
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value > 0, "above 0")
@@ -170,10 +174,16 @@ class PolicyOptions:
         self._require("again", set(self.again) <= {"size", "depth"}, "size, depth")
         self._require("activation", self.activation in get_args(Activation), "relu, tanh")
         self._require(
-            "rollout", self.rollout % self.environments == 0, f"a multiple of environments {self.environments}"
+            "rollout",
+            self.rollout % self.environments == 0,
+            f"a multiple of environments {self.environments}",
         )
         self._require("minibatch", self.rollout % self.minibatch == 0, "a divisor of rollout")
-        self._require("fixed_depth", self.fixed_depth <= self.shape.expansions, f"at most {self.shape.expansions}")
+        self._require(
+            "fixed_depth",
+            self.fixed_depth <= self.shape.expansions,
+            f"at most {self.shape.expansions}",
+        )
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:
         require(name, getattr(self, name), accepted, holds)

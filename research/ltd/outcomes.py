@@ -66,12 +66,19 @@ class Outcomes:
     answers: Array
 
     @classmethod
-    def of(cls, answers: Sequence[Sequence[Candidates]], shape: LtdShape, costs: PassCosts) -> Outcomes:
+    def of(
+        cls, answers: Sequence[Sequence[Candidates]], shape: LtdShape, costs: PassCosts
+    ) -> Outcomes:
         """Compute the outcomes. InputError if the trees are narrower or lower than the shape's."""
         trees = [tree for answer in answers for tree in answer]
         if not trees:
             raise InputError("candidates: no tree was logged")
-        laid, ranks = [], np.full((len(trees), shape.expansions + 1, shape.expansions + 1), OUT_OF_REACH, np.int32)
+        laid, ranks = (
+            [],
+            np.full(
+                (len(trees), shape.expansions + 1, shape.expansions + 1), OUT_OF_REACH, np.int32
+            ),
+        )
         for number, tree in enumerate(trees):
             if len(tree.scores) < shape.candidates:
                 raise InputError(
@@ -81,8 +88,12 @@ class Outcomes:
             scores, depths = tree.scores[: shape.candidates], tree.depths[: shape.candidates]
             laid.append(laid_out(scores, depths, shape))
             path = tree.path[tree.path < shape.candidates]
-            ranks[number, :, : len(path)] = path_ranks(scores.numpy(), depths.numpy(), path.numpy(), shape.expansions)
-        contexts = torch.tensor([float(tree.context) for tree in trees], dtype=torch.float32, device="cpu")
+            ranks[number, :, : len(path)] = path_ranks(
+                scores.numpy(), depths.numpy(), path.numpy(), shape.expansions
+            )
+        contexts = torch.tensor(
+            [float(tree.context) for tree in trees], dtype=torch.float32, device="cpu"
+        )
         numbers = np.repeat(np.arange(len(answers)), [len(answer) for answer in answers])
         return cls(shape, costs, torch.stack(laid), contexts, ranks, numbers)
 
@@ -130,9 +141,9 @@ class Outcomes:
         """Return the cost of cycles with these expansions and candidates, in the table's unit."""
         pairs = np.stack(np.broadcast_arrays(expansions, sizes), -1)
         unique, place = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-        return np.array([cycle_cost(self.costs, self.shape, int(j), int(v)) for j, v in unique])[place].reshape(
-            pairs.shape[:-1]
-        )
+        return np.array([cycle_cost(self.costs, self.shape, int(j), int(v)) for j, v in unique])[
+            place
+        ].reshape(pairs.shape[:-1])
 
     def speed(self, expansions: Array | int, sizes: Array | int) -> Speed:
         """Return the speed of these decisions at all trees; int64 [trees] each, or one number for all."""
@@ -156,7 +167,9 @@ class Outcomes:
         growing = torch.arange(len(self), dtype=torch.int64, device="cpu")
         for expansions in range(shape.expansions):
             if shape.asks(expansions):
-                seen = depth_observation(self.laid[growing], self.contexts[growing], expansions, shape)
+                seen = depth_observation(
+                    self.laid[growing], self.contexts[growing], expansions, shape
+                )
                 goes_on = best_actions(networks, "depth", seen) == GO_ON
                 found[growing[~goes_on].numpy()] = expansions
                 growing = growing[goes_on]
@@ -179,8 +192,12 @@ OUT_OF_REACH = np.iinfo(np.int32).max
 def path_ranks(scores: Array, depths: Array, path: Array, expansions: int) -> Array:
     """Return ranks, int32 [expansions + 1, nodes of the path], by the order of ops.select_best; see Outcomes.ranks."""
     better = scores[None] > scores[path][:, None]
-    better |= (scores[None] == scores[path][:, None]) & (np.arange(len(scores))[None] < path[:, None])
-    by_level = np.stack([(better & (depths[None] == depth)).sum(1) for depth in range(1, expansions + 2)])
+    better |= (scores[None] == scores[path][:, None]) & (
+        np.arange(len(scores))[None] < path[:, None]
+    )
+    by_level = np.stack(
+        [(better & (depths[None] == depth)).sum(1) for depth in range(1, expansions + 2)]
+    )
     ranks = by_level.cumsum(0).astype(np.int32)
     ranks[np.arange(1, expansions + 2)[:, None] < depths[path][None]] = OUT_OF_REACH
     return ranks
@@ -195,7 +212,9 @@ def split(
     folders: Sequence[CandidateTrees], shape: LtdShape, costs: PassCosts, held_back: float
 ) -> tuple[Outcomes, Outcomes]:
     """Split the answers of all folders into trees to learn from and trees to hold back."""
-    learnt, held = hold_back([answer for trees in folders for answer in trees.answers() if answer], held_back)
+    learnt, held = hold_back(
+        [answer for trees in folders for answer in trees.answers() if answer], held_back
+    )
     return Outcomes.of(learnt, shape, costs), Outcomes.of(held, shape, costs)
 
 
@@ -207,7 +226,9 @@ def hold_back(items: Sequence[T], share: float) -> tuple[list[T], list[T]]:
     held = set(evenly(len(items), max(1, round(share * len(items)))))
     if len(held) == len(items):
         raise InputError(f"held_back: {share} of {len(items)} answers leaves none to learn from")
-    return [item for place, item in enumerate(items) if place not in held], [items[place] for place in sorted(held)]
+    return [item for place, item in enumerate(items) if place not in held], [
+        items[place] for place in sorted(held)
+    ]
 
 
 def evenly(total: int, count: int) -> list[int]:

@@ -23,7 +23,9 @@ from specengine.records import Cycle
 TIMED = 50  # forwards that the time of a decision is measured with
 
 
-def steered_policy(shape: LtdShape, decisions: Decisions, depth: int | None = None, size: int | None = None) -> Ltd:
+def steered_policy(
+    shape: LtdShape, decisions: Decisions, depth: int | None = None, size: int | None = None
+) -> Ltd:
     """Return a policy that follows `decisions`, for networks that are still being trained."""
     policy = Ltd.__new__(Ltd)
     policy.networks, policy.depth, policy.size, policy.check_every = "(steered)", depth, size, None
@@ -110,7 +112,9 @@ class SteeredEngine:
     def _work(self) -> None:
         try:
             while True:
-                for found in self._cycles(self._prompts[int(self._random.integers(len(self._prompts)))]):
+                for found in self._cycles(
+                    self._prompts[int(self._random.integers(len(self._prompts)))]
+                ):
                     self._decisions.questions.put(found)
         except _Closed:
             self._engine.reset()
@@ -136,7 +140,11 @@ class _Decisions:
     """Decisions of one kind by whoever answers, of the other kind by the other network or at random."""
 
     def __init__(
-        self, which: Stage, other: Networks | int | None, shape: LtdShape, random: np.random.Generator
+        self,
+        which: Stage,
+        other: Networks | int | None,
+        shape: LtdShape,
+        random: np.random.Generator,
     ) -> None:
         self.questions: queue.SimpleQueue[Question | Finished | BaseException] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -147,18 +155,24 @@ class _Decisions:
     def start(self) -> None:
         """Begin a cycle."""
         self.waited, self.decisions = 0.0, 0
-        self._drawn = int(self._random.integers(max(1, self._shape.least), self._shape.expansions + 1))
+        self._drawn = int(
+            self._random.integers(max(1, self._shape.least), self._shape.expansions + 1)
+        )
 
     def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
         if self._which == "depth":
-            return torch.tensor([self._ask(observation) == GO_ON], device=observation.device, dtype=torch.bool)
+            return torch.tensor(
+                [self._ask(observation) == GO_ON], device=observation.device, dtype=torch.bool
+            )
         if isinstance(self._other, Networks):
             return self._other.goes_on(observation, expansions)
         return expansions < self._drawn
 
     def choose_size(self, observation: Tensor) -> Tensor:
         if self._which == "size":
-            return torch.tensor([self._ask(observation)], device=observation.device, dtype=torch.int64)
+            return torch.tensor(
+                [self._ask(observation)], device=observation.device, dtype=torch.int64
+            )
         assert isinstance(self._other, Networks), "a number is the policy's own option"
         return self._other.choose_size(observation)
 

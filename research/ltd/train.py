@@ -34,11 +34,18 @@ MEASURE = "measure"
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="of the networks; goes on if a training stopped there"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of the networks; goes on if a training stopped there",
     )
     recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
-    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})")
-    costs = "; ".join(f"{name}: {found.source}" for name, found in PUBLISHED.items()).replace("%", "%%")
+    parser.add_argument(
+        "--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})"
+    )
+    costs = "; ".join(f"{name}: {found.source}" for name, found in PUBLISHED.items()).replace(
+        "%", "%%"
+    )
     parser.add_argument(
         "--costs", default=MEASURE, metavar="TABLE",
         help=f"what cycles cost: {MEASURE} (the default: on this machine), a file with a costs record, or {costs}",
@@ -48,9 +55,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="learn while the engine runs, also under a cost table; otherwise from logged trees, which is much faster. "
         "The reward wallclock is always live",
     )  # fmt: skip
-    source = parser.add_argument_group("questions", "of --data, --prompts or both; or the trees logged of some earlier")
-    source.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}")
+    source = parser.add_argument_group(
+        "questions", "of --data, --prompts or both; or the trees logged of some earlier"
+    )
+    source.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns"
+    )
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}"
+    )
     source.add_argument(
         "--candidates",
         type=Path,
@@ -75,28 +88,42 @@ def add(parser: argparse.ArgumentParser) -> None:
     }
     listed = listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", PolicyOptions, usual)
     parser.epilog = f"{listed}\n\n{changes('other recipes', others)}"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # which keeps the lines of the listing
+    parser.formatter_class = (
+        argparse.RawDescriptionHelpFormatter
+    )  # which keeps the lines of the listing
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Write the networks, the log and its curve to the folder, and print the networks' place; no records."""
     options: PolicyOptions = build(
-        PolicyOptions, asdict(find_recipe(arguments.recipe).options) | dict(arguments.option), "option"
+        PolicyOptions,
+        asdict(find_recipe(arguments.recipe).options) | dict(arguments.option),
+        "option",
     )
     live = arguments.live or options.reward == "wallclock"
     asked = arguments.data or arguments.prompts
     if bool(asked) == bool(arguments.candidates):
-        raise InputError("data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone")
+        raise InputError(
+            "data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone"
+        )
     if arguments.candidates and (live or arguments.costs == MEASURE):
-        raise InputError("candidates: they are for a cost table that is given by --costs, and not for live training")
+        raise InputError(
+            "candidates: they are for a cost table that is given by --costs, and not for live training"
+        )
     costs = None if arguments.costs == MEASURE else find_costs(arguments.costs)
     corpus = None if arguments.data is None else Corpus.open(arguments.data)
-    turns = [] if arguments.prompts is None else [list(turns) for turns in read_prompts(arguments.prompts)]
+    turns = (
+        []
+        if arguments.prompts is None
+        else [list(turns) for turns in read_prompts(arguments.prompts)]
+    )
     require_extra()
     ground: Ground
     if arguments.candidates:
         assert costs is not None, "checked above"
-        ground = _logged([CandidateTrees.open(folder) for folder in arguments.candidates], options, costs)
+        ground = _logged(
+            [CandidateTrees.open(folder) for folder in arguments.candidates], options, costs
+        )
     else:
         engine = load_engine(arguments)
         texts = [] if corpus is None else questions(corpus)
@@ -110,7 +137,12 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_engine(
-    engine: Engine, prompts: list[list[int]], folder: Path, options: PolicyOptions, costs: PassCosts | None, live: bool
+    engine: Engine,
+    prompts: list[list[int]],
+    folder: Path,
+    options: PolicyOptions,
+    costs: PassCosts | None,
+    live: bool,
 ) -> Ground:
     from research.ltd.grounds import LiveGround
 
@@ -121,8 +153,12 @@ def _with_engine(
     if live:
         table = None if options.reward == "wallclock" else costs
         return LiveGround(engine, learnt, held, table, options)
-    logging = CandidateOptions(length=options.length, width=options.width, expansions=options.expansions)
-    trees = log_candidates(engine, prompts, folder / "candidates", logging, name=_name(engine), progress=say)
+    logging = CandidateOptions(
+        length=options.length, width=options.width, expansions=options.expansions
+    )
+    trees = log_candidates(
+        engine, prompts, folder / "candidates", logging, name=_name(engine), progress=say
+    )
     assert costs is not None, "only the wall clock needs none"
     return _logged([trees], options, costs)
 

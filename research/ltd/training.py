@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from research.ltd.grounds import Ground
 
 MANIFEST = "policy.json"
-BEST, LATEST, STATE, LOG, PAIR = "best.zip", "latest.zip", "state.json", "log.jsonl", "ltd.safetensors"
+BEST, LATEST, STATE, LOG, PAIR = (
+    "best.zip",
+    "latest.zip",
+    "state.json",
+    "log.jsonl",
+    "ltd.safetensors",
+)
 
 Progress = Callable[[str], None]
 
@@ -61,7 +67,11 @@ def train_policy(
     require_extra()
     _begin(folder, options)
     torch.manual_seed(options.seed)
-    networks = Networks(options.shape, {"depth": options.hidden_depth, "size": options.hidden_size}, options.activation)
+    networks = Networks(
+        options.shape,
+        {"depth": options.hidden_depth, "size": options.hidden_size},
+        options.activation,
+    )
     pairs: list[Candidate] = []
     for number, which in enumerate(options.stages):
         stage = _Stage(ground, folder, options, number, which, networks, progress)
@@ -85,7 +95,11 @@ def train_policy(
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return all figures of a training run."""
     file = folder / LOG
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if file.is_file()
+        else []
+    )
 
 
 def _begin(folder: Path, options: PolicyOptions) -> None:
@@ -118,7 +132,13 @@ class _Stage:
         networks: Networks,
         progress: Progress,
     ) -> None:
-        self.ground, self.root, self.options, self.number, self.which = ground, folder, options, number, which
+        self.ground, self.root, self.options, self.number, self.which = (
+            ground,
+            folder,
+            options,
+            number,
+            which,
+        )
         self.folder = folder / f"stage-{number}-{which}"
         self.networks, self.progress = networks, progress
         self.best, self._validated = -float("inf"), -1
@@ -150,7 +170,11 @@ class _Stage:
                 self._forget_after(state["steps"])
             self._clear()
             try:
-                model.learn(max(0, self._steps - model.num_timesteps), Watch(), reset_num_timesteps=not state)
+                model.learn(
+                    max(0, self._steps - model.num_timesteps),
+                    Watch(),
+                    reset_num_timesteps=not state,
+                )
             finally:
                 model.env.close()
             self._validate(model, done=True)
@@ -161,8 +185,12 @@ class _Stage:
         rollouts = model.num_timesteps // self.options.rollout
         if rollouts % self.options.validate_every == 0 and model.num_timesteps != self._validated:
             self._validate(model)
-        model.set_random_seed((self.options.seed * 1000 + self.number) * 100_003 + model.num_timesteps)
-        model._last_obs = model.env.reset()  # so that a training that goes on sees what it would have seen
+        model.set_random_seed(
+            (self.options.seed * 1000 + self.number) * 100_003 + model.num_timesteps
+        )
+        model._last_obs = (
+            model.env.reset()
+        )  # so that a training that goes on sees what it would have seen
         model._last_episode_starts[:] = True
         self._clear()
 
@@ -172,7 +200,11 @@ class _Stage:
 
     def rollout_ends(self, model: Any) -> None:
         mean = self._sum / max(1, self._episodes)
-        self._note(steps=model.num_timesteps, reward=round(mean, 6), seconds=round(time.perf_counter() - self.began, 1))
+        self._note(
+            steps=model.num_timesteps,
+            reward=round(mean, 6),
+            seconds=round(time.perf_counter() - self.began, 1),
+        )
 
     @property
     def _steps(self) -> int:
@@ -215,14 +247,20 @@ class _Stage:
             seed=options.seed * 1000 + self.number,
             device="cpu",
         )
-        earlier = [n for n, which in enumerate(options.stages[: self.number]) if which == self.which]
+        earlier = [
+            n for n, which in enumerate(options.stages[: self.number]) if which == self.which
+        ]
         if earlier:
-            model.set_parameters(str(self.root / f"stage-{earlier[-1]}-{self.which}" / BEST), device="cpu")
+            model.set_parameters(
+                str(self.root / f"stage-{earlier[-1]}-{self.which}" / BEST), device="cpu"
+            )
         return model
 
     def _rate(self, remaining: float) -> float:
         done, warmup = 1 - remaining, self.options.warmup
-        return self.options.learning_rate * (done / warmup if done < warmup else remaining / (1 - warmup))
+        return self.options.learning_rate * (
+            done / warmup if done < warmup else remaining / (1 - warmup)
+        )
 
     def _validate(self, model: Any, done: bool = False) -> None:
         self._validated = model.num_timesteps
@@ -232,7 +270,9 @@ class _Stage:
         size = self.options.fixed_size if alone and self.which == "depth" else None
         speed = self.ground.validate(networks, depth, size)
         self._note(steps=model.num_timesteps, validation=speed._asdict())
-        self.progress(f"stage {self.number} ({self.which}), {model.num_timesteps} of {self._steps}: {_told(speed)}")
+        self.progress(
+            f"stage {self.number} ({self.which}), {model.num_timesteps} of {self._steps}: {_told(speed)}"
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
         if score(self.options.reward, speed) > self.best:
             self.best = score(self.options.reward, speed)
@@ -253,7 +293,9 @@ class _Stage:
     def _load(self, name: str) -> dict[str, torch.Tensor]:
         from stable_baselines3.common.save_util import load_from_zip_file
 
-        _, parameters, _ = load_from_zip_file(str(self.folder / name), device="cpu", load_data=False)
+        _, parameters, _ = load_from_zip_file(
+            str(self.folder / name), device="cpu", load_data=False
+        )
         return dict(parameters["policy"])
 
     def _state(self) -> dict[str, Any]:
@@ -266,7 +308,11 @@ class _Stage:
 
     def _forget_after(self, steps: int) -> None:
         """Drop figures of a rollout that was lost."""
-        kept = [entry for entry in read_log(self.root) if (entry["stage"], entry["steps"]) <= (self.number, steps)]
+        kept = [
+            entry
+            for entry in read_log(self.root)
+            if (entry["stage"], entry["steps"]) <= (self.number, steps)
+        ]
         with atomic(self.root / LOG) as part:
             part.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 

@@ -44,14 +44,21 @@ def answer(engine: Engine, item: Item) -> Generator[None, None, Answered]:
         return failed(item, InputError.__name__, item.fault)
     try:
         if item.url is not None:
-            line, stats = yield from openai.answered(engine, item.request, item.url, item.id, item.place, item.options)
+            line, stats = yield from openai.answered(
+                engine, item.request, item.url, item.id, item.place, item.options
+            )
             return Answered(item.place, line, [each.to_dict() for each in stats])
         results = yield from _turns(engine, item)
     except Exception as error:
         return failed(item, type(error).__name__, " ".join(str(error).split()))
-    turns = [{"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in results]
+    turns = [
+        {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason}
+        for each in results
+    ]
     said = {"turns": turns} if item.later else turns[0]
-    return Answered(item.place, {"id": item.id, **said}, [result.stats.to_dict() for result in results])
+    return Answered(
+        item.place, {"id": item.id, **said}, [result.stats.to_dict() for result in results]
+    )
 
 
 def failed(item: Item, kind: str, message: str) -> Answered:
@@ -66,7 +73,9 @@ def facts(engine: Engine) -> dict[str, Any]:
     identity = stored.identity(engine.target, engine.drafter)
     defaults: Any = engine.target.generation_config
     texts = {
-        "chat template": stored.digest({"template": getattr(engine.tokenizer, "chat_template", None)}),
+        "chat template": stored.digest(
+            {"template": getattr(engine.tokenizer, "chat_template", None)}
+        ),
         "generation config": stored.digest({} if defaults is None else defaults.to_dict()),
         "weights": _sampled(Path(engine.target.name)),
     }

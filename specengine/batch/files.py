@@ -116,7 +116,9 @@ class Stream:
         try:
             self._opened[file].append(record)
         except OSError as error:
-            missing = f"the answer to {self._items[self.done].id!r} is missing (line {self.done + 1})"
+            missing = (
+                f"the answer to {self._items[self.done].id!r} is missing (line {self.done + 1})"
+            )
             raise InputError(f"{unwritable(file, error)}: {missing}; {self.remedy}") from error
 
     def _open(self) -> None:
@@ -147,12 +149,19 @@ class Files(Stream):
     remedy = "the same command continues from there"
 
     def __init__(
-        self, out: Path, items: Sequence[Item], provenance: Record, settings: Record, inputs: Sequence[Path] = ()
+        self,
+        out: Path,
+        items: Sequence[Item],
+        provenance: Record,
+        settings: Record,
+        inputs: Sequence[Path] = (),
     ) -> None:
         super().__init__(out, items)
         self.stats = beside(out)
         self._inputs = inputs
-        self._head: list[Record] = json.loads(json.dumps([provenance, settings]))  # as they come back from a file
+        self._head: list[Record] = json.loads(
+            json.dumps([provenance, settings])
+        )  # as they come back from a file
 
     def __str__(self) -> str:
         return f"{self.out}, figures in {self.stats}"
@@ -168,14 +177,24 @@ class Files(Stream):
 
     def add(self, answered: Answered) -> None:
         item = self._items[answered.place]
-        figures = {"record": "answer", "id": item.id, "seed": item.options["seed"], "stats": answered.stats}
+        figures = {
+            "record": "answer",
+            "id": item.id,
+            "seed": item.options["seed"],
+            "stats": answered.stats,
+        }
         self._append(self.stats, figures)
         super().add(answered)
 
     def _open(self) -> None:
         both = (self.out, self.stats)
         inputs = [file for file in self._inputs if os.path.isfile(file)]
-        if same := [file for file in both for other in inputs if os.path.exists(file) and file.samefile(other)]:
+        if same := [
+            file
+            for file in both
+            for other in inputs
+            if os.path.exists(file) and file.samefile(other)
+        ]:
             raise InputError(f"out: {same[0]} is the file of prompts; name another file")
         lengths = self._resume(*map(self._read, both))
         for file, length in zip(both, lengths, strict=True):
@@ -208,20 +227,28 @@ class Files(Stream):
                 raise InputError(f"out: {self.out} exists without {self.stats}; name another file")
             return 0, 0
         if kinds[:2] != ["provenance", "settings"] or kinds[2:] not in ([], ["engine"]):
-            raise InputError(f"out: {self.stats} was not written by `specengine batch`; name another file")
+            raise InputError(
+                f"out: {self.stats} was not written by `specengine batch`; name another file"
+            )
         require_same("settings", self.out, head[1], self._head[1], tuple(head[1] | self._head[1]))
         *whole, torn = answers.split(b"\n")
         parsed = [*map(_parsed, whole), {"torn": True}]
         for place, line in enumerate([*whole, torn] if torn else whole):
-            if place >= len(self._items) or not (parsed[place] and _begins(line, _beginning(self._items[place]))):
-                raise InputError(f"out: line {place + 1} of {self.out} is no answer of this run; name another file")
+            if place >= len(self._items) or not (
+                parsed[place] and _begins(line, _beginning(self._items[place]))
+            ):
+                raise InputError(
+                    f"out: line {place + 1} of {self.out} is no answer of this run; name another file"
+                )
         self._head = head
         self.done = min(len(whole), len(lines) - len(head))
         self.failures = sum(bool(answer.get("error")) for answer in parsed[: self.done])
         return _length(whole[: self.done]), _length(lines[: len(head) + self.done])
 
 
-def opened(out: Path, items: Sequence[Item], provenance: Record, settings: Record, inputs: Sequence[Path]) -> Stream:
+def opened(
+    out: Path, items: Sequence[Item], provenance: Record, settings: Record, inputs: Sequence[Path]
+) -> Stream:
     """Return the output of a run: files, or a stream where `out` is no regular file. "-" is standard output."""
     special = os.path.exists(out) and not (os.path.isfile(out) or os.path.isdir(out))
     if special or _descriptor(out) is not None:
@@ -269,7 +296,9 @@ def _stream(out: Path) -> Lines:
             if error.errno != errno.ENXIO or not out.is_fifo():
                 raise
             if time.monotonic() > end:
-                raise InputError(f"out: {out} is a pipe that nobody reads; start its reader first") from error
+                raise InputError(
+                    f"out: {out} is a pipe that nobody reads; start its reader first"
+                ) from error
             time.sleep(0.05)
     os.set_blocking(opened, True)
     return Lines(os.fdopen(opened, "wb", buffering=0))

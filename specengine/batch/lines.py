@@ -54,7 +54,9 @@ class Prompts(NamedTuple):
     digest: str
 
 
-def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str | None = None) -> Prompts:
+def read(
+    file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str | None = None
+) -> Prompts:
     """Return every line, checked without the model. InputError names the line, but for a request of
     OpenAI's, whose answer then says what is wrong.
 
@@ -69,9 +71,13 @@ def read(file: Path, options: Mapping[str, Any], *, seed: int = 0, system: str |
         where = f"{file}, line {number}"
         item = _item(place, number, _parsed(line, where), where, options, seed, system)
         if (first := seen.setdefault(str(item.id), number)) != number:
-            raise InputError(f"prompts: {where}: id: got {shown(item.id)}, the id of line {first}; ids must be unique")
+            raise InputError(
+                f"prompts: {where}: id: got {shown(item.id)}, the id of line {first}; ids must be unique"
+            )
         items.append(item)
-    return Prompts(items, hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:32])
+    return Prompts(
+        items, hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:32]
+    )
 
 
 def seed_of(seed: int, place: int) -> int:
@@ -105,12 +111,20 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def _item(
-    place: int, number: int, entry: dict[str, Any], where: str, run: Mapping[str, Any], seed: int, system: str | None
+    place: int,
+    number: int,
+    entry: dict[str, Any],
+    where: str,
+    run: Mapping[str, Any],
+    seed: int,
+    system: str | None,
 ) -> Item:
     names = ("custom_id",) if "body" in entry else _IDS
     given = next((entry[name] for name in names if name in entry), number)
     if not isinstance(given, str | int) or isinstance(given, bool):
-        raise InputError(f"prompts: {where}: id: got {shown(given)}, accepted a string or a whole number")
+        raise InputError(
+            f"prompts: {where}: id: got {shown(given)}, accepted a string or a whole number"
+        )
     seeded = {"seed": seed_of(seed, place), **run}
     if "body" in entry:
         return _request(place, given, entry, where, seeded)
@@ -131,14 +145,18 @@ def _item(
     return Item(place, given, prompt, options, tuple(later))
 
 
-def _request(place: int, given: Any, entry: dict[str, Any], where: str, options: dict[str, Any]) -> Item:
+def _request(
+    place: int, given: Any, entry: dict[str, Any], where: str, options: dict[str, Any]
+) -> Item:
     """Return a line of OpenAI's batches; InputError where no answer could name it."""
     custom_id = entry.get("custom_id")
     require_value(f"prompts: {where}: custom_id", custom_id, "a string", isinstance(custom_id, str))
     try:
         url, request = openai.read(entry)
     except InputError as error:
-        return Item(place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error))
+        return Item(
+            place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error)
+        )
     own = getattr(request, "seed", None)
     seed = {} if own is None else {"seed": own}
     return Item(place, given, "", options | seed, url=url, request=request)
@@ -163,9 +181,13 @@ def _require_prompt(prompt: Any, messages: bool, where: str) -> None:
     """Raise InputError for another kind than Engine.generate takes; what the model says to it comes later."""
     field = f"prompts: {where}: {'messages' if messages else 'prompt'}"
     if messages:
-        require_value(field, prompt, "a list of messages with role and content", _all(prompt, _is_message))
+        require_value(
+            field, prompt, "a list of messages with role and content", _all(prompt, _is_message)
+        )
     else:
-        holds = (isinstance(prompt, str) and bool(prompt)) or _all(prompt, lambda token: type(token) is int)
+        holds = (isinstance(prompt, str) and bool(prompt)) or _all(
+            prompt, lambda token: type(token) is int
+        )
         require_value(field, prompt, "a string or a list of token ids", holds)
 
 

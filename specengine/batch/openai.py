@@ -33,14 +33,18 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
         raise missing_extra("OpenAI's requests", "serve", error) from error
     url, body = entry.get("url", CHAT), entry["body"]
     require_value("url", url, ", ".join(URLS), url in URLS)
-    require_value("method", entry.get("method", "POST"), "POST", entry.get("method", "POST") == "POST")
+    require_value(
+        "method", entry.get("method", "POST"), "POST", entry.get("method", "POST") == "POST"
+    )
     require_value("body", body, "an object", isinstance(body, dict))
     dialect = DIALECTS[url]
     try:
         given = dialect.given.model_validate(body)
         request = dialect.translated(given)
     except ValidationError as error:
-        raise InputError(f"body.{of_validation(error.errors(), list(dialect.given.model_fields))}") from error
+        raise InputError(
+            f"body.{of_validation(error.errors(), list(dialect.given.model_fields))}"
+        ) from error
     except RequestError as problem:
         raise InputError(f"body.{problem}") from problem
     for name in _NOT_OF_A_BATCH:
@@ -66,7 +70,9 @@ def answered(
 
     dialect = DIALECTS[url]
     name = os.path.basename(engine.target.name) or type(engine.target).__name__
-    settings = Settings(name or "model", allow_special_text=bool(defaults.get("allow_special_text", True)))
+    settings = Settings(
+        name or "model", allow_special_text=bool(defaults.get("allow_special_text", True))
+    )
     try:
         request = dialect.translated(body)
         asked = [
@@ -80,7 +86,11 @@ def answered(
     except RequestError as problem:
         raise InputError(str(problem)) from problem
     whole = dialect.reply(body, request, name, engine.tokenizer).whole(answers)
-    response = {"status_code": 200, "request_id": f"req_{place:08d}", "body": _without_chance(whole, place)}
+    response = {
+        "status_code": 200,
+        "request_id": f"req_{place:08d}",
+        "body": _without_chance(whole, place),
+    }
     line = {"id": f"batch_req_{place:08d}", "custom_id": id, "response": response, "error": None}
     return line, [answer.stats for answer in answers]
 
@@ -108,7 +118,11 @@ def _answer(engine: Engine, asked: Any) -> Generator[None, None, Any]:
     )
     result = yield from complete(engine, generation)
     answer = Completion(generation.stats, generation.prompt, passed=generation.stops_passed)
-    answer.text, answer.token_ids, answer.logprobs = result.text, result.token_ids, result.logprobs or []
+    answer.text, answer.token_ids, answer.logprobs = (
+        result.text,
+        result.token_ids,
+        result.logprobs or [],
+    )
     answer.reason = "length" if result.finish_reason == "length" else "stop"
     return answer
 
@@ -121,7 +135,12 @@ def _seeded(defaults: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 _MEASURED = ("timings", "metrics", "system_fingerprint")
 _TIMES = ("created", "created_at", "completed_at")
-_CLIENTS = ("input", "tools", "metadata", "parameters")  # a client's or a model's own words, as they stand
+_CLIENTS = (
+    "input",
+    "tools",
+    "metadata",
+    "parameters",
+)  # a client's or a model's own words, as they stand
 _DRAWN = re.compile(r"(?:([a-z]+)([-_]))?([0-9a-f]{9}|[0-9a-f]{32})")
 
 
@@ -143,16 +162,25 @@ def _without_chance(body: dict[str, Any], place: int) -> dict[str, Any]:
             return [plain(each) for each in value]
         if not isinstance(value, dict):
             return value
-        kept = {name: each for name, each in value.items() if name not in _MEASURED and not name.endswith("_details")}
-        if cached := kept.get("cache_read_input_tokens"):  # Anthropic's input tokens are those that were not cached
+        kept = {
+            name: each
+            for name, each in value.items()
+            if name not in _MEASURED and not name.endswith("_details")
+        }
+        if cached := kept.get(
+            "cache_read_input_tokens"
+        ):  # Anthropic's input tokens are those that were not cached
             kept |= {"input_tokens": kept["input_tokens"] + cached, "cache_read_input_tokens": 0}
         return {
-            name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each) for name, each in kept.items()
+            name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each)
+            for name, each in kept.items()
         }
 
     told: dict[str, Any] = plain(body)
     prefix = _DRAWN.fullmatch(str(body.get("id")))
-    return told | ({"id": f"{prefix[1]}{prefix[2]}{place:08d}"} if prefix is not None and prefix[1] else {})
+    return told | (
+        {"id": f"{prefix[1]}{prefix[2]}{place:08d}"} if prefix is not None and prefix[1] else {}
+    )
 
 
 def _id(place: int, number: int, length: int) -> str:

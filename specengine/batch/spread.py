@@ -116,7 +116,9 @@ class Spread:
         self._tries[item.place] += 1
         if self._tries[item.place] < MAX_TRIES:
             return None
-        return failed(item, ReplicaError.__name__, f"the process that answered it ended, {MAX_TRIES} times")
+        return failed(
+            item, ReplicaError.__name__, f"the process that answered it ended, {MAX_TRIES} times"
+        )
 
 
 def in_order(answers: Iterator[Answered], first: int) -> Iterator[Answered]:

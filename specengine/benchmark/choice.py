@@ -62,15 +62,27 @@ class Comparison:
         self.names = list(dict.fromkeys([PLAIN, *self.names]))
         if (engine := next((name for name in self.names if name in peers.MODES), None)) is not None:
             raise InputError(f"way: got {engine!r}; another engine is named {peers.PREFIX}{engine}")
-        self.specs = {name: Spec.of(name) for name in self.names if name not in BASELINES and not _is_peer(name)}
+        self.specs = {
+            name: Spec.of(name)
+            for name in self.names
+            if name not in BASELINES and not _is_peer(name)
+        }
         self._load = LoadOptions.of(self.load)
         for spec in self.specs.values():
-            spec.check(LoadOptions.of({name: value for name, value in self.load.items() if name != "draft_options"}))
-        self.drafts = any(spec.draft is None and spec.policy != PLAIN for spec in self.specs.values())
+            spec.check(
+                LoadOptions.of(
+                    {name: value for name, value in self.load.items() if name != "draft_options"}
+                )
+            )
+        self.drafts = any(
+            spec.draft is None and spec.policy != PLAIN for spec in self.specs.values()
+        )
         if self.draft is not None and not self.drafts:
             raise InputError("draft: no way uses it; name a policy, as --way auto")
         if self.drafts and self.draft in loading.PLAIN:
-            raise InputError(f"draft: got {self.draft!r}, but there are ways that draft; name a draft")
+            raise InputError(
+                f"draft: got {self.draft!r}, but there are ways that draft; name a draft"
+            )
         refuse_assistant(self.assistant, ASSISTED in self.names)
         others = [name for name in self.names if _is_peer(name)]
         for name in others:
@@ -87,14 +99,18 @@ class Comparison:
 
     def engine(self) -> Engine:
         """Return an engine: the target, with the draft of the ways that name none."""
-        return Engine.from_pretrained(self.model, self.draft, None if self.drafts else PLAIN, **self.load)
+        return Engine.from_pretrained(
+            self.model, self.draft, None if self.drafts else PLAIN, **self.load
+        )
 
     @staticmethod
     def plain(first: Engine) -> Engine:
         """Return plain decoding on the target of `first`."""
         return Engine(first.target, None, None, first.tokenizer)
 
-    def ways(self, first: Engine, items: Sequence[Workload], length: int, turns: int = 1) -> list[Way]:
+    def ways(
+        self, first: Engine, items: Sequence[Workload], length: int, turns: int = 1
+    ) -> list[Way]:
         """Return the ways on the target of `first`; length: of an answer, in tokens."""
         engines = Engines(first, self._load)
         plain = self.plain(first)
@@ -106,8 +122,12 @@ class Comparison:
             if name in BASELINES:
                 return baseline(name, plain, self.options, ends, str(self.assistant), self._load)
             if self.samples:
-                raise InputError(f"way {name}: peers are compared greedily, leave out --temperature")
-            return peers.way(name, self.peers, self._files(), ends, longest(plain, items, length, turns))
+                raise InputError(
+                    f"way {name}: peers are compared greedily, leave out --temperature"
+                )
+            return peers.way(
+                name, self.peers, self._files(), ends, longest(plain, items, length, turns)
+            )
 
         return [made(name) for name in self.names]
 

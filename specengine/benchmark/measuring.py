@@ -52,7 +52,13 @@ class Run:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.plain, self.ways, self.options = plain, list(ways), options
-        self.length, self.rounds, self.turns, self.compares, self.say = length, rounds, turns, compares, say
+        self.length, self.rounds, self.turns, self.compares, self.say = (
+            length,
+            rounds,
+            turns,
+            compares,
+            say,
+        )
         self.faults = 0  # of our own ways: errors that nobody expected, and answers that are not plain decoding's
         self._decoders: dict[str, list[WayDecoder]] = {}
 
@@ -60,7 +66,11 @@ class Run:
         """Yield the records that are not among `done`, those of an earlier run; its faults count too."""
         done = list(done)
         answers = _answers(done)
-        rows = {(record["set"], record["id"], record["way"]) for record in done if record["record"] == "row"}
+        rows = {
+            (record["set"], record["id"], record["way"])
+            for record in done
+            if record["record"] == "row"
+        }
         started = {record["way"] for record in done if record["record"] == "way"}
         lost = {record["way"] for record in done if record["record"] == "not run"}
         self.faults += sum(bool(record.get("fault")) for record in done)
@@ -74,7 +84,9 @@ class Run:
                     if (item.set, id_, way.name) not in rows:
                         yield self._row(place, way, prompt, answers[place])
                 first = {way.name: answers[place][way.name][0] for way in self.ways}
-                rates = ", ".join(f"{name} {len(one.tokens) / one.seconds:.1f}" for name, one in first.items())
+                rates = ", ".join(
+                    f"{name} {len(one.tokens) / one.seconds:.1f}" for name, one in first.items()
+                )
                 self.say(f"{number + 1}/{len(items)} {item.set} {id_}, tokens/s: {rates}")
 
     def _start(self, started: set[str], longest: int) -> Iterator[Record]:
@@ -91,9 +103,17 @@ class Run:
             else:
                 self._decoders[way.name] = decoders
                 if way.name not in started:
-                    yield {"record": "way", "way": way.name, "ours": way.ours, **way.facts, **decoders[0].facts}
+                    yield {
+                        "record": "way",
+                        "way": way.name,
+                        "ours": way.ours,
+                        **way.facts,
+                        **decoders[0].facts,
+                    }
 
-    def _questions(self, item: Workload, answers: dict[tuple[str, str], Answers]) -> Iterator[tuple[str, list[int]]]:
+    def _questions(
+        self, item: Workload, answers: dict[tuple[str, str], Answers]
+    ) -> Iterator[tuple[str, list[int]]]:
         """Yield ids and token ids of the turns; each is answered before the next one is made."""
         messages: list[dict[str, str]] = []
         for number, text in enumerate(item.turns[: self.turns], start=1):
@@ -102,22 +122,35 @@ class Run:
             yield id_, tokens_of(self.plain, [*messages, question] if messages else text)
             if number < min(self.turns, len(item.turns)):
                 tokens = answers[item.set, id_][PLAIN][0].tokens
-                messages += [question, {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)}]
+                messages += [
+                    question,
+                    {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)},
+                ]
 
-    def _asked(self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers) -> Iterator[Record]:
+    def _asked(
+        self, place: tuple[str, str], prompt: list[int], number: int, answers: Answers
+    ) -> Iterator[Record]:
         """Yield the missing answers."""
         for round_ in range(self.rounds):
             for way in rotated(self.ways, number + round_):
                 if round_ in answers[way.name] or way not in self.ways:
                     continue
-                _finish(self.plain.target.device)  # what the way before left to do is not this one's time
+                _finish(
+                    self.plain.target.device
+                )  # what the way before left to do is not this one's time
                 try:
                     answer = self._decoders[way.name][round_](prompt, self.length)
                 except Exception as error:
                     yield self._dropped(way, error, place)
                     continue
                 answers[way.name][round_] = answer
-                head = {"record": "answer", "way": way.name, "set": place[0], "id": place[1], "round": round_}
+                head = {
+                    "record": "answer",
+                    "way": way.name,
+                    "set": place[0],
+                    "id": place[1],
+                    "round": round_,
+                }
                 figures = {**answer._asdict(), "seconds": round(answer.seconds, 6)}
                 if answer.first is not None:
                     figures["first"] = round(answer.first, 6)
@@ -133,13 +166,23 @@ class Run:
             self.faults += 1
         return record
 
-    def _compared(self, prompt: list[int], expected: list[int], answers: Sequence[Answer]) -> Record:
+    def _compared(
+        self, prompt: list[int], expected: list[int], answers: Sequence[Answer]
+    ) -> Record:
         """Return the first position where an answer leaves plain decoding's, and the worst verdict on these answers."""
-        others = {tuple(answer.tokens): answer.tokens for answer in answers if answer.tokens != expected}
-        places = [place for tokens in others.values() if (place := first_difference(expected, tokens)) is not None]
+        others = {
+            tuple(answer.tokens): answer.tokens for answer in answers if answer.tokens != expected
+        }
+        places = [
+            place
+            for tokens in others.values()
+            if (place := first_difference(expected, tokens)) is not None
+        ]
         record: Record = {"diverges_at": min(places, default=None), "verdict": "exact"}
         for tokens in others.values():
-            judged = judge(self.plain, prompt, tokens, expected, max_new_tokens=self.length, **self.options)
+            judged = judge(
+                self.plain, prompt, tokens, expected, max_new_tokens=self.length, **self.options
+            )
             if record["verdict"] != "mismatch":
                 record |= {"verdict": judged.verdict, "gap": _largest_gap(judged)}
         return record
@@ -154,7 +197,14 @@ class Run:
         reason = f"{type(error).__name__}: {error}"
         self.say(f"{way.name} {'failed' if fault else 'cannot run'}: {reason}")
         where = {} if place is None else {"set": place[0], "id": place[1]}
-        return {"record": "not run", "way": way.name, "reason": reason, "fault": fault, **way.facts, **where}
+        return {
+            "record": "not run",
+            "way": way.name,
+            "reason": reason,
+            "fault": fault,
+            **way.facts,
+            **where,
+        }
 
 
 def tokens_of(plain: Engine, prompt: Prompt) -> list[int]:

@@ -32,7 +32,11 @@ MODES: dict[str, tuple[str, ...]] = {  # by engine, besides plain decoding
     "vllm": ("ngram", "eagle3"),
     "onnxruntime": (),
 }
-NAMES = tuple(PREFIX + name for engine, modes in MODES.items() for name in (engine, *(f"{engine}/{m}" for m in modes)))
+NAMES = tuple(
+    PREFIX + name
+    for engine, modes in MODES.items()
+    for name in (engine, *(f"{engine}/{m}" for m in modes))
+)
 END_SECONDS = 10.0
 
 
@@ -83,7 +87,10 @@ def way(name: str, folder: Path, model: Model, ends: list[int], context: int) ->
 
     def start() -> Peer:
         if not running:
-            needed = {f"environment {engine_of(name)}": python_of(name, folder), SCRIPT: folder / SCRIPT}
+            needed = {
+                f"environment {engine_of(name)}": python_of(name, folder),
+                SCRIPT: folder / SCRIPT,
+            }
             if missing := [what for what, file in needed.items() if not file.is_file()]:
                 raise BackendError(
                     f"way {name}: {folder} has no {missing[0]}; make it in a checkout with `make peers`, or name a "
@@ -96,11 +103,19 @@ def way(name: str, folder: Path, model: Model, ends: list[int], context: int) ->
 
 
 def _command(name: str, folder: Path, model: Model, context: int) -> list[str]:
-    command = [str(python_of(name, folder)), str(folder / SCRIPT), name.removeprefix(PREFIX), "--gguf", str(model.gguf)]
+    command = [
+        str(python_of(name, folder)),
+        str(folder / SCRIPT),
+        name.removeprefix(PREFIX),
+        "--gguf",
+        str(model.gguf),
+    ]
     if model.folder is not None:
         command += ["--folder", str(model.folder)]
     elif engine_of(name) in ("vllm", "onnxruntime"):
-        raise InputError(f"way {name}: it needs the model as a folder in Hugging Face's layout, not only a GGUF file")
+        raise InputError(
+            f"way {name}: it needs the model as a folder in Hugging Face's layout, not only a GGUF file"
+        )
     if name.endswith("/eagle3"):
         if model.head is None:
             raise InputError(f"way {name}: no EAGLE head of this model is known")
@@ -143,7 +158,9 @@ class Peer:
             return json.loads(line)
         self._said.seek(0)
         last_words = self._said.read().strip().splitlines()
-        raise BackendError(f"way {self._name}: {last_words[-1] if last_words else 'its process ended without a word'}")
+        raise BackendError(
+            f"way {self._name}: {last_words[-1] if last_words else 'its process ended without a word'}"
+        )
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -47,7 +47,9 @@ def _git(*arguments: str) -> str:
     """Return git's output; empty where the package is in no checkout of its own, as in a user's .venv."""
     try:
         for command in (("ls-files", "--error-unmatch", "__init__.py"), arguments):
-            done = subprocess.run(["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                ["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True
+            )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
@@ -60,7 +62,14 @@ def _cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text()
         words = text.split()
         name = next(
-            (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), name
+            (
+                line.split(":", 1)[1].strip()
+                for line in text.splitlines()
+                if line.startswith("model name")
+            ),
+            name,
         )
-    features = [feature for feature in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if feature in words]
+    features = [
+        feature for feature in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if feature in words
+    ]
     return f"{name} ({', '.join(features[:2])})"

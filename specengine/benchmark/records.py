@@ -25,10 +25,13 @@ class Table:
     rows: list[list[str]]
 
     def markdown(self) -> str:
-        widths = [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
+        widths = [
+            max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))
+        ]
         lines = [self.header, ["-" * width for width in widths], *self.rows]
         text = "\n".join(
-            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines
+            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+            for row in lines
         )
         return f"**{self.title}**\n\n{text}"
 
@@ -37,7 +40,15 @@ def number(record: Record, name: str, digits: int) -> str:
     return f"{record[name]:.{digits}f}" if name in record else NOTHING
 
 
-SAME = ("commit", "device", "specengine", "torch", "transformers", "python", "backends")  # of the provenance
+SAME = (
+    "commit",
+    "device",
+    "specengine",
+    "torch",
+    "transformers",
+    "python",
+    "backends",
+)  # of the provenance
 
 
 class Log:
@@ -50,7 +61,9 @@ class Log:
 
     def __init__(self, file: Path | None, provenance: Record, settings: Record) -> None:
         self._file = file
-        self.records: list[Record] = json.loads(json.dumps([provenance, settings]))  # as they come back from a file
+        self.records: list[Record] = json.loads(
+            json.dumps([provenance, settings])
+        )  # as they come back from a file
         if file is None or _is_empty(file):
             return
         provenance, settings = self.records
@@ -72,7 +85,8 @@ class Log:
                 if not self._file.stat().st_size:
                     with atomic(self._file) as temporary:
                         temporary.write_text(
-                            "".join(json.dumps(each) + "\n" for each in self.records[:2]), encoding="ascii"
+                            "".join(json.dumps(each) + "\n" for each in self.records[:2]),
+                            encoding="ascii",
                         )
                 with self._file.open("a", encoding="ascii", newline="\n") as log:
                     log.write(json.dumps(record) + "\n")

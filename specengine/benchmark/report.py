@@ -21,10 +21,14 @@ def tables(records: Sequence[Record], set_: str = ALL) -> list[Table]:
     title = f"{'All sets' if set_ == ALL else set_}; {about(records)}"
     ways = {record["way"]: record for record in all_summaries if record["set"] == set_}
     drawn = [
-        Table("ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)),
+        Table(
+            "ways", title, ("way", *COLUMNS), rows_of(ways, zip(ways, ways, strict=True), COLUMNS)
+        ),
         difference_table(records),
         latency_table(ways),
-        set_table(all_summaries, "By set [prompts]: speed over plain decoding, median (quartiles)", spread),
+        set_table(
+            all_summaries, "By set [prompts]: speed over plain decoding, median (quartiles)", spread
+        ),
         not_run_table(records),
     ]
     return [table for table in drawn if table.rows]
@@ -40,9 +44,15 @@ def source(name: str, records: Sequence[Record]) -> str:
     return f"{line}{origin['device']}" + (f"; stopped and resumed {stops} times" if stops else "")
 
 
-def rows_of(by_way: Mapping[str, Record], labels: Iterable[tuple[str, str]], columns: Columns) -> list[list[str]]:
+def rows_of(
+    by_way: Mapping[str, Record], labels: Iterable[tuple[str, str]], columns: Columns
+) -> list[list[str]]:
     """Return a row per (way, label) whose way has a summary in `by_way`, which is by way."""
-    return [[label, *(cell(by_way[way]) for cell in columns.values())] for way, label in labels if way in by_way]
+    return [
+        [label, *(cell(by_way[way]) for cell in columns.values())]
+        for way, label in labels
+        if way in by_way
+    ]
 
 
 def set_table(all_summaries: Sequence[Record], title: str, cell: Callable[[Record], str]) -> Table:
@@ -51,7 +61,10 @@ def set_table(all_summaries: Sequence[Record], title: str, cell: Callable[[Recor
     sets = [name for name in dict.fromkeys(set_ for _, set_ in cells) if name != ALL]
     prompts = {record["set"]: record["prompts"] for record in all_summaries}
     ways = list(dict.fromkeys(way for way, _ in cells)) if len(sets) > 1 else []
-    rows = [[way, *(cell(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)] for way in ways]
+    rows = [
+        [way, *(cell(cells[way, set_]) if (way, set_) in cells else NOTHING for set_ in sets)]
+        for way in ways
+    ]
     return Table("sets", title, ("way", *(f"{set_} [{prompts[set_]}]" for set_ in sets)), rows)
 
 
@@ -60,10 +73,12 @@ def difference_table(records: Sequence[Record]) -> Table:
     all_differences = differences(records)
     fastest = all_differences[0]["way"] if all_differences else ""
     rows = [
-        [record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))] for record in all_differences
+        [record["way"], *(_apart(record, name) for name in ("over_fastest", "over_next"))]
+        for record in all_differences
     ]
     title = (
-        "All sets, apart: tokens/s over a faster way's (95 % interval over prompts; with 1 in it, neither is faster)"
+        "All sets, apart: tokens/s over a faster way's "
+        "(95 % interval over prompts; with 1 in it, neither is faster)"
     )
     return Table("differences", title, ("way", f"over {fastest}", "over the row above"), rows)
 
@@ -74,13 +89,23 @@ def _apart(record: Record, name: str) -> str:
 
 def latency_table(ways: Mapping[str, Record]) -> Table:
     """Return a table of times as a client sees them, of the ways that tell when their first token was there."""
-    names = {"first_token": "ms to the first token", "between_tokens": "ms between tokens", "answer": "ms per answer"}
+    names = {
+        "first_token": "ms to the first token",
+        "between_tokens": "ms between tokens",
+        "answer": "ms per answer",
+    }
     rows = [
-        [way, *(_percentiles(record["latency"].get(name)) for name in names), number(record, "per_user", 1)]
+        [
+            way,
+            *(_percentiles(record["latency"].get(name)) for name in names),
+            number(record, "per_user", 1),
+        ]
         for way, record in ways.items()
         if "latency" in record
     ]
-    return Table("latency", "Latency: p50, p90, p99", ("way", *names.values(), "tokens/s per user"), rows)
+    return Table(
+        "latency", "Latency: p50, p90, p99", ("way", *names.values(), "tokens/s per user"), rows
+    )
 
 
 def _percentiles(values: Sequence[float] | None) -> str:
@@ -90,7 +115,11 @@ def _percentiles(values: Sequence[float] | None) -> str:
 def not_run_table(records: Sequence[Record]) -> Table:
     """Return a table of the ways that did not run, with the reasons."""
     rows = [
-        [r["way"], "fault" if r["fault"] else "cannot run", r["reason"].replace("|", "/").replace("\n", " ")]
+        [
+            r["way"],
+            "fault" if r["fault"] else "cannot run",
+            r["reason"].replace("|", "/").replace("\n", " "),
+        ]
         for r in records
         if r["record"] == "not run"
     ]
@@ -117,13 +146,19 @@ def about(records: Sequence[Record]) -> str:
     if model:
         named = [f"{model['name']}, {model['dtype']}, {model['backend']}"]
     else:
-        named = [f"{settings[name]}, {settings['dtype']}" for name in ("draft", "model") if name in settings][:1]
+        named = [
+            f"{settings[name]}, {settings['dtype']}"
+            for name in ("draft", "model")
+            if name in settings
+        ][:1]
     named += ["strict"] if settings.get("strict") else []
     named.append(f"{len(rows)} of {settings.get('prompts', len(rows))} prompts")
     if "rounds" in settings:
         named.append(f"{settings['rounds']} round{'s' * (settings['rounds'] != 1)}")
     if "temperature" in settings:
-        named.append(f"temperature {settings['temperature']:g}, {settings['max_new_tokens']} tokens")
+        named.append(
+            f"temperature {settings['temperature']:g}, {settings['max_new_tokens']} tokens"
+        )
     return "; ".join(named)
 
 
@@ -150,7 +185,9 @@ def draw_speeds(records: Sequence[Record], file: Path) -> None:
     """Write an SVG file. InputError as of `write_figure`, and without a row to draw."""
     by_way = speeds_by_way(records)
     if not by_way:
-        raise InputError(f"plot: the records have no speed over plain decoding to draw into {file.name}")
+        raise InputError(
+            f"plot: the records have no speed over plain decoding to draw into {file.name}"
+        )
     write_figure(file, "plot", lambda figure: _fill(figure, by_way), STYLE, layout="constrained")
 
 
@@ -163,7 +200,9 @@ def speeds_by_way(records: Sequence[Record]) -> dict[str, dict[str, list[float]]
     for row in rows:
         base = plain.get((row["set"], row["id"]))
         if row["way"] not in ("plain", *dropped) and base is not None and "seconds" in row:
-            by_way.setdefault(row["way"], {}).setdefault(row["set"], []).extend(speeds([row], [base]))
+            by_way.setdefault(row["way"], {}).setdefault(row["set"], []).extend(
+                speeds([row], [base])
+            )
     return by_way
 
 
@@ -172,9 +211,13 @@ def _fill(figure: Any, by_way: dict[str, dict[str, list[float]]]) -> None:
     figure.set_size_inches(8.0, 1.6 + 0.55 * len(by_way))
     axes = figure.subplots()
     for place, by_set in enumerate(by_way.values()):
-        low, middle, high = quartiles([speed for speeds_of_set in by_set.values() for speed in speeds_of_set])
+        low, middle, high = quartiles(
+            [speed for speeds_of_set in by_set.values() for speed in speeds_of_set]
+        )
         axes.barh(place, high - low, left=low, height=0.8, color="0.88", zorder=1)
-        axes.plot([middle, middle], [place - 0.4, place + 0.4], color="0.2", linewidth=1.6, zorder=2)
+        axes.plot(
+            [middle, middle], [place - 0.4, place + 0.4], color="0.2", linewidth=1.6, zorder=2
+        )
     for index, set_ in enumerate(sets):
         within = SPREAD * ((index + 0.5) / len(sets) - 0.5)
         points = [
@@ -188,6 +231,8 @@ def _fill(figure: Any, by_way: dict[str, dict[str, list[float]]]) -> None:
     axes.set_yticks(range(len(by_way)), list(by_way))
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set(xlabel="tokens per second over plain decoding's; bars are quartiles, lines medians, points prompts")
+    axes.set(
+        xlabel="tokens per second over plain decoding's; bars are quartiles, lines medians, points prompts"
+    )
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=min(6, len(sets)), fontsize=9, frameon=False)

@@ -42,7 +42,9 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, cycle: Cycle) -> Figures:
-        return cls(len(cycle.tokens), int(cycle.tree.passes), len(cycle.tree), cycle.drafted, cycle.seconds)
+        return cls(
+            len(cycle.tokens), int(cycle.tree.passes), len(cycle.tree), cycle.drafted, cycle.seconds
+        )
 
 
 def counted(cycles: Sequence[Figures]) -> dict[str, Any]:
@@ -68,17 +70,23 @@ def counted(cycles: Sequence[Figures]) -> dict[str, Any]:
 def row(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return counters of the first round, seconds of every round, and medians over rounds of the parts' medians."""
     first = answers[0]
-    measured: dict[str, Any] = {"prompt_tokens": first.prompt_tokens, "new_tokens": len(first.tokens)}
+    measured: dict[str, Any] = {
+        "prompt_tokens": first.prompt_tokens,
+        "new_tokens": len(first.tokens),
+    }
     cycles = [answer.cycles for answer in answers if answer.cycles is not None]
     if cycles:
         measured |= {name: cycles[0][name] for name in COUNTS}
     measured["seconds"] = [round(answer.seconds, 4) for answer in answers]
     if all(answer.first is not None for answer in answers):
-        measured["first"] = [round(answer.first, 6) for answer in answers if answer.first is not None]
+        measured["first"] = [
+            round(answer.first, 6) for answer in answers if answer.first is not None
+        ]
     if cycles:
         parts = [part for part in PARTS if all(part in each["median_ms"] for each in cycles)]
         measured["median_ms"] = {
-            part: round(statistics.median(each["median_ms"][part] for each in cycles), 4) for part in parts
+            part: round(statistics.median(each["median_ms"][part] for each in cycles), 4)
+            for part in parts
         }
     if cycles and all("policy_s" in each for each in cycles):
         share = sum(each["policy_s"] for each in cycles) / sum(each["total_s"] for each in cycles)
@@ -117,12 +125,22 @@ def summaries(records: Iterable[Record]) -> list[Record]:
     plain = {(row["set"], row["id"]): row for row in rows if row["way"] == "plain"}
     records_of_ways = []
     for way in dict.fromkeys(row["way"] for row in rows if row["way"] not in dropped):
-        way_rows = [row for row in rows if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)]
+        way_rows = [
+            row
+            for row in rows
+            if row["way"] == way and (not plain or (row["set"], row["id"]) in plain)
+        ]
         for name in (*dict.fromkeys(row["set"] for row in way_rows), ALL):
             members = way_rows if name == ALL else [row for row in way_rows if row["set"] == name]
             base = [plain[row["set"], row["id"]] for row in members] if plain else []
             records_of_ways.append(
-                {"record": "summary", "way": way, "set": name, **_counters(members), **_times(members, base)}
+                {
+                    "record": "summary",
+                    "way": way,
+                    "set": name,
+                    **_counters(members),
+                    **_times(members, base),
+                }
             )
     return records_of_ways
 
@@ -140,15 +158,26 @@ def differences(records: Iterable[Record]) -> list[Record]:
     for row in records:
         if row["record"] == "row" and row["way"] not in dropped and "seconds" in row:
             by_way.setdefault(row["way"], {})[row["set"], row["id"]] = row
-    shared = [key for key in next(iter(by_way.values()), {}) if all(key in of_way for of_way in by_way.values())]
+    shared = [
+        key
+        for key in next(iter(by_way.values()), {})
+        if all(key in of_way for of_way in by_way.values())
+    ]
     if len(shared) < 2 or len(by_way) < 2:
         return []
     rows = {way: [of_way[key] for key in shared] for way, of_way in by_way.items()}
     order = sorted(rows, key=lambda way: -_rate(rows[way]))
-    records_of_pairs: list[Record] = [{"record": "difference", "way": order[0], "prompts": len(shared)}]
+    records_of_pairs: list[Record] = [
+        {"record": "difference", "way": order[0], "prompts": len(shared)}
+    ]
     for next_, way in pairwise(order):
-        over = {"over_fastest": ratio(rows[way], rows[order[0]]), "over_next": ratio(rows[way], rows[next_])}
-        records_of_pairs.append({"record": "difference", "way": way, "prompts": len(shared), **over})
+        over = {
+            "over_fastest": ratio(rows[way], rows[order[0]]),
+            "over_next": ratio(rows[way], rows[next_]),
+        }
+        records_of_pairs.append(
+            {"record": "difference", "way": way, "prompts": len(shared), **over}
+        )
     return records_of_pairs
 
 
@@ -170,7 +199,11 @@ def speeds(rows: Sequence[Record], plain: Sequence[Record]) -> list[float]:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the three quartiles by linear interpolation; of one value three times that value."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
     return low, middle, high
 
 
@@ -195,7 +228,9 @@ def _differences(rows: list[Record]) -> Record:
         return {}
     record: Record = {"diverging": sum(row["diverges_at"] is not None for row in rows)}
     if all("verdict" in row for row in rows):
-        record["verdicts"] = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
+        record["verdicts"] = {
+            verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS
+        }
     return record
 
 
@@ -212,9 +247,12 @@ def _times(rows: list[Record], plain: list[Record]) -> Record:
         apart = [max(row["seconds"]) / min(row["seconds"]) - 1 for row in rows]
         record["rounds_apart"] = round(statistics.median(apart), 4)
     if all("median_ms" in row for row in rows):
-        parts = [part for part in rows[0]["median_ms"] if all(part in row["median_ms"] for row in rows)]
+        parts = [
+            part for part in rows[0]["median_ms"] if all(part in row["median_ms"] for row in rows)
+        ]
         record["median_ms"] = {
-            part: round(statistics.median(row["median_ms"][part] for row in rows), 4) for part in parts
+            part: round(statistics.median(row["median_ms"][part] for row in rows), 4)
+            for part in parts
         }
     if all("first" in row for row in rows):
         record |= _latencies(rows)
@@ -237,7 +275,9 @@ def _latencies(rows: Sequence[Record]) -> Record:
     }
     per_user = [1 / gap for gap in between if gap > 0]
     return {
-        "latency": {name: _percentiles(values) for name, values in seconds_by_name.items() if values},
+        "latency": {
+            name: _percentiles(values) for name, values in seconds_by_name.items() if values
+        },
         **({"per_user": round(statistics.mean(per_user), 2)} if per_user else {}),
     }
 
@@ -251,4 +291,6 @@ def _percentiles(seconds: Sequence[float]) -> list[float]:
 
 
 def _rate(rows: Sequence[Record]) -> float:
-    return sum(row["new_tokens"] for row in rows) / sum(statistics.median(row["seconds"]) for row in rows)
+    return sum(row["new_tokens"] for row in rows) / sum(
+        statistics.median(row["seconds"]) for row in rows
+    )

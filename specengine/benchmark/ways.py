@@ -199,7 +199,11 @@ class Generate:
             torch.manual_seed(self._seed or 0)
         began = time.perf_counter()
         out = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **self._options, **self._more
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            **self._options,
+            **self._more,
         )
         tokens = out[0, len(prompt) :].tolist()
         return Answer(tokens, len(prompt), time.perf_counter() - began)
@@ -209,7 +213,12 @@ class Generate:
 
 
 def baseline(
-    name: str, plain: Engine, options: dict[str, Any], ends: list[int], assistant: str, load_options: LoadOptions
+    name: str,
+    plain: Engine,
+    options: dict[str, Any],
+    ends: list[int],
+    assistant: str,
+    load_options: LoadOptions,
 ) -> Way:
     """Return a baseline on the target of `plain`; assistant: a smaller model with the same tokenizer, by id or path."""
 
@@ -221,11 +230,18 @@ def baseline(
             return {"cache_implementation": "static", "compile_config": config}
         if name == LOOKUP:
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        return {"assistant_model": _assistant(assistant, plain, load_options)} if name == ASSISTED else {}
+        return (
+            {"assistant_model": _assistant(assistant, plain, load_options)}
+            if name == ASSISTED
+            else {}
+        )
 
     facts = {"draft": Path(assistant).name} if name == ASSISTED else {}
     return Way(
-        name, lambda: Generate(huggingface_model(plain.target), options, ends, **more()), ours=False, facts=facts
+        name,
+        lambda: Generate(huggingface_model(plain.target), options, ends, **more()),
+        ours=False,
+        facts=facts,
     )
 
 
@@ -245,8 +261,14 @@ def _assistant(assistant: str, plain: Engine, load_options: LoadOptions) -> Any:
 def refuse_assistant(assistant: str | None, is_used: bool) -> None:
     """Raise InputError where an assistant is missing, idle, or a path that leads nowhere."""
     if is_used and assistant is None:
-        raise InputError(f"assistant: way {ASSISTED} needs a smaller model with the target's tokenizer, name it")
+        raise InputError(
+            f"assistant: way {ASSISTED} needs a smaller model with the target's tokenizer, name it"
+        )
     if assistant is not None and not is_used:
         raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
-    if assistant is not None and assistant.startswith(("/", ".", "~")) and not Path(assistant).exists():
+    if (
+        assistant is not None
+        and assistant.startswith(("/", ".", "~"))
+        and not Path(assistant).exists()
+    ):
         raise InputError(f"assistant: {assistant} does not exist")

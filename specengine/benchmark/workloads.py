@@ -14,7 +14,12 @@ from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
 FILE = "file"
-SET_BY = (FILE, "category", "sub_category", "difficulty")  # what makes a set; the others are fields of a line
+SET_BY = (
+    FILE,
+    "category",
+    "sub_category",
+    "difficulty",
+)  # what makes a set; the others are fields of a line
 # in the place of prompts that SPEED-Bench may not hand on: its own script fetches them
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
@@ -33,7 +38,9 @@ class Workload:
         return self.turns[0]
 
 
-def read(places: Iterable[Path] | None, per_set: int | None = None, *, set_by: str = FILE) -> list[Workload]:
+def read(
+    places: Iterable[Path] | None, per_set: int | None = None, *, set_by: str = FILE
+) -> list[Workload]:
     """Return the first `per_set` conversations of every set, None for all; of the shipped sets without `places`.
 
     places: .jsonl files, and folders of such. A line is a string, {"prompt": ...}, {"turns": [...]} or
@@ -42,7 +49,11 @@ def read(places: Iterable[Path] | None, per_set: int | None = None, *, set_by: s
     a set of their file's.
     InputError for what cannot be read as such.
     """
-    files = [file for place in places for file in _files(place)] if places is not None else _files(BUILT_IN)
+    files = (
+        [file for place in places for file in _files(place)]
+        if places is not None
+        else _files(BUILT_IN)
+    )
     by_set: dict[str, list[Workload]] = {}
     for file in files:
         for item in _items(file, set_by):
@@ -56,7 +67,9 @@ def read(places: Iterable[Path] | None, per_set: int | None = None, *, set_by: s
 
 def digest(items: Sequence[Workload]) -> str:
     """Return a hash of these prompts."""
-    return hashlib.sha256(json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()
+    ).hexdigest()[:16]
 
 
 def entry_of(line: str, where: str) -> dict[str, Any]:
@@ -68,8 +81,14 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
     fields = entry if isinstance(entry, dict) else {"turns": entry}
     stated = fields.get("turns", fields.get("prompt", _of_user(fields.get("messages"))))
     turns = [stated] if isinstance(stated, str) else stated
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise InputError(f'prompts: {where} is neither a string nor an object with "prompt", "turns" or "messages"')
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn for turn in turns)
+    ):
+        raise InputError(
+            f'prompts: {where} is neither a string nor an object with "prompt", "turns" or "messages"'
+        )
     if any(turn.startswith(MASKED) for turn in turns):
         raise InputError(
             f"prompts: {where} has a note in the place of a prompt; fetch the prompts with the script that comes with "
@@ -87,7 +106,12 @@ def _of_user(messages: Any) -> Any:
 
 def _files(place: Path) -> list[Path]:
     if not place.is_dir():
-        require("prompts", str(place), "a .jsonl file or a folder of such files", place.suffix == ".jsonl")
+        require(
+            "prompts",
+            str(place),
+            "a .jsonl file or a folder of such files",
+            place.suffix == ".jsonl",
+        )
         return [place]
     files = sorted(place.glob("*.jsonl"))
     if not files:

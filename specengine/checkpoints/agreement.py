@@ -61,7 +61,9 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list[list[int]]) -> list[Convention]:
+def one_step_agreement(
+    head: EagleHead, target: CausalLM | NativeLM, texts: list[list[int]]
+) -> list[Convention]:
     """Return each convention's hits over all texts, in order of `conventions`.
 
     texts: token ids, at least 3 each; drafts are made for text that the target wrote.
@@ -70,10 +72,14 @@ def one_step_agreement(head: EagleHead, target: CausalLM | NativeLM, texts: list
     target.prepare_features(tuple({i for ids in by_name.values() for i in ids}))
     hits = [_hits(head, target, text, list(by_name.values())) for text in texts]
     pooled = torch.cat(hits, dim=1)
-    return [Convention(name, ids, row) for (name, ids), row in zip(by_name.items(), pooled, strict=True)]
+    return [
+        Convention(name, ids, row) for (name, ids), row in zip(by_name.items(), pooled, strict=True)
+    ]
 
 
-def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]) -> Tensor:
+def _hits(
+    head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]
+) -> Tensor:
     """Return whether the head's best token after each token but the first is the target's: bool [candidates, rows]."""
     device, count = target.device, len(text)
     tokens = torch.tensor(text, device=device, dtype=torch.int64)
@@ -84,14 +90,20 @@ def _hits(head: EagleHead, target: CausalLM | NativeLM, text: list[int], candida
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
     embeddings = embed_for(head, target, tokens[1:])
     side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)
-    return torch.stack([_guesses(head, target, states, embeddings) for states in side_by_side]) == logits[1:].argmax(-1)
+    return torch.stack(
+        [_guesses(head, target, states, embeddings) for states in side_by_side]
+    ) == logits[1:].argmax(-1)
 
 
-def _guesses(head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor) -> Tensor:
+def _guesses(
+    head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor
+) -> Tensor:
     """Return the head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))
     positions = torch.arange(len(hidden), device=hidden.device, dtype=torch.int64)
-    states = head(hidden[None], embeddings[None], positions[None], within(head.config.sliding_window))[0]
+    states = head(
+        hidden[None], embeddings[None], positions[None], within(head.config.sliding_window)
+    )[0]
     logits = head.logits(states)
     if logits is None:
         logits = target.head(head.readout(states))

@@ -75,7 +75,12 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
 
 def looks_like_path(name: str) -> bool:
     """Return whether this cannot be meant as a name on the Hub, which is `model` or `owner/model`."""
-    is_path = name.startswith((".", "~")) or Path(name).is_absolute() or "\\" in name or name.endswith(("/", os.sep))
+    is_path = (
+        name.startswith((".", "~"))
+        or Path(name).is_absolute()
+        or "\\" in name
+        or name.endswith(("/", os.sep))
+    )
     return is_path or name.count("/") > 1 or name.lower().endswith(WEIGHTS)
 
 
@@ -85,7 +90,9 @@ def looks_like_path(name: str) -> bool:
 def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> PretrainedConfig:
     """Return the config of a folder or Hub id; UnsupportedModelError where there is none or it is nonsense."""
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            name, local_files_only=offline, trust_remote_code=trust_remote_code
+        )
     except NO_MEMORY:
         raise
     except Exception as error:  # a config class may raise anything over fields of another type
@@ -117,7 +124,10 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
 
 
 def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
-    for rope in (stated, *(value for value in stated.values() if isinstance(value, dict))):  # or one by layer type
+    for rope in (
+        stated,
+        *(value for value in stated.values() if isinstance(value, dict)),
+    ):  # or one by layer type
         theta = rope.get("rope_theta", 1)
         if type(theta) not in (int, float) or not 1 <= theta <= MAX_THETA:
             raise _refused(name, "rope_theta", theta, f"a number, 1 to {MAX_THETA:g}")
@@ -132,8 +142,13 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     weights that MLX has packed.
     """
     if _is_of_mlx(packed := getattr(config, "quantization_config", None)):
-        raise UnsupportedModelError(f"model {name!r}: quantization_config: got {shown(packed)}; {_OF_MLX}")
-    if getattr(config, "quantization_config", None) is not None or getattr(config, "auto_map", None) is not None:
+        raise UnsupportedModelError(
+            f"model {name!r}: quantization_config: got {shown(packed)}; {_OF_MLX}"
+        )
+    if (
+        getattr(config, "quantization_config", None) is not None
+        or getattr(config, "auto_map", None) is not None
+    ):
         return
     model = empty_model(copy.deepcopy(config), torch.float32)  # which notes its dtype in the config
     expected = {key: list(weight.shape) for key, weight in model.named_parameters()}
@@ -141,10 +156,20 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     for file in safetensors_files(Path(name)):
         try:
             with safe_open(file, framework="pt") as opened:
-                shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys() if key in expected}  # noqa: SIM118
+                shapes = {
+                    key: opened.get_slice(key).get_shape()
+                    for key in opened.keys()  # noqa: SIM118
+                    if key in expected
+                }
         except SafetensorError as error:
-            raise CheckpointError(f"model {name!r}: its weights are damaged, fetch them again ({error})") from error
-        differing += [f"{key} {has}, not {expected[key]}" for key, has in shapes.items() if has != expected[key]]
+            raise CheckpointError(
+                f"model {name!r}: its weights are damaged, fetch them again ({error})"
+            ) from error
+        differing += [
+            f"{key} {has}, not {expected[key]}"
+            for key, has in shapes.items()
+            if has != expected[key]
+        ]
     if differing:
         packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
         raise CheckpointError(
@@ -154,15 +179,23 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
 
 
 def _is_of_mlx(packing: Any) -> bool:
-    return isinstance(packing, dict) and {"group_size", "bits"} <= packing.keys() and "quant_method" not in packing
+    return (
+        isinstance(packing, dict)
+        and {"group_size", "bits"} <= packing.keys()
+        and "quant_method" not in packing
+    )
 
 
 def wrapped(expected: Collection[str], stored: Iterable[str]) -> list[str]:
     """Return what to do about stored names that are expected names within others, as wrappers of modules write them."""
     for name in stored:
         if (inner := next((one for one in expected if name.endswith(f".{one}")), None)) is not None:
-            return [f"names of tensors begin with {name.removesuffix(inner)!r}, which a wrapper adds: remove it"]
-        if (inside := next((one for one in _WRAPPERS if name.replace(one, ".") in expected), None)) is not None:
+            return [
+                f"names of tensors begin with {name.removesuffix(inner)!r}, which a wrapper adds: remove it"
+            ]
+        if (
+            inside := next((one for one in _WRAPPERS if name.replace(one, ".") in expected), None)
+        ) is not None:
             return [f"names of tensors hold {inside!r}, which a wrapper adds: {_REMEDY}"]
         if name.partition(".")[0] in _STATES:
             return [f"its tensors lie in {name.partition('.')[0]!r}: save what that holds alone"]
@@ -170,7 +203,9 @@ def wrapped(expected: Collection[str], stored: Iterable[str]) -> list[str]:
 
 
 def _refused(name: str | Path, field: str, value: Any, accepted: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}")
+    return UnsupportedModelError(
+        f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}"
+    )
 
 
 # ---- adapters of PEFT: transformers applies them, or they are refused by name
@@ -196,11 +231,15 @@ class Adapter(NamedTuple):
     @property
     def described(self) -> str:
         """Return the adapter as an error names it."""
-        return f"model {self.name!r}: it holds an adapter of kind {self.kind} ({ADAPTER_CONFIG_NAME})"
+        return (
+            f"model {self.name!r}: it holds an adapter of kind {self.kind} ({ADAPTER_CONFIG_NAME})"
+        )
 
     def unfit(self, why: str) -> UnsupportedModelError:
         """Return the error for an adapter that transformers cannot apply."""
-        return UnsupportedModelError(f"{self.described} that transformers cannot apply ({why}); {_REMEDY}")
+        return UnsupportedModelError(
+            f"{self.described} that transformers cannot apply ({why}); {_REMEDY}"
+        )
 
     @property
     def tokenizer(self) -> str:
@@ -219,17 +258,23 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         return None
     try:
         file = find_adapter_config_file(name, local_files_only=offline)
-    except Exception:  # the Hub's own errors, of many kinds; loading the model says why it cannot be had
+    except (
+        Exception
+    ):  # the Hub's own errors, of many kinds; loading the model says why it cannot be had
         return None
     if file is None:
         return None
     try:
         raw = read_object(Path(file))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})") from error
+        raise CheckpointError(
+            f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})"
+        ) from error
     adapter = Adapter(name, _kind(name, raw), _base(name, raw))
     if raw.get("megatron_config") is not None:
-        raise adapter.unfit(f"for its megatron_config peft runs the module {shown(raw.get('megatron_core'))}")
+        raise adapter.unfit(
+            f"for its megatron_config peft runs the module {shown(raw.get('megatron_core'))}"
+        )
     _require_applicable(adapter, Path(file).parent)
     if adapter.base != name:
         _require_base(adapter, offline)
@@ -257,7 +302,9 @@ def model_in(field: str, model: Any) -> Any:
 def _kind(name: str, raw: dict[str, Any]) -> str:
     kind = raw.get("peft_type")
     if not isinstance(kind, str):
-        raise CheckpointError(f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name")
+        raise CheckpointError(
+            f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name"
+        )
     return kind[:40]
 
 
@@ -275,19 +322,27 @@ def _base(name: str, raw: dict[str, Any]) -> str:
 
 def _require_applicable(adapter: Adapter, folder: Path) -> None:
     if not is_peft_available():
-        raise UnsupportedModelError(f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}")
+        raise UnsupportedModelError(
+            f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}"
+        )
     import peft
 
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # peft may raise anything over fields that it does not know
-        raise adapter.unfit(f"peft {peft.__version__} says {type(error).__name__}: {error}") from error
+        raise adapter.unfit(
+            f"peft {peft.__version__} says {type(error).__name__}: {error}"
+        ) from error
     if _adds_more_than_layers(config):
         raise UnsupportedModelError(f"{adapter.described}, {_PROMPTS}")
 
 
 def _adds_more_than_layers(config: Any) -> bool:
-    return bool(config.is_prompt_learning or config.is_adaption_prompt or _name_of(config.peft_type) in _ROUTED)
+    return bool(
+        config.is_prompt_learning
+        or config.is_adaption_prompt
+        or _name_of(config.peft_type) in _ROUTED
+    )
 
 
 def _name_of(kind: Any) -> str:

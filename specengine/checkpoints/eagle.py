@@ -88,7 +88,9 @@ def is_head(path: str | os.PathLike[str]) -> bool:
         return True
     with suppress(CheckpointError):
         names = _names(folder)
-        return "fc.weight" in names and any(name.startswith(("midlayer.", "layers.0.")) for name in names)
+        return "fc.weight" in names and any(
+            name.startswith(("midlayer.", "layers.0.")) for name in names
+        )
     return False
 
 
@@ -113,7 +115,10 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
 
 
 def load_head(
-    path: str | os.PathLike[str], *, producer: str | None = None, layer_ids: tuple[int, ...] | None = None
+    path: str | os.PathLike[str],
+    *,
+    producer: str | None = None,
+    layer_ids: tuple[int, ...] | None = None,
 ) -> Checkpoint:
     """Read a head of any layout in checkpoints/heads/layouts.
 
@@ -139,13 +144,22 @@ def load_head(
     if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
         raise CheckpointError(f"{folder}: {faults[0]}")
     state = layout.converted(_renamed(folder, tensors, prefixes))
-    notes = [*layout.notes, *_leave_out(config, state), *_take_vocabulary_map(folder, config, state)]
-    fits = (config.draft_vocab_size, config.hidden_size) == (config.vocab_size, config.target_hidden_size)
+    notes = [
+        *layout.notes,
+        *_leave_out(config, state),
+        *_take_vocabulary_map(folder, config, state),
+    ]
+    fits = (config.draft_vocab_size, config.hidden_size) == (
+        config.vocab_size,
+        config.target_hidden_size,
+    )
     if config.version == 3 and fits and "lm_head.weight" not in state:
         config = replace(config, own_head=False)
         notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
-    return Checkpoint(config, state, HeadReading(layout.family, layout.name(), layout.version, tuple(notes)))
+    return Checkpoint(
+        config, state, HeadReading(layout.family, layout.name(), layout.version, tuple(notes))
+    )
 
 
 def _layout(
@@ -156,7 +170,9 @@ def _layout(
     if producer is not None:
         chosen = layouts.named(producer)
         if chosen.family != layout.family:
-            raise CheckpointError(f"producer: got {producer!r}, but the config has the {layout.family} layout")
+            raise CheckpointError(
+                f"producer: got {producer!r}, but the config has the {layout.family} layout"
+            )
         layout = chosen
     return layout(raw, tensors, chosen=producer is not None, layer_ids=layer_ids)
 
@@ -168,7 +184,9 @@ def _require_frequencies(config: EagleConfig) -> None:
     except (ArithmeticError, ValueError) as error:
         raise CheckpointError(f"rope_parameters: {error}") from error
     if not (bool(frequencies.isfinite().all()) and math.isfinite(scale)):
-        raise CheckpointError(f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite")
+        raise CheckpointError(
+            f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite"
+        )
 
 
 def writer(layout: str) -> type[Layout]:
@@ -199,10 +217,17 @@ def save_head(
     raw = chosen.written(config, dtype, verifier or Verifier())
     _check(folder, config, dict(state), {})
     back = {new: old for old, new in chosen.prefixes(config.version).items()}
-    tensors = {with_prefix(name, back): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {
+        with_prefix(name, back): tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
     if "d2t" in tensors:
-        ids = tensors["d2t"] + torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, True)
+        ids = tensors["d2t"] + torch.arange(
+            config.draft_vocab_size, dtype=torch.int64, device="cpu"
+        )
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu").index_fill_(
+            0, ids, True
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with atomic(folder / "model.safetensors") as file:
         save_file(tensors, file, metadata={"format": "pt"})
@@ -248,10 +273,18 @@ def _read_tensors(folder: Path) -> State:
     tensors: State = {}
     for file in _weight_files(folder):
         try:
-            stored = load_file(file) if file.suffix != ".bin" else torch.load(file, "cpu", weights_only=True)
+            stored = (
+                load_file(file)
+                if file.suffix != ".bin"
+                else torch.load(file, "cpu", weights_only=True)
+            )
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"{file}: cannot be read as weights ({why_not_loaded(error)})") from error
-        if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+            raise CheckpointError(
+                f"{file}: cannot be read as weights ({why_not_loaded(error)})"
+            ) from error
+        if not isinstance(stored, dict) or not all(
+            isinstance(tensor, Tensor) for tensor in stored.values()
+        ):
             raise CheckpointError(f"{file}: must hold nothing but named tensors")
         if twice := sorted(tensors.keys() & stored.keys()):
             raise CheckpointError(f"{file}: {', '.join(twice)} are in another file as well")
@@ -274,7 +307,9 @@ def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State
 
 def _leave_out(config: EagleConfig, state: State) -> list[str]:
     """Remove the tensors of published heads that the EAGLE repository does not read. Returns notes."""
-    reasons = {name: "computed from the config" for name in state if name.endswith("rotary_emb.inv_freq")}
+    reasons = {
+        name: "computed from the config" for name in state if name.endswith("rotary_emb.inv_freq")
+    }
     if config.version == 1:
         reasons["lm_head.weight"] = "EAGLE-1 reads the target's head"
     if not config.fc_bias:
@@ -306,7 +341,9 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         t2d = None
     if d2t is None:
         if draft < target:
-            raise CheckpointError(f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted")
+            raise CheckpointError(
+                f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted"
+            )
         return notes
     ids = _drafted_ids(folder, d2t, draft, target)
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
@@ -327,17 +364,23 @@ def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
     if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
         hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
         ends = f"{ids.min()} to {ids.max()}{hint}"
-        raise CheckpointError(f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ends}")
+        raise CheckpointError(
+            f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ends}"
+        )
     return ids
 
 
 def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, str]) -> None:
     """Raise CheckpointError listing all tensors that are unused, missing, mis-shaped, no floats or no weights."""
     with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
+        expected = {
+            name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()
+        }
     wrong = {
         "unused": [f"{name} {list(state[name].shape)}" for name in state if name not in expected],
-        "missing": [f"{name} {list(shape)}" for name, shape in expected.items() if name not in state],
+        "missing": [
+            f"{name} {list(shape)}" for name, shape in expected.items() if name not in state
+        ],
         "mis-shaped": [
             f"{name} {list(state[name].shape)} instead of {list(shape)}"
             for name, shape in expected.items()
@@ -346,15 +389,25 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
     }
     weights = {name: tensor for name, tensor in state.items() if name in expected and name != "d2t"}
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    wrong["not float32, bfloat16 or float16"] = [n for n, tensor in weights.items() if tensor.dtype not in floats]
+    wrong["not float32, bfloat16 or float16"] = [
+        n for n, tensor in weights.items() if tensor.dtype not in floats
+    ]
     if not any(wrong.values()):
         largest = {name: float(tensor.abs().max()) for name, tensor in weights.items()}
         wrong["not finite"] = [name for name, most in largest.items() if not math.isfinite(most)]
-        wrong[f"beyond {MAX_WEIGHT:g}"] = [n for n, most in largest.items() if MAX_WEIGHT < most < math.inf]
-    problems = [f"{kind}: {', '.join(with_prefix(n, back) for n in names)}" for kind, names in wrong.items() if names]
+        wrong[f"beyond {MAX_WEIGHT:g}"] = [
+            n for n, most in largest.items() if MAX_WEIGHT < most < math.inf
+        ]
+    problems = [
+        f"{kind}: {', '.join(with_prefix(n, back) for n in names)}"
+        for kind, names in wrong.items()
+        if names
+    ]
     if problems:
         head = f"an EAGLE-{config.version} head of width {config.hidden_size}"
-        raise CheckpointError(f"{folder}: its tensors are not those of {head}; {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{folder}: its tensors are not those of {head}; {'; '.join(problems)}"
+        )
 
 
 def _shape(tensor: Tensor) -> str:

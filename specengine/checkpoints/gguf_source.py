@@ -24,7 +24,9 @@ class GGUFSource(Source):
     In float32 each weight is the bfloat16 number of its block, or the number itself if it is stored as one.
     """
 
-    def __init__(self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str) -> None:
+    def __init__(
+        self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str
+    ) -> None:
         self.file, self.config, self.dtype, self.name = file, config, dtype, name
         self._shapes = layer_template(config)
         self._stored = gguf.require_complete(file, config, self._shapes)
@@ -50,7 +52,11 @@ class GGUFSource(Source):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored[0]: name for name, stored in self._stored.items()}
-        return {names[stored]: self._shapes[names[stored]] for stored in self.file.tensors if stored in names}
+        return {
+            names[stored]: self._shapes[names[stored]]
+            for stored in self.file.tensors
+            if stored in names
+        }
 
     @cached_property
     def blocks(self) -> frozenset[str]:
@@ -82,8 +88,16 @@ class GGUFSource(Source):
 
     def _order(self, name: str, stored: list[gguf.GGUFTensor]) -> np.ndarray | None:
         """Return the row of a file's tensor, or of several in a row, for each row of transformers'."""
-        rows = family_of(self.config).orders(self.config).get(name.rpartition(".")[0]) if len(stored) > 1 else None
-        return gguf.row_order(self.config, stored[0].name) if rows is None else np.argsort(rows).astype(np.int32)
+        rows = (
+            family_of(self.config).orders(self.config).get(name.rpartition(".")[0])
+            if len(stored) > 1
+            else None
+        )
+        return (
+            gguf.row_order(self.config, stored[0].name)
+            if rows is None
+            else np.argsort(rows).astype(np.int32)
+        )
 
     def _rows(self, stored: list[gguf.GGUFTensor], first: int, last: int) -> Tensor:
         """Return the blocks of rows of a matrix, or of matrices in stacks, which take turns."""
@@ -92,7 +106,11 @@ class GGUFSource(Source):
             parts, begin = [], 0
             for one in stored:
                 bounds = [min(max(row - begin, 0), one.shape[0]) for row in (first, last)]
-                parts += [torch.from_numpy(self.file.read_rows(one.name, *bounds))] if bounds[0] < bounds[1] else []
+                parts += (
+                    [torch.from_numpy(self.file.read_rows(one.name, *bounds))]
+                    if bounds[0] < bounds[1]
+                    else []
+                )
                 begin += one.shape[0]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(stored) > 1:  # rows are asked for of one matrix at a time
@@ -110,7 +128,9 @@ class GGUFSource(Source):
         parts = [self._tensor(one, exact=self.is_exact(name)) for one in stored]
         if len(parts) == 1:
             joined = parts[0]
-        elif gguf.is_of_latents(stored[0]):  # of each head the matrix of keys, turned, and that of values
+        elif gguf.is_of_latents(
+            stored[0]
+        ):  # of each head the matrix of keys, turned, and that of values
             joined = torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1)
         elif not gguf.is_stack(stored[0]):
             order = self._order(name, [self.file.tensors[one] for one in stored])
@@ -125,7 +145,11 @@ class GGUFSource(Source):
 
     def _tensor(self, stored: str, *, exact: bool) -> Tensor:
         numbers, order = self.file.numbers(stored), gguf.row_order(self.config, stored)
-        if family_of(self.config).one_is_zero and stored.endswith("norm.weight") and "ssm_norm" not in stored:
+        if (
+            family_of(self.config).one_is_zero
+            and stored.endswith("norm.weight")
+            and "ssm_norm" not in stored
+        ):
             numbers = numbers - 1.0  # which the file has as 1 + w
         if stored.endswith(".ssm_a"):  # which the file has as -e^a
             with np.errstate(all="ignore"):  # a damaged file's numbers
@@ -140,7 +164,9 @@ class GGUFSource(Source):
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)
         state = {name: self.tensor(name) for name in self.shapes()}
-        model.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
+        model.load_state_dict(
+            state, strict=False, assign=True
+        )  # a tied head has no tensor of its own
         model.tie_weights()
         model.generation_config = self.generation_config
         model.config.name_or_path = self.name

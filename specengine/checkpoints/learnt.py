@@ -55,7 +55,9 @@ class Learnt:
     others, or is none of these.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], lm: Any, name: str, base: eagle.Checkpoint) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], lm: Any, name: str, base: eagle.Checkpoint
+    ) -> None:
         self.folder, self.base = (folder := Path(folder)), base
         self.made: tuple[int, Any] = 0, None  # the draft of a stamp
         begun: dict[str, Any] = {
@@ -66,24 +68,36 @@ class Learnt:
         with writing(folder, "learn"):
             if not (folder / FILE).exists():
                 if folder.is_dir() and any(folder.iterdir()):
-                    raise InputError(f"learn: {folder} holds other files; name a new or an empty folder")
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold what this user wrote
+                    raise InputError(
+                        f"learn: {folder} holds other files; name a new or an empty folder"
+                    )
+                folder.mkdir(
+                    parents=True, exist_ok=True, mode=0o700
+                )  # it will hold what this user wrote
                 self._write({**begun, "head": None})
             record = self.read()
         if record.get("format") != FORMAT or "target" not in record:
-            raise InputError(f"learn: {folder / FILE} has another format than {FORMAT}; name another folder")
+            raise InputError(
+                f"learn: {folder / FILE} has another format than {FORMAT}; name another folder"
+            )
         was, now = record["target"], begun["target"]
         if {**was, "model": ""} != {**now, "model": ""}:
-            raise InputError(f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}")
+            raise InputError(
+                f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}"
+            )
         if record.get("base") != begun["base"]:
-            raise InputError(f"learn: {folder} was begun with another head than {name}'s draft; name another folder")
+            raise InputError(
+                f"learn: {folder} was begun with another head than {name}'s draft; name another folder"
+            )
 
     def read(self) -> dict[str, Any]:
         """Return the record. InputError where it is damaged."""
         try:
             return read_object(self.folder / FILE)
         except ValueError as error:
-            raise InputError(f"learn: {self.folder / FILE} is damaged ({error}); name another folder") from error
+            raise InputError(
+                f"learn: {self.folder / FILE} is damaged ({error}); name another folder"
+            ) from error
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with atomic(self.folder / FILE) as temporary:
@@ -113,7 +127,10 @@ class Learnt:
         if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
             return
         with atomic(texts / f"{time.time_ns():020d}-{content}.json") as temporary:
-            temporary.write_text(json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}), encoding="utf-8")
+            temporary.write_text(
+                json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}),
+                encoding="utf-8",
+            )
         total = 0
         for number, text in enumerate(reversed(self.texts())):
             total += len(text.tokens)
@@ -126,7 +143,11 @@ class Learnt:
         for file in sorted((self.folder / "texts").glob("[0-9]*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 read = read_object(file)
-                texts.append(UsedText(file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])))
+                texts.append(
+                    UsedText(
+                        file.stem, [int(token) for token in read["tokens"]], int(read["prompt"])
+                    )
+                )
         return texts
 
     # ---- rounds
@@ -157,7 +178,9 @@ class Learnt:
         if (name := record.get("head")) is None:
             return self.base
         head = eagle.load_head(self.folder / "heads" / str(name))
-        shape, expected = (replace(config, temperatures=()) for config in (head.config, self.base.config))
+        shape, expected = (
+            replace(config, temperatures=()) for config in (head.config, self.base.config)
+        )
         if digest(head.state) != record.get("digest") or shape != expected:
             raise CheckpointError(f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
                                   f"{self.folder} to begin again")  # fmt: skip
@@ -168,7 +191,9 @@ class Learnt:
         record, heads = self.read(), self.folder / "heads"
         name = str(1 + int(record.get("head") or 0))
         eagle.save_head(config, state, heads / name)
-        self._write({**record, "head": name, "digest": digest(eagle.load_head(heads / name).state), **notes})
+        self._write(
+            {**record, "head": name, "digest": digest(eagle.load_head(heads / name).state), **notes}
+        )
         for old in heads.iterdir():
             if int(old.name) < int(name) - 1:  # an engine may be reading the last one
                 for file in old.iterdir():

@@ -102,13 +102,22 @@ def _match(head: KnownHead, lm: Any) -> Match | None:
     try:
         record = read_object(head.folder / FILE)
         sizes = tuple(int(record[name]) for name in ("hidden_size", "layers", "vocab_size"))
-        ids, stored = [int(token) for token in record["tokens"]], base64.b64decode(record["embeddings"])
+        ids, stored = (
+            [int(token) for token in record["tokens"]],
+            base64.b64decode(record["embeddings"]),
+        )
         rows = torch.frombuffer(bytearray(stored), dtype=torch.int8).reshape(len(ids), -1)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
     appended = lm.vocab_size - sizes[2]
     has = int(getattr(lm.config, "hidden_size", 0)), int(lm.layers)
-    if has != sizes[:2] or not 0 <= appended <= MAX_APPENDED or not ids or max(ids) >= sizes[2] or min(ids) < 0:
+    if (
+        has != sizes[:2]
+        or not 0 <= appended <= MAX_APPENDED
+        or not ids
+        or max(ids) >= sizes[2]
+        or min(ids) < 0
+    ):
         return None
     target_rows = _rows(lm, ids)
     if target_rows.shape != rows.shape:
@@ -128,6 +137,11 @@ def _rows(lm: Any, ids: list[int]) -> Tensor:
     import torch
 
     device = getattr(lm, "device", torch.device("cpu"))
-    rows = lm.embed(torch.tensor(ids, dtype=torch.int64, device=device)).detach()[:, :COLUMNS].float().cpu()
+    rows = (
+        lm.embed(torch.tensor(ids, dtype=torch.int64, device=device))
+        .detach()[:, :COLUMNS]
+        .float()
+        .cpu()
+    )
     rows = rows.nan_to_num(0.0, 0.0, 0.0)
     return (127 * rows / rows.abs().amax(1, keepdim=True).clamp(min=1e-30)).round().to(torch.int8)

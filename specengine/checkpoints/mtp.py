@@ -74,9 +74,13 @@ def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
             f"(mtp.*, or layers beyond the last one); {name or 'this model'} has none"
         )
     net = MtpLayer(target.config, target.dtype)
-    _fill(net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config")
+    _fill(
+        net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config"
+    )
     if isinstance(target, NativeLM):
-        with contextlib.suppress(UnsupportedModelError):  # transformers' modules run heads of all kinds
+        with contextlib.suppress(
+            UnsupportedModelError
+        ):  # transformers' modules run heads of all kinds
             return NativeMtpHead(net, target)
     return MtpHead(net.to(target.device), target)
 
@@ -105,7 +109,11 @@ def is_assistant(draft: Any, *, offline: bool = False) -> bool:
     """Return whether a draft is Gemma 4's assistant: its folder, its Hub id, or the loaded model."""
     if isinstance(draft, PreTrainedModel):
         return draft.config.model_type in TYPES
-    if not isinstance(draft, str) or Path(draft).is_file() or why_absent(draft, offline=offline) is not None:
+    if (
+        not isinstance(draft, str)
+        or Path(draft).is_file()
+        or why_absent(draft, offline=offline) is not None
+    ):
         return False
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
@@ -114,7 +122,9 @@ def is_assistant(draft: Any, *, offline: bool = False) -> bool:
     return config.get("model_type") in TYPES
 
 
-def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offline: bool = False) -> AssistantHead:
+def load_assistant(
+    draft: str | PreTrainedModel, target: CachedTarget, *, offline: bool = False
+) -> AssistantHead:
     """Return an assistant in the target's dtype and on its device. CheckpointError, as `load`, for damaged files.
 
     A loaded one's weights are used where they are, or copied where dtype or device differ; its modules are not run.
@@ -124,15 +134,24 @@ def load_assistant(draft: str | PreTrainedModel, target: CachedTarget, *, offlin
         folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
         if folder is not None and not folder.is_dir():
             patterns = ["config.json", *WEIGHT_FILES]
-            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
+            folder = Path(
+                snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+            )
         config = (
             draft.config
             if isinstance(draft, PreTrainedModel)
             else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         )
         net = Assistant(config, target.dtype)
-    except (OSError, ValueError, AttributeError, TypeError) as error:  # of transformers' own checks too
-        raise CheckpointError(f"{name}: no assistant can be made of its config.json: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        TypeError,
+    ) as error:  # of transformers' own checks too
+        raise CheckpointError(
+            f"{name}: no assistant can be made of its config.json: {error}"
+        ) from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
     for file in [] if folder is None else safetensors_files(folder):
         try:
@@ -160,15 +179,26 @@ def _in_file(source: GGUFSource) -> dict[str, Tensor]:
     """Return the same of a GGUF file, which keeps the head in the block after the model's own."""
     names = _names_in_file(source.config)
     has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
-    return {key: source.made_of(stored, key) for key, stored in names.items() if has[key] and has["fc.weight"]}
+    return {
+        key: source.made_of(stored, key)
+        for key, stored in names.items()
+        if has[key] and has["fc.weight"]
+    }
 
 
 def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
     """Return the names of a head's tensors in GGUF files by those in MtpLayer."""
-    head, above, count, block = of_head(config), f"blk.{_layers(config)}.", len(blocks_of(config)), {}
+    head, above, count, block = (
+        of_head(config),
+        f"blk.{_layers(config)}.",
+        len(blocks_of(config)),
+        {},
+    )
     for number in range(count):
         prefix = f"{family_of(head).layers.transformers}.{number}."
-        names = gguf.tensor_names(head, [name for name in layer_template(head) if name.startswith(prefix)])
+        names = gguf.tensor_names(
+            head, [name for name in layer_template(head) if name.startswith(prefix)]
+        )
         for name, stored in names.items():
             inside = [one.replace(f"blk.{number}.", above, 1) for one in stored]
             if number:  # of what is one block there
@@ -195,7 +225,9 @@ def _folder(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=True))
+        return Path(
+            snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=True)
+        )
     except Exception:  # the Hub's own errors, of many kinds: it is not there
         return None
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from specengine import checkpoints as models
@@ -32,10 +38,24 @@ from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.folder import FolderSource, generation_config_of, no_loading_bars
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, require_files, tensors_of
-from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError, shown
+from specengine.errors import (
+    CheckpointError,
+    InputError,
+    SpecEngineError,
+    UnsupportedModelError,
+    shown,
+)
 from specengine.files import read_object
 from specengine.models import native
-from specengine.models.configs import NO_MEMORY, auto_class, refuse_config, refuse_short, text_config, unsupported, why
+from specengine.models.configs import (
+    NO_MEMORY,
+    auto_class,
+    refuse_config,
+    refuse_short,
+    text_config,
+    unsupported,
+    why,
+)
 from specengine.models.extension import NOT_BUILT
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM
@@ -66,10 +86,14 @@ class LoadedModel(NamedTuple):
     own: bool = False
 
 
-def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None) -> LoadedModel:
+def load_model(
+    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None
+) -> LoadedModel:
     """Return the model, loaded where it is a name, and its tokenizer, unless one is given."""
     if not isinstance(model, str | None | PreTrainedModel):
-        raise InputError(f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model")
+        raise InputError(
+            f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model"
+        )
     named = isinstance(model, str) and model != models.embedded.NAME
     if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
         raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
@@ -92,7 +116,9 @@ def load_model(model: str | PreTrainedModel | None, options: LoadOptions, tokeni
         return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, is_own)
     except SpecEngineError as error:
         if named and is_head(str(model)):
-            raise InputError(f"model: {model} is a draft head, accepted a whole model; give it as draft=") from error
+            raise InputError(
+                f"model: {model} is a draft head, accepted a whole model; give it as draft="
+            ) from error
         raise
 
 
@@ -108,7 +134,9 @@ def _asking(options: LoadOptions) -> list[str]:
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
     """Return why no model could run on the native forward; None where it may be tried."""
-    on_cpu = (options.device is None and not torch.cuda.is_available()) or options.device == torch.device("cpu")
+    on_cpu = (
+        options.device is None and not torch.cuda.is_available()
+    ) or options.device == torch.device("cpu")
     if isinstance(model, PreTrainedModel):
         on_cpu = model.device.type == "cpu"
     reasons = {
@@ -147,7 +175,10 @@ def _native(
 
 
 def _huggingface(
-    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any, adapter: Adapter | None = None
+    model: str | PreTrainedModel | None,
+    options: LoadOptions,
+    tokenizer: Any,
+    adapter: Adapter | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
         name = model.config.name_or_path
@@ -162,7 +193,11 @@ def _huggingface(
     refuse_other_shapes(base, config)
     if Path(base).is_dir():
         generation_config_of(Path(base))  # which transformers reads last, and names no file over
-    split = {} if options.tp_plan is None else {"distributed_config": splitting(config, options.trust_remote_code)}
+    split = (
+        {}
+        if options.tp_plan is None
+        else {"distributed_config": splitting(config, options.trust_remote_code)}
+    )
     try:
         with no_loading_bars(), torch.device("cpu"):
             loaded, report = auto_class(config).from_pretrained(
@@ -176,10 +211,14 @@ def _huggingface(
                 **split,
             )
     except SafetensorError as error:
-        raise CheckpointError(f"model {path!r}: its weights are damaged, fetch them again ({error})") from error
+        raise CheckpointError(
+            f"model {path!r}: its weights are damaged, fetch them again ({error})"
+        ) from error
     except (UnsupportedModelError, *NO_MEMORY):
         raise
-    except Exception as error:  # a model's class may raise anything over a config of other types than it expects
+    except (
+        Exception
+    ) as error:  # a model's class may raise anything over a config of other types than it expects
         if adapter is not None:
             raise adapter.unfit(" ".join(str(error).split())[:300]) from error
         raise unsupported(path, error, "it cannot be loaded") from error
@@ -194,7 +233,9 @@ def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTra
         opened = open_gguf(model, options.dtype)
     except UnsupportedModelError as error:
         return _read_by_transformers(Path(model), options, tokenizer, error)
-    return opened.source.model().to(options.device or default_device()), tokenizer or _noted(model, opened.tokenizer)
+    return opened.source.model().to(options.device or default_device()), tokenizer or _noted(
+        model, opened.tokenizer
+    )
 
 
 def _read_by_transformers(
@@ -224,26 +265,35 @@ def _read_by_transformers(
                 )
         except NO_MEMORY:
             raise
-        except Exception as error:  # its reader may raise anything over a file that it does not know
+        except (
+            Exception
+        ) as error:  # its reader may raise anything over a file that it does not know
             raise refused from error
         _require_weights(path.name, model, report, None)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         model.generation_config.eos_token_id = gguf.end_ids(file, vocabulary)
         model.generation_config.suppress_tokens = gguf.suppressed_ids(file, vocabulary)
         model.config.name_or_path = path.name
-        return model.to(options.device or default_device()), tokenizer or taking_texts(gguf.tokenizer(file))
+        return model.to(options.device or default_device()), tokenizer or taking_texts(
+            gguf.tokenizer(file)
+        )
 
 
-def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], adapter: Adapter | None) -> None:
+def _require_weights(
+    path: str, model: PreTrainedModel, report: dict[str, Any], adapter: Adapter | None
+) -> None:
     """Raise CheckpointError where config and files do not fit.
 
     The files lack weights, so that the model would hold random ones, have them in another shape, or have more parts
     (layers, biases) than the config asks for.
     """
     problems = {
-        "missing": sorted({name for name, _ in model.named_parameters()} & set(report["missing_keys"])),
+        "missing": sorted(
+            {name for name, _ in model.named_parameters()} & set(report["missing_keys"])
+        ),
         "of another shape": sorted(
-            f"{name} {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]
+            f"{name} {list(has)}, not {list(wants)}"
+            for name, has, wants in report["mismatched_keys"]
         ),
         "unexpected": sorted(_left_out(model, report["unexpected_keys"])),
     }
@@ -252,7 +302,9 @@ def _require_weights(path: str, model: PreTrainedModel, report: dict[str, Any], 
         raise adapter.unfit(f"to {adapter.base}: {'; '.join(listed)}")
     if listed:
         listed += wrapped(problems["missing"], report["unexpected_keys"])
-        raise CheckpointError(f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}")
+        raise CheckpointError(
+            f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}"
+        )
 
 
 def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
@@ -266,7 +318,9 @@ def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str
         name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name
     }  # values, no layers
     names = set(unexpected)
-    for name in names - parts_in(names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)):
+    for name in names - parts_in(
+        names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    ):
         module = _any_layer(name.rpartition(".")[0])
         has_module = module in has or f"{model.base_model_prefix}.{module}" in has
         if has_module and not name.endswith(_MASKS):
@@ -297,9 +351,14 @@ def tokenizer_at(name: str | Path, offline: bool, trust_remote_code: bool) -> An
 
     Raises what transformers raises.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=offline, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, local_files_only=offline, trust_remote_code=trust_remote_code
+    )
     templates = named_templates(getattr(tokenizer, "chat_template", None))
-    quiet = {f"_raise_exceptions_for_{fault}": False for fault in ("missing_entries", "connection_errors")}
+    quiet = {
+        f"_raise_exceptions_for_{fault}": False
+        for fault in ("missing_entries", "connection_errors")
+    }
     for file in _OF_PROCESSORS if "default" not in templates else ():
         try:
             path = cached_file(str(name), file, local_files_only=offline, **quiet)
@@ -308,7 +367,9 @@ def tokenizer_at(name: str | Path, offline: bool, trust_remote_code: bool) -> An
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"no chat template from {file} of {name}: {error}", file=sys.stderr)
     if templates:
-        tokenizer.chat_template = templates["default"] if templates.keys() == {"default"} else templates
+        tokenizer.chat_template = (
+            templates["default"] if templates.keys() == {"default"} else templates
+        )
     return tokenizer
 
 
@@ -317,7 +378,9 @@ def named_templates(stored: Any) -> dict[str, str]:
     if isinstance(stored, list):
         stored = {one["name"]: one["template"] for one in stored}
     templates = {"default": stored} if isinstance(stored, str) else stored or {}
-    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
+    if not isinstance(templates, dict) or not all(
+        isinstance(text, str) for text in templates.values()
+    ):
         raise ValueError(f"chat_template: got {shown(stored)}, accepted a text, or texts by name")
     return dict(templates)
 
@@ -340,7 +403,9 @@ def taking_texts(tokenizer: Any) -> Any:
         of_parts = "text" in template and not shows(template, _PROBE)
         if of_parts and shows(template, [{"type": "text", "text": _PROBE}]):
             templates[name] = _AS_PARTS + template
-            tokenizer.chat_template = templates["default"] if templates.keys() == {"default"} else templates
+            tokenizer.chat_template = (
+                templates["default"] if templates.keys() == {"default"} else templates
+            )
     return tokenizer
 
 
@@ -354,7 +419,9 @@ def load_tokenizer(options: LoadOptions) -> Any:
         if name == models.embedded.NAME or is_gguf(name):
             is_default = name == models.embedded.NAME
             path = (
-                models.embedded.gguf(offline=options.offline, progress=options.progress) if is_default else Path(name)
+                models.embedded.gguf(offline=options.offline, progress=options.progress)
+                if is_default
+                else Path(name)
             )
             with gguf.read(path) as file:
                 return taking_texts(gguf.tokenizer(file))
@@ -377,7 +444,11 @@ def require_bfloat16(options: LoadOptions, stored: torch.dtype | None) -> None:
     """Raise UnsupportedModelError where bfloat16, asked for or stored, would run on a CUDA device without it."""
     device = options.device or default_device()
     dtype = stored if options.dtype == "auto" else options.dtype
-    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type == "cuda"
+        and dtype is torch.bfloat16
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         major, minor = torch.cuda.get_device_capability(device)
         raise UnsupportedModelError(
             f"dtype: bfloat16 needs a CUDA device of compute capability 8.0 or newer, "
@@ -397,7 +468,9 @@ class Opened(NamedTuple):
 
 def is_gguf(name: str | None) -> bool:
     """Return whether this is the path of a GGUF file."""
-    return name is not None and (name.lower().endswith(".gguf") or (Path(name).is_file() and _has_magic(Path(name))))
+    return name is not None and (
+        name.lower().endswith(".gguf") or (Path(name).is_file() and _has_magic(Path(name)))
+    )
 
 
 def open_gguf(name: str, dtype: Any) -> Opened:
@@ -426,7 +499,9 @@ def open_native(
         if folder is not None:
             config = config_of(folder, offline=True, trust_remote_code=False)
             return _opened_folder(folder, config, dtype, models.embedded.NAME)
-        return _opened_gguf(models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME)
+        return _opened_gguf(
+            models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME
+        )
     if is_gguf(name):
         return open_gguf(name, dtype)
     try:
@@ -434,9 +509,15 @@ def open_native(
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"native: {error}") from error
     refuse_config(text_config(config))
-    opened = _opened_folder(Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name)
+    opened = _opened_folder(
+        Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name
+    )
     # code of a tokenizer is not among the files that were fetched
-    return opened._replace(tokenizer=partial(tokenizer_at, name, offline, True)) if trust_remote_code else opened
+    return (
+        opened._replace(tokenizer=partial(tokenizer_at, name, offline, True))
+        if trust_remote_code
+        else opened
+    )
 
 
 def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
@@ -449,7 +530,9 @@ def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
 
 def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:
     if getattr(config, "transformers_weights", None) is not None:
-        raise UnsupportedModelError("native: its config names a file of weights (transformers_weights)")
+        raise UnsupportedModelError(
+            "native: its config names a file of weights (transformers_weights)"
+        )
     text = text_config(config)
     source = FolderSource(folder, text, _dtype(folder, text, dtype), name=name, whole=config)
     _ = source.generation_config  # raises over a damaged file before any weights are read
@@ -458,15 +541,23 @@ def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str
 
 def _fetched(name: str, offline: bool) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=offline))
-    except Exception as error:  # the hub's own errors, of many kinds; transformers' loading says more
-        raise UnsupportedModelError(f"native: {name} cannot be fetched ({str(error).splitlines()[0]})") from error
+        return Path(
+            snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=offline)
+        )
+    except (
+        Exception
+    ) as error:  # the hub's own errors, of many kinds; transformers' loading says more
+        raise UnsupportedModelError(
+            f"native: {name} cannot be fetched ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:
     if dtype != "auto":
         return dtype
-    first = next((stored.dtype for _, stored in tensors_of(require_files(folder)[0])), torch.float32)
+    first = next(
+        (stored.dtype for _, stored in tensors_of(require_files(folder)[0])), torch.float32
+    )
     return getattr(config, "dtype", None) or first  # as transformers' `auto` does
 
 

@@ -34,7 +34,11 @@ class StoredTensor(NamedTuple):
 
     def flat(self) -> StoredTensor:
         """Return a stack of matrices as one, of all their rows."""
-        return self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1])) if len(self.shape) > 2 else self
+        return (
+            self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1]))
+            if len(self.shape) > 2
+            else self
+        )
 
     def read(self, first: int, last: int) -> Tensor:
         """Return rows [first, last). They are read: the pages of a mapped file would count as memory."""
@@ -43,7 +47,9 @@ class StoredTensor(NamedTuple):
         with self.file.open("rb") as stream:
             stream.seek(self.offset + first * each)
             if stream.readinto(data) != len(data):
-                raise CheckpointError(f"{self.file}: became shorter while it was read; load it again")
+                raise CheckpointError(
+                    f"{self.file}: became shorter while it was read; load it again"
+                )
         return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
 
 
@@ -72,14 +78,22 @@ def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         begin, end = entry["data_offsets"]
         yield (
             name,
-            StoredTensor(file, 8 + size + begin, end - begin, _STORED_DTYPES[entry["dtype"]], tuple(entry["shape"])),
+            StoredTensor(
+                file,
+                8 + size + begin,
+                end - begin,
+                _STORED_DTYPES[entry["dtype"]],
+                tuple(entry["shape"]),
+            ),
         )
 
 
 def require_files(folder: Path) -> list[Path]:
     files = safetensors_files(folder)
     if not files:
-        raise UnsupportedModelError(f"{folder}: has no safetensors file that transformers would read")
+        raise UnsupportedModelError(
+            f"{folder}: has no safetensors file that transformers would read"
+        )
     return files
 
 
@@ -114,7 +128,9 @@ class Stack(NamedTuple):
         pieces = []
         for number in range(first // each, -(-last // each)):
             begin = number * each
-            pieces.append(self.matrices[number].read(max(first - begin, 0), min(last - begin, each)))
+            pieces.append(
+                self.matrices[number].read(max(first - begin, 0), min(last - begin, each))
+            )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -137,14 +153,18 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
         stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
     for name, matrices in _without_gates(stacks):
         places = 2 if name.endswith(_GATE_UP) else 1
-        places_of_all = [(expert, place) for expert in range(len(matrices) // places) for place in range(places)]
+        places_of_all = [
+            (expert, place) for expert in range(len(matrices) // places) for place in range(places)
+        ]
         shapes = {matrix.shape for matrix in matrices.values()}
         if sorted(matrices) == places_of_all and len(shapes) == 1:
             rows, inputs = next(iter(shapes))
             shape = (len(places_of_all) // places, places * rows, inputs)
             by_name[name] = Stack(tuple(matrices[key] for key in places_of_all), shape)
         else:  # no stack: loading says which tensors are not those of the model
-            by_name |= {f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()}
+            by_name |= {
+                f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()
+            }
     return by_name
 
 
@@ -154,6 +174,9 @@ def _without_gates(
     """Yield the stacks; those of gates and ups that have ups alone are stacks of these."""
     for name, matrices in stacks.items():
         if name.endswith(_GATE_UP) and {place for _, place in matrices} == {1}:
-            yield name.replace(_GATE_UP, _UP), {(expert, 0): matrix for (expert, _), matrix in matrices.items()}
+            yield (
+                name.replace(_GATE_UP, _UP),
+                {(expert, 0): matrix for (expert, _), matrix in matrices.items()},
+            )
         else:
             yield name, matrices

@@ -57,7 +57,11 @@ def _failed(parsed: Any, error: Exception) -> int:
         raise error
     expected = isinstance(error, SpecEngineError)
     kind = "" if expected else f"{type(error).__name__}: "
-    hint = "" if expected and not isinstance(error, PolicyError | DrafterError) else " (--debug shows where)"
+    hint = (
+        ""
+        if expected and not isinstance(error, PolicyError | DrafterError)
+        else " (--debug shows where)"
+    )
     _report(f"error: {kind}{' '.join(str(error).split())}{hint}")
     return 2 if expected else 70
 
@@ -94,7 +98,9 @@ def _stopped(parsed: Any) -> int:
     if str(place) == "-" or str(place).startswith(("/dev/", "/proc/")):
         text = f"stopped; nothing continues {place}; the same command begins anew"
     elif os.path.isfile(place) or os.path.isdir(place):
-        text = f"stopped; {place} keeps what was done so far, and the same command goes on from there"
+        text = (
+            f"stopped; {place} keeps what was done so far, and the same command goes on from there"
+        )
     else:
         text = f"stopped before anything was written to {place}; the same command begins anew"
     _report(text)

@@ -30,16 +30,25 @@ def run(arguments: argparse.Namespace) -> int:
     Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
     if arguments.parallel is not None:
         require("parallel", arguments.parallel, "1 or more", arguments.parallel >= 1)
-        require("parallel", arguments.parallel, "1 with replicas", 1 in (arguments.parallel, arguments.replicas))
+        require(
+            "parallel",
+            arguments.parallel,
+            "1 with replicas",
+            1 in (arguments.parallel, arguments.replicas),
+        )
     options = given.generation_options(arguments)
     seed = options.pop("seed", 0)
     requests = lines.read(arguments.prompts, options, seed=seed, system=arguments.system)
-    settings = settings_of(arguments, requests, options | {"seed": seed, "system": arguments.system})
+    settings = settings_of(
+        arguments, requests, options | {"seed": seed, "system": arguments.system}
+    )
     _say_other_models(requests.items, given.model_name(arguments))
     origin = provenance("specengine", sys.argv[1:])
     with opened(arguments.out, requests.items, origin, settings, [arguments.prompts]) as files:
         if not isinstance(files, Files):
-            say(f"specengine: note: {files} is no file: no figures are kept, and a run that is stopped begins anew")
+            say(
+                f"specengine: note: {files} is no file: no figures are kept, and a run that is stopped begins anew"
+            )
         if remaining := requests.items[files.done :]:
             if files.done:
                 say(f"Going on after the first {files.done} of {len(requests.items)} answers")
@@ -50,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
                     progress.count(answered)
             progress.end(str(files))
         if files.failures:
-            say(f"specengine: note: {files.failures} of {files.done} answers are errors, as their lines say")
+            say(
+                f"specengine: note: {files.failures} of {files.done} answers are errors, as their lines say"
+            )
         return 1 if files.failures else 0
 
 
@@ -60,12 +71,18 @@ def _say_other_models(items: Sequence[Item], name_here: str) -> None:
     if others := sorted({name for name in names if name is not None} - {name_here}):
         count = sum(name in others for name in names)
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        say(f"specengine: note: {count} requests name another model ({shown}); {name_here} answers them")
+        say(
+            f"specengine: note: {count} requests name another model ({shown}); {name_here} answers them"
+        )
 
 
-def settings_of(arguments: argparse.Namespace, requests: lines.Prompts, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(
+    arguments: argparse.Namespace, requests: lines.Prompts, options: dict[str, Any]
+) -> dict[str, Any]:
     """Return all settings that answers or their figures may depend on, JSON-ready."""
-    loading = {name: value for name, value in given.load_options(arguments).items() if name != "offline"}
+    loading = {
+        name: value for name, value in given.load_options(arguments).items() if name != "offline"
+    }
     return {
         "record": "settings",
         "format": 1,
@@ -84,8 +101,16 @@ def settings_of(arguments: argparse.Namespace, requests: lines.Prompts, options:
     }
 
 
-def _answers(arguments: argparse.Namespace, items: Sequence[Item], files: Stream) -> Generator[Answered, None, None]:
-    scale = Scale(arguments.replicas, None, arguments.threads, arguments.ray_address, given.wants_gpu(arguments))
+def _answers(
+    arguments: argparse.Namespace, items: Sequence[Item], files: Stream
+) -> Generator[Answered, None, None]:
+    scale = Scale(
+        arguments.replicas,
+        None,
+        arguments.threads,
+        arguments.ray_address,
+        given.wants_gpu(arguments),
+    )
     if scale.replicas == 1 and scale.address is None:
         recipe = given.recipe(arguments, threads=scale.threads, prefer_strict=True)
         yield from answering.answered(recipe.load, items, files.loaded, arguments.parallel)

@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     from specengine.benchmark.report import tables
     from specengine.benchmark.workloads import read
 
-    require_minimum(arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0)
+    require_minimum(
+        arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0
+    )
     items = read(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
     choice = Comparison(
         arguments.way or list(DEFAULT_WAYS),
@@ -61,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         compares=not choice.samples,
         say=say,
     )
-    others = next((record["others"] for record in reversed(log.records) if record["record"] == "load"), None)
+    others = next(
+        (record["others"] for record in reversed(log.records) if record["record"] == "load"), None
+    )
     count = len(log.records)
     for record in run_.records(items, list(log.records)):
         log.add(record)
@@ -73,14 +77,20 @@ def run(arguments: argparse.Namespace) -> int:
     return int(run_.faults > 0)
 
 
-def _verdict(records: list[dict[str, Any]], choice: Comparison, first: Engine, others: float | None) -> str:
+def _verdict(
+    records: list[dict[str, Any]], choice: Comparison, first: Engine, others: float | None
+) -> str:
     """Return whether the fastest way that drafts pays, by its own name."""
     from specengine.benchmark.summaries import ALL, summaries
 
     our_summaries = [
-        summary for summary in summaries(records) if summary["set"] == ALL and summary["way"] in choice.specs
+        summary
+        for summary in summaries(records)
+        if summary["set"] == ALL and summary["way"] in choice.specs
     ]
-    drafted = [summary for summary in our_summaries if summary["way"] != PLAIN and "speed_total" in summary]
+    drafted = [
+        summary for summary in our_summaries if summary["way"] != PLAIN and "speed_total" in summary
+    ]
     device = first.target.device.type
     if not drafted:
         return verdict(device, None, None)
@@ -114,15 +124,30 @@ def _print(all_tables: list[Table]) -> None:
         print(table.markdown(), end="\n\n")
 
 
-def _settings(arguments: argparse.Namespace, names: list[str], items: list[Workload]) -> dict[str, Any]:
+def _settings(
+    arguments: argparse.Namespace, names: list[str], items: list[Workload]
+) -> dict[str, Any]:
     """Return the settings that decide what is measured. A run with the same settings continues the file."""
     from specengine.benchmark.provenance import public
     from specengine.benchmark.workloads import digest
 
-    apart = ("run", "goes_on", "loads", "debug", "out", "way", "prompts", "peers", "set_by", "per_set", "command")
+    apart = (
+        "run",
+        "goes_on",
+        "loads",
+        "debug",
+        "out",
+        "way",
+        "prompts",
+        "peers",
+        "set_by",
+        "per_set",
+        "command",
+    )
     settings = {name: value for name, value in vars(arguments).items() if name not in apart}
     texts = {
-        name: public([str(value)])[0] if isinstance(value, str | Path) else value for name, value in settings.items()
+        name: public([str(value)])[0] if isinstance(value, str | Path) else value
+        for name, value in settings.items()
     }
     sets = list(dict.fromkeys(item.set for item in items))
     return {

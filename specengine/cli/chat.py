@@ -39,9 +39,19 @@ class Chat:
     """A conversation, and the commands that change it."""
 
     def __init__(
-        self, engine: Engine, arguments: argparse.Namespace, trace: TraceWriter | None, *, interactive: bool
+        self,
+        engine: Engine,
+        arguments: argparse.Namespace,
+        trace: TraceWriter | None,
+        *,
+        interactive: bool,
     ) -> None:
-        self.engine, self.arguments, self.trace, self.interactive = engine, arguments, trace, interactive
+        self.engine, self.arguments, self.trace, self.interactive = (
+            engine,
+            arguments,
+            trace,
+            interactive,
+        )
         self.session = engine.session(given.messages(arguments))
         self.markdown = Markdown.where_wanted(arguments.markdown, interactive=interactive)
         self.answers: list[Stats] = []
@@ -65,7 +75,13 @@ class Chat:
                     self._command(*line.split(maxsplit=1))
                 elif line:
                     self.answers.append(
-                        _answer(self.session, line.removeprefix("/"), self.arguments, self.trace, self.markdown)
+                        _answer(
+                            self.session,
+                            line.removeprefix("/"),
+                            self.arguments,
+                            self.trace,
+                            self.markdown,
+                        )
                     )
             except SpecEngineError as error:
                 if not self.interactive:
@@ -183,7 +199,9 @@ def _value(declared: Declaration, text: str, before: Any) -> Any:
     try:
         value = kind(text)
     except ValueError as error:
-        raise InputError(f"{declared.name}: got {text!r}, accepted a value of type {kind.__name__}") from error
+        raise InputError(
+            f"{declared.name}: got {text!r}, accepted a value of type {kind.__name__}"
+        ) from error
     return [*(before or []), value] if declared.repeats else value
 
 
@@ -197,7 +215,9 @@ def _messages(file: Path) -> list[dict[str, str]] | None:
     """Return the messages of a saved conversation; None where the file is none."""
     try:
         messages = read_object(file)["messages"]
-        fits = all(isinstance(message[name], str) for message in messages for name in ("role", "content"))
+        fits = all(
+            isinstance(message[name], str) for message in messages for name in ("role", "content")
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return list(messages) if fits and isinstance(messages, list) else None
@@ -208,7 +228,9 @@ def _piped_lines() -> Iterator[str]:
         for number, line in enumerate(sys.stdin):
             yield (line if number else line.removeprefix(MARK)).strip()
     except UnicodeDecodeError as error:
-        raise InputError(f"prompt: standard input is not UTF-8 ({error.reason}); write it as UTF-8") from error
+        raise InputError(
+            f"prompt: standard input is not UTF-8 ({error.reason}); write it as UTF-8"
+        ) from error
 
 
 def _answer(

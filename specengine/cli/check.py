@@ -45,7 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         with writing(arguments.out):
             arguments.out.write_text(as_json(report, "utf-8") + "\n", encoding="utf-8")
-    print(as_json(report) if arguments.json else ", ".join(f"{count} {verdict}" for verdict, count in summary.items()))
+    print(
+        as_json(report)
+        if arguments.json
+        else ", ".join(f"{count} {verdict}" for verdict, count in summary.items())
+    )
     return 1 if summary["mismatch"] else 0
 
 
@@ -100,11 +104,19 @@ def _compare(
             for name, engine in speculative.items():
                 with progress.step(f"policy {name} on {_short(turn)!r}"):
                     report = certify(
-                        plain, engine, prompt, reference=reference, tolerance=arguments.tolerance, **options
+                        plain,
+                        engine,
+                        prompt,
+                        reference=reference,
+                        tolerance=arguments.tolerance,
+                        **options,
                     )
                 say(_line(name.ljust(width), turn, report))
                 yield {"policy": name, "prompt": turn, **report.to_dict()}
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": expected.text}]
+            messages += [
+                {"role": "user", "content": turn},
+                {"role": "assistant", "content": expected.text},
+            ]
 
 
 def _line(policy: str, prompt: str, report: Certificate) -> str:
@@ -112,14 +124,18 @@ def _line(policy: str, prompt: str, report: Certificate) -> str:
     gap = "-" if report.gap is None else f"{report.gap:.4f}"
     answer = report.answer
     tau = f"{answer.stats.mean_acceptance_length:.2f}"
-    return _row(policy, report.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt))
+    return _row(
+        policy, report.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt)
+    )
 
 
 def _short(prompt: str) -> str:
     return " ".join(prompt.split())[:50]
 
 
-def _row(policy: str, verdict: str, position: str, gap: str, length: str, tau: str, prompt: str) -> str:
+def _row(
+    policy: str, verdict: str, position: str, gap: str, length: str, tau: str, prompt: str
+) -> str:
     return f"{policy} {verdict:<9} {position:>5} {gap:>8} {length:>6} {tau:>5}  {prompt}"
 
 
@@ -130,7 +146,11 @@ def _conversations(arguments: argparse.Namespace) -> list[Turns]:
     if arguments.prompt and arguments.prompts:
         raise InputError("prompts: give prompts or a file of them, not both")
     require("limit", arguments.limit, "1 or more", arguments.limit is None or arguments.limit >= 1)
-    found = read_prompts(arguments.prompts) if arguments.prompts else ([text] for text in arguments.prompt or PROMPTS)
+    found = (
+        read_prompts(arguments.prompts)
+        if arguments.prompts
+        else ([text] for text in arguments.prompt or PROMPTS)
+    )
     conversations = list(islice(found, arguments.limit))
     if not conversations:
         raise InputError(f"prompts: {arguments.prompts} has no prompts")

@@ -31,13 +31,24 @@ from specengine.cli.train_arguments import add_train
 def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
     parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input, without its last line break"
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="the prompt; - reads standard input, without its last line break",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
-    output.add_argument("--stream", action="store_true", help="print the answer piece by piece; Ctrl-C stops it")
-    output.add_argument("--show-draft", action="store_true", help="colour what the draft proposed, in a terminal")
-    output.add_argument("--json", action="store_true", help="print one JSON object: answer, token ids and figures")
+    output.add_argument(
+        "--raw", action="store_true", help="take the prompt as it is, without the chat template"
+    )
+    output.add_argument(
+        "--stream", action="store_true", help="print the answer piece by piece; Ctrl-C stops it"
+    )
+    output.add_argument(
+        "--show-draft", action="store_true", help="colour what the draft proposed, in a terminal"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object: answer, token ids and figures"
+    )
     parser.add_argument(
         "--prediction",
         type=Path,
@@ -47,10 +58,16 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     )
     constrained = parser.add_mutually_exclusive_group()
     constrained.add_argument(
-        "--json-schema", type=Path, metavar="FILE", help="the answer meets this JSON schema (needs llguidance)"
+        "--json-schema",
+        type=Path,
+        metavar="FILE",
+        help="the answer meets this JSON schema (needs llguidance)",
     )
     constrained.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="the answer meets this grammar, Lark or GBNF (needs llguidance)"
+        "--grammar",
+        type=Path,
+        metavar="FILE",
+        help="the answer meets this grammar, Lark or GBNF (needs llguidance)",
     )
     add_trace_file(output)
     add_model(parser)
@@ -81,10 +98,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts")
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="default: a few built-in prompts"
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=PROMPT_FORMATS)
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N prompts")
-    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="take prompts as they are, without the chat template"
+    )
     parser.add_argument(
         "--against",
         choices=("plain", "huggingface"),
@@ -92,25 +113,49 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="this engine's plain decoding (default) or transformers' generate (greedy only)",
     )
     parser.add_argument(
-        "--tolerance", type=float, metavar="LOGITS", help="largest logit gap of a near-tie (default: by dtype)"
+        "--tolerance",
+        type=float,
+        metavar="LOGITS",
+        help="largest logit gap of a near-tie (default: by dtype)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the summary")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to a file as well")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the summary"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the JSON object to a file as well"
+    )
     add_model(parser)
     add_draft_and_policy(parser, several_policies=True)
     add_generation(parser)
 
 
-LIMITS: tuple[tuple[str, type, float | None, str], ...] = (  # of the server: flag, type, default, help
-    ("parallel", int, None, "answers at once, on the native forward (default: as memory holds, 1 with replicas)"),
+LIMITS: tuple[
+    tuple[str, type, float | None, str], ...
+] = (  # of the server: flag, type, default, help
+    (
+        "parallel",
+        int,
+        None,
+        "answers at once, on the native forward (default: as memory holds, 1 with replicas)",
+    ),
     ("queue", int, 16, "requests that may wait (default 16)"),
     ("max-body-bytes", int, 8 << 20, "largest body of a request (default 8388608)"),
     ("max-prompt-tokens", int, None, "longest prompt (default: the model's context)"),
     ("max-tokens", int, None, "longest answer (default: the model's context)"),
-    ("default-max-tokens", int, 2048, "length of an answer where the request gives none (default 2048)"),
+    (
+        "default-max-tokens",
+        int,
+        2048,
+        "length of an answer where the request gives none (default 2048)",
+    ),
     ("max-seconds", float, 600.0, "time for one answer (default 600)"),
     ("request-seconds", float, 60.0, "time for a client to send its request (default 60)"),
-    ("keep-alive-seconds", float, 75.0, "time that a connection stays open after an answer (default 75)"),
+    (
+        "keep-alive-seconds",
+        float,
+        75.0,
+        "time that a connection stays open after an answer (default 75)",
+    ),
     ("drain-seconds", float, 30.0, "time for answers under way when the server stops (default 30)"),
 )
 
@@ -120,13 +165,21 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(loads=lambda _: None)  # said where the address is
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine only)",
     )
     group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 takes a free one (default 8000)"
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 takes a free one (default 8000)",
     )
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: its own name)",
     )
     group.add_argument(
         "--api-key",
@@ -136,7 +189,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "see in a list of processes, else none)",
     )
     group.add_argument(
-        "--cors", action="append", default=[], metavar="ORIGIN", help="let browsers call from this origin; repeatable"
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let browsers call from this origin; repeatable",
     )
     group.add_argument(
         "--allowed-host",
@@ -161,24 +218,40 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
     )
-    group.add_argument("--log-contents", action="store_true", help="write prompts and answers to the log")
+    group.add_argument(
+        "--log-contents", action="store_true", help="write prompts and answers to the log"
+    )
     limits = parser.add_argument_group("limits")
     for name, kind, default, text in LIMITS:
         metavar = "N" if kind is int else "S"
         limits.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     replicas = parser.add_argument_group("replicas")
-    add_replicas(replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)")
+    add_replicas(
+        replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)"
+    )
     replicas.add_argument(
-        "--max-replicas", type=int, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
+        "--max-replicas",
+        type=int,
+        metavar="N",
+        help="as many as there is work for, up to N (default: --replicas)",
     )
     add_loading(add_draft_and_policy(parser), ["learn"])
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(policy=None, policy_option=[])
-    parser.add_argument("learn", type=Path, metavar="DIR", help="a folder that chat or serve filled with --learn DIR")
     parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="N", help="to learn for; fewer once nothing helps (default 10)"
+        "learn",
+        type=Path,
+        metavar="DIR",
+        help="a folder that chat or serve filled with --learn DIR",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="to learn for; fewer once nothing helps (default 10)",
     )
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
@@ -198,23 +271,33 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
         help="file for the answers, in the order of the prompts; figures go to NAME.stats.jsonl beside it. If the "
         "files exist, the run continues",
     )  # fmt: skip
-    parser.add_argument("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="take prompts as they are, without the chat template"
+    )
     parser.add_argument(
         "--parallel",
         type=int,
         metavar="N",
         help="answers at once, on the native forward (default: as memory holds, 1 with replicas)",
     )
-    add_replicas(parser.add_argument_group("replicas"), "engines, each in a process of its own (needs the extra `ray`)")
+    add_replicas(
+        parser.add_argument_group("replicas"),
+        "engines, each in a process of its own (needs the extra `ray`)",
+    )
     add_model(parser)
     add_draft_and_policy(parser)
     add_generation(parser)
 
 
 def add_replicas(group: argparse._ArgumentGroup, meaning: str) -> None:
-    group.add_argument("--replicas", type=int, default=1, metavar="N", help=f"{meaning} (default 1: this process)")
     group.add_argument(
-        "--threads", type=int, metavar="N", help="threads of each replica (default: its share of the processors)"
+        "--replicas", type=int, default=1, metavar="N", help=f"{meaning} (default 1: this process)"
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of each replica (default: its share of the processors)",
     )
     group.add_argument(
         "--ray-address",
@@ -228,8 +311,12 @@ PROMPT = "Explain how a rainbow forms, and why its colours always stand in the s
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="default: a question about rainbows")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed rounds; the median counts (default 3)"
+    )
     add_model(parser)
     add_draft_and_policy(parser)
     parser.set_defaults(strict=None)  # where it can
@@ -259,7 +346,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, times in seconds")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, times in seconds"
+    )
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
 
@@ -285,9 +374,13 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     report = parser.add_subparsers(metavar="[report]", required=False).add_parser(
         "report", help=REPORT, description=REPORT
     )
-    report.add_argument("file", nargs="+", type=Path, metavar="FILE", help="file that --out wrote, one per run")
+    report.add_argument(
+        "file", nargs="+", type=Path, metavar="FILE", help="file that --out wrote, one per run"
+    )
     report.add_argument("--set", help="the prompt set of the first table (default: all)")
-    report.add_argument("--plot", type=Path, metavar="DIR", help="also draw each file's speeds (needs matplotlib)")
+    report.add_argument(
+        "--plot", type=Path, metavar="DIR", help="also draw each file's speeds (needs matplotlib)"
+    )
     report.set_defaults(run="specengine.cli.bench:run_report", goes_on="")
     group = parser.add_argument_group("what is measured")
     group.add_argument("--way", action="append", metavar="WAY", help=WAYS)
@@ -302,20 +395,44 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         default="file",
         help="what makes a set: each file, or this field of the lines (default: file)",
     )
-    group.add_argument("--per-set", type=int, default=2, metavar="N", help="prompts per set, 0 for all (default 2)")
-    group.add_argument("--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)")
     group.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="longest answer, in tokens (default 128)"
+        "--per-set", type=int, default=2, metavar="N", help="prompts per set, 0 for all (default 2)"
     )
     group.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="rounds; figures are medians over them (default 3)"
+        "--turns", type=int, default=1, metavar="N", help="turns per conversation (default 1)"
     )
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); above 0 all ways sample")
     group.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampling noise, the same for every way (default 0)"
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="longest answer, in tokens (default 128)",
     )
-    group.add_argument("--assistant", metavar="MODEL", help=f"id or path of the smaller model of way {ASSISTED}")
-    group.add_argument("--gguf", type=Path, metavar="FILE", help="for peers (default: the model's own)")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rounds; figures are medians over them (default 3)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 is greedy (default); above 0 all ways sample",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the sampling noise, the same for every way (default 0)",
+    )
+    group.add_argument(
+        "--assistant", metavar="MODEL", help=f"id or path of the smaller model of way {ASSISTED}"
+    )
+    group.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="for peers (default: the model's own)"
+    )
     group.add_argument(
         "--peers",
         type=Path,
@@ -324,7 +441,10 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help="the environments of the ways peer:... (default: .peers, where `make peers` of a checkout puts them)",
     )
     group.add_argument(
-        "--out", type=Path, metavar="FILE", help="keep the records in this .jsonl; if it exists, the run continues"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="keep the records in this .jsonl; if it exists, the run continues",
     )
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
@@ -332,11 +452,18 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 # Layout of the files by the name of the format or of the engine that reads it.
-FORMATS = {"speculators": "speculators", "vllm": "speculators", "eagle": "official", "sglang": "official"}
+FORMATS = {
+    "speculators": "speculators",
+    "vllm": "speculators",
+    "eagle": "official",
+    "sglang": "official",
+}
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("head", metavar="HEAD", help="path or Hub id of an EAGLE head, or default-head, which ships")
+    parser.add_argument(
+        "head", metavar="HEAD", help="path or Hub id of an EAGLE head, or default-head, which ships"
+    )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write, new or empty")
     parser.add_argument(
         "--format",
@@ -365,16 +492,30 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="+", type=Path, metavar="FILE", help="traces; queries are numbered across all files"
+        "file",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="traces; queries are numbered across all files",
     )
-    parser.add_argument("--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)")
+    parser.add_argument(
+        "--query", type=int, metavar="N", help="show a cycle of the N-th query (default 1)"
+    )
     parser.add_argument("--cycle", type=int, metavar="N", help="show the N-th cycle (default 1)")
-    parser.add_argument("--pruned", action="store_true", help="give every pruned node a line of its own, or a box")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that steps through the cycles; its name ends in .html"
+        "--pruned", action="store_true", help="give every pruned node a line of its own, or a box"
     )
     parser.add_argument(
-        "--tree", type=Path, metavar="FILE", help="draw that cycle's tree; its name ends in .svg, .png or .pdf"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page that steps through the cycles; its name ends in .html",
+    )
+    parser.add_argument(
+        "--tree",
+        type=Path,
+        metavar="FILE",
+        help="draw that cycle's tree; its name ends in .svg, .png or .pdf",
     )
     parser.add_argument(
         "--pictures",
@@ -384,7 +525,12 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-KEPT = ("models", "costs", "downloads", "history")  # folders of the cache that can be made again, or missed
+KEPT = (
+    "models",
+    "costs",
+    "downloads",
+    "history",
+)  # folders of the cache that can be made again, or missed
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -432,8 +578,14 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (add_trace, "show the trees that `specengine generate --trace` wrote"),
     "demo": (add_demo, "generate with and without speculation, and compare speed and tokens"),
     "train": (add_train, "train a draft for a model, on text that the model writes itself"),
-    "learn": (add_learn, "train the draft's head on the texts that chat and serve kept with --learn"),
-    "list": (add_list, "show the models, heads and measured costs that are kept on the disk, with their sizes"),
+    "learn": (
+        add_learn,
+        "train the draft's head on the texts that chat and serve kept with --learn",
+    ),
+    "list": (
+        add_list,
+        "show the models, heads and measured costs that are kept on the disk, with their sizes",
+    ),
     "clean": (add_clean, "delete what the cache folder holds, after saying what and asking"),
     "export": (add_export, "write an EAGLE head for vLLM, speculators or SGLang"),
 }
@@ -442,9 +594,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
 def make_parser() -> Parser:
     """Return the parser. In its results `run` names the function to run; `loads` returns the model to load, if any."""
     parser = Parser(
-        prog="specengine", description="Lossless tree speculative decoding for Hugging Face causal language models."
+        prog="specengine",
+        description="Lossless tree speculative decoding for Hugging Face causal language models.",
     )
-    parser.add_argument("--version", action="version", version=f"specengine {specengine.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"specengine {specengine.__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (add, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)

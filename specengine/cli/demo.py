@@ -92,7 +92,9 @@ def _load(arguments: argparse.Namespace) -> Engine:
     except UnsupportedModelError as error:
         if not str(error).startswith("strict:"):
             raise
-        say(f"specengine: note: {error}; at near-ties, trees and plain decoding may choose different tokens")
+        say(
+            f"specengine: note: {error}; at near-ties, trees and plain decoding may choose different tokens"
+        )
         return given.load_engine(arguments, strict=False)
 
 
@@ -107,7 +109,9 @@ def _stream_answer(engine: Engine, arguments: argparse.Namespace) -> TracedCycle
     for piece in engine.stream(arguments.prompt, **_greedy(arguments.max_new_tokens)):
         write(paint(piece))
         cycle = traced(piece.cycle, piece.text, lambda token: decode([token]))
-        if 1 < len(cycle.kept) <= MAX_DRAWN_NODES and (best is None or _worth(cycle) > _worth(best)):
+        if 1 < len(cycle.kept) <= MAX_DRAWN_NODES and (
+            best is None or _worth(cycle) > _worth(best)
+        ):
             best = cycle
     write("\n\n")
     return best
@@ -167,14 +171,22 @@ def _time(ways: list[TimedWay], arguments: argparse.Namespace) -> None:
             way.run(arguments.max_new_tokens)
 
 
-def _print_table(ways: list[TimedWay], plain: Engine, engine: Engine, arguments: argparse.Namespace) -> None:
+def _print_table(
+    ways: list[TimedWay], plain: Engine, engine: Engine, arguments: argparse.Namespace
+) -> None:
     _, ours, _ = ways
     compared = [(way, *_compared(way, ours, plain, arguments)) for way in ways]
-    print(f"{'':<24}{'tokens':>7}{'tokens/s':>10}{'acceptance length':>19}   identical to plain decoding")
+    print(
+        f"{'':<24}{'tokens':>7}{'tokens/s':>10}{'acceptance length':>19}   identical to plain decoding"
+    )
     for way, same, _ in compared:
-        print(f"{way.name:<24}{len(way.tokens):>7}{way.speed:>10.1f}{way.acceptance:>19.2f}   {same}")
+        print(
+            f"{way.name:<24}{len(way.tokens):>7}{way.speed:>10.1f}{way.acceptance:>19.2f}   {same}"
+        )
     dtype = str(engine.target.dtype).removeprefix("torch.")
-    drafted = f"{engine.drafter.name}, {engine.policy}" if engine.drafter is not None else "no draft"
+    drafted = (
+        f"{engine.drafter.name}, {engine.policy}" if engine.drafter is not None else "no draft"
+    )
     print(
         f"\nspeculative decoding: {drafted}\nmedian of {len(ours.seconds)} interleaved rounds, {dtype} on "
         f"{engine.target.device}, {torch.get_num_threads()} threads, prompt processing included"
@@ -206,7 +218,9 @@ def _times(ratio: float) -> str:
     return "as fast as" if abs(ratio - 1) <= SAME else f"{ratio:.2f} times as fast as"
 
 
-def _compared(way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.Namespace) -> tuple[str, list[str]]:
+def _compared(
+    way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.Namespace
+) -> tuple[str, list[str]]:
     """Return whether the answer is plain decoding's, in a word, and each token that is not the model's own choice."""
     if way is ours:
         return "-", []
@@ -218,7 +232,9 @@ def _compared(way: TimedWay, ours: TimedWay, plain: Engine, arguments: argparse.
     ties = len(differing) - faults
     if faults or not differing:
         return "no", list(_explained(differing, plain, tolerance)) or ["it ends elsewhere"]
-    return f"up to {ties} near-tie{'s' if ties > 1 else ''}", list(_explained(differing, plain, tolerance))
+    return f"up to {ties} near-tie{'s' if ties > 1 else ''}", list(
+        _explained(differing, plain, tolerance)
+    )
 
 
 def _explained(differing: list[Flip], plain: Engine, tolerance: float) -> Iterator[str]:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specengine.cli import given
-from specengine.cli.inspection import OPENINGS, cache_state, devices, entry_lines, model_facts, versions
+from specengine.cli.inspection import (
+    OPENINGS,
+    cache_state,
+    devices,
+    entry_lines,
+    model_facts,
+    versions,
+)
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.cli.verdict import Seen, break_even, verdict
 from specengine.costs import measuring
@@ -142,7 +149,9 @@ def _seen(engine: Engine) -> Seen | None:
     for policy in ("plain", None):  # the first run loads what it needs
         engine.generate(OPENINGS[0], policy=policy, **options | {"max_new_tokens": 8})
     answers = list[Stats]()
-    rates: dict[tuple[str, str | None], float] = {}  # the best by opening and policy: others may use this machine
+    rates: dict[
+        tuple[str, str | None], float
+    ] = {}  # the best by opening and policy: others may use this machine
     began = time.perf_counter()
     for opening in OPENINGS * ROUNDS:
         for policy in ("plain", None):
@@ -151,7 +160,11 @@ def _seen(engine: Engine) -> Seen | None:
         answers.append(stats)
         if time.perf_counter() - began > SECONDS:
             break
-    gains = [rates[opening, None] / rate for (opening, policy), rate in rates.items() if policy == "plain" and rate]
+    gains = [
+        rates[opening, None] / rate
+        for (opening, policy), rate in rates.items()
+        if policy == "plain" and rate
+    ]
     return Seen.of(answers, statistics.median(gains) if gains else None)
 
 
@@ -178,7 +191,9 @@ def _missing() -> list[str]:
     if not any(map(shutil.which, (os.environ.get("CXX") or COMPILERS[0], *COMPILERS))):
         lines.append("a C++17 compiler, which builds the C++ forward")
     state = cache_state()
-    lines += [f"{name}: {value}" for name, value in state.items() if name != "folder" and value != "ready"]
+    lines += [
+        f"{name}: {value}" for name, value in state.items() if name != "folder" and value != "ready"
+    ]
     for extra, packages in EXTRAS.items():
         if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
             lines.append(f"{', '.join(absent)}, of the extra `{extra}`: {install_command(extra)}")
@@ -202,7 +217,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
                 yield from entry_lines(name, value)
     yield "speed"
     yield from entry_lines("threads", facts["threads"])
-    share = "not known" if facts["load"] is None else f"{facts['load']:.0%} of the processors meanwhile"
+    share = (
+        "not known" if facts["load"] is None else f"{facts['load']:.0%} of the processors meanwhile"
+    )
     yield from entry_lines("other programs", share)
     for name, value in facts["memory"].items():
         yield from entry_lines(name, f"{100 * value:.0f} %" if name.startswith("share") else value)
@@ -228,7 +245,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
     engine = Engine.from_pretrained(
-        arguments.model, arguments.draft, draft_options=dict(arguments.draft_option), **given.load_options(arguments)
+        arguments.model,
+        arguments.draft,
+        draft_options=dict(arguments.draft_option),
+        **given.load_options(arguments),
     )
     target, drafter, driver = engine.target, engine.drafter, engine.drivers.own.captured
     costs = stored.find(target, drafter, driver, fresh=True)
@@ -236,20 +256,36 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(as_json({"key": key, "costs": costs.to_dict()}))
     else:
-        facts = (key["model"], key["dtype"], key["backend"], key["device"], f"draft {key['draft'] or 'none'}")
+        facts = (
+            key["model"],
+            key["dtype"],
+            key["backend"],
+            key["device"],
+            f"draft {key['draft'] or 'none'}",
+        )
         print(", ".join(facts))
         print("\n".join(_cost_lines(costs, measuring.contexts(target), drafts=drafter is not None)))
     if costs.doubt is not None:
-        say(f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine")
-    say(f"specengine: note: {costs.source}" if "," in costs.source else f"kept in {stored.path(key)}")
+        say(
+            f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine"
+        )
+    say(
+        f"specengine: note: {costs.source}"
+        if "," in costs.source
+        else f"kept in {stored.path(key)}"
+    )
     return 0
 
 
 def _cost_lines(costs: PassCosts, contexts: tuple[int, int], *, drafts: bool) -> Iterator[str]:
     behind = list(dict.fromkeys(contexts)) if costs.verify_growth else [costs.context]
-    yield from _table("verified nodes", behind, _milliseconds(costs, costs.verify, behind, drafting=False))
+    yield from _table(
+        "verified nodes", behind, _milliseconds(costs, costs.verify, behind, drafting=False)
+    )
     if drafts:
-        yield from _table("drafted from", behind, _milliseconds(costs, costs.draft, behind, drafting=True))
+        yield from _table(
+            "drafted from", behind, _milliseconds(costs, costs.draft, behind, drafting=True)
+        )
     yield f"{'rest of a cycle':<16}{1e3 * costs.overhead:>9.2f} ms"
     if costs.padded:
         yield "captured: every verification takes what the largest tree's does"
@@ -260,13 +296,20 @@ def _milliseconds(
 ) -> Iterator[tuple[int, list[float]]]:
     for count in sorted(points):
         sizes = (1, count) if drafting else (count, 1)
-        yield count, [1e3 * float(costs.table(*sizes, context)[drafting][-1]) for context in contexts]
+        yield (
+            count,
+            [1e3 * float(costs.table(*sizes, context)[drafting][-1]) for context in contexts],
+        )
 
 
-def _table(title: str, contexts: list[int], rows: Iterable[tuple[int, list[float]]]) -> Iterator[str]:
+def _table(
+    title: str, contexts: list[int], rows: Iterable[tuple[int, list[float]]]
+) -> Iterator[str]:
     yield f"{title:<16}" + "".join(f"{f'at {context} tokens':>18}" for context in contexts)
     first: list[float] = []
     for count, times in rows:
         first = first or times
         shown = zip(times, first, strict=True)
-        yield f"{count:>14}  " + "".join(f"{time:>9.2f} ms {time / one:>4.2f} x" for time, one in shown)
+        yield f"{count:>14}  " + "".join(
+            f"{time:>9.2f} ms {time / one:>4.2f} x" for time, one in shown
+        )

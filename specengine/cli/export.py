@@ -21,7 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     empty = folder.is_dir() and not any(folder.iterdir())
     require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
     if arguments.tokens is not None and not layout.names_target:
-        raise InputError("tokens: the eagle format has no field for it; set it when you start the engine")
+        raise InputError(
+            "tokens: the eagle format has no field for it; set it when you start the engine"
+        )
     source, shipped_for = _source(arguments)
     head = given.load_head(source, arguments)
     target = arguments.target or (shipped_for if layout.names_target else None)
@@ -42,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     """Return the folder of the head, and the model that it ships for."""
-    names = (models.embedded.HEAD, models.embedded.NAME)  # of which only the first is a draft's name, too
+    names = (
+        models.embedded.HEAD,
+        models.embedded.NAME,
+    )  # of which only the first is a draft's name, too
     shipped = models.embedded.draft_head(models.embedded.NAME) if arguments.head in names else None
     if shipped is not None and not Path(arguments.head).is_dir():
         return shipped, models.embedded.NAME
@@ -50,11 +55,15 @@ def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     if folder is None and arguments.head in names:
         raise InputError(f"head: {models.embedded.missing_head(models.embedded.NAME)}")
     if folder is None:
-        raise InputError(f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}")
+        raise InputError(
+            f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}"
+        )
     return folder, None
 
 
-def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tuple[EagleConfig, Verifier]:
+def _fitted(
+    head: EagleConfig, target: str, arguments: argparse.Namespace
+) -> tuple[EagleConfig, Verifier]:
     """Return the head with the layers that it reads of this target, and the target as the export names it.
 
     InputError where the head was made for another, UnsupportedModelError where the target's config cannot be had.
@@ -62,10 +71,17 @@ def _fitted(head: EagleConfig, target: str, arguments: argparse.Namespace) -> tu
     name = models.resolve(target, offline=arguments.offline)
     if (reason := why_absent(name, offline=arguments.offline)) is not None:
         raise InputError(f"target: {target}: {reason}")
-    config = config_of(name, offline=arguments.offline, trust_remote_code=arguments.trust_remote_code)
+    config = config_of(
+        name, offline=arguments.offline, trust_remote_code=arguments.trust_remote_code
+    )
     decoder = config.get_text_config(decoder=True)
     layers = int(decoder.num_hidden_layers)
-    require_shape(head, hidden_size=int(decoder.hidden_size), vocab_size=int(decoder.vocab_size), layers=layers)
+    require_shape(
+        head,
+        hidden_size=int(decoder.hidden_size),
+        vocab_size=int(decoder.vocab_size),
+        layers=layers,
+    )
     fitted = head if head.version == 1 else replace(head, layer_ids=head.feature_ids(layers))
     name = str(Path(name).resolve()) if Path(name).exists() else name  # it is read from anywhere
     return fitted, Verifier(name, tuple(config.architectures or ()))

@@ -19,7 +19,9 @@ from specengine.request.text import TextStream, decoder
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json and (arguments.stream or arguments.show_draft):
-        arguments.parser.error("--json prints one object at the end; leave out --stream and --show-draft")
+        arguments.parser.error(
+            "--json prints one object at the end; leave out --stream and --show-draft"
+        )
     text = given.read_prompt(arguments.prompt)
     prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
     prediction = _read("prediction", arguments.prediction)
@@ -97,7 +99,9 @@ class DraftColours:
 
     def __init__(self, engine: Engine) -> None:
         self._texts = TextStream(decoder(engine.tokenizer))
-        self._pushed = self._length = 0  # characters, without and with those that the stream holds back
+        self._pushed = self._length = (
+            0  # characters, without and with those that the stream holds back
+        )
         self._spans: list[tuple[int, str]] = []  # characters still to come, and their colour
 
     def paint(self, piece: StreamPiece) -> str:
@@ -107,7 +111,9 @@ class DraftColours:
             colour = DRAFTED if index < cycle.accepted else OWN
             before = self._length
             self._pushed += len(self._texts.push([token]))
-            waits = self._texts.rest.rstrip("\N{REPLACEMENT CHARACTER}")  # which may become a character later
+            waits = self._texts.rest.rstrip(
+                "\N{REPLACEMENT CHARACTER}"
+            )  # which may become a character later
             self._length = max(before, self._pushed + len(waits))
             self._spans.append((self._length - before, colour))
         return "".join(f"{colour}{text}{RESET}" for text, colour in self._split(piece.text) if text)

@@ -57,7 +57,9 @@ class EngineArguments:
             parts = engine.target, engine.drafter, engine.drivers.own.captured
             if not stored.is_stored(stored.identity(*parts)):
                 tell("Measuring what drafting and verifying cost here, once")
-            with contextlib.suppress(UnsupportedModelError):  # graphs that cannot be captured: an answer says so
+            with contextlib.suppress(
+                UnsupportedModelError
+            ):  # graphs that cannot be captured: an answer says so
                 stored.find(*parts)
         return engine
 
@@ -65,14 +67,18 @@ class EngineArguments:
         options = dict(self.options)
         if self.prefer_strict and not options.get("strict"):
             try:
-                return Engine.from_pretrained(self.model, self.draft, self.policy, **options | {"strict": True})
+                return Engine.from_pretrained(
+                    self.model, self.draft, self.policy, **options | {"strict": True}
+                )
             except UnsupportedModelError as error:
                 if not str(error).startswith("strict:"):
                     raise
         return Engine.from_pretrained(self.model, self.draft, self.policy, **options)
 
 
-def open_trace(arguments: argparse.Namespace, engine: Engine) -> contextlib.AbstractContextManager[TraceWriter | None]:
+def open_trace(
+    arguments: argparse.Namespace, engine: Engine
+) -> contextlib.AbstractContextManager[TraceWriter | None]:
     return TraceWriter(arguments.trace, engine) if arguments.trace else contextlib.nullcontext()
 
 
@@ -85,7 +91,9 @@ def follow(
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.from_pretrained that say how models are loaded."""
-    return {name: getattr(arguments, name) for name in LoadOptions.names() if hasattr(arguments, name)}
+    return {
+        name: getattr(arguments, name) for name in LoadOptions.names() if hasattr(arguments, name)
+    }
 
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
@@ -97,12 +105,21 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
 
 
 def recipe(
-    arguments: argparse.Namespace, *, threads: int | None = None, prefer_strict: bool = False, **changes: Any
+    arguments: argparse.Namespace,
+    *,
+    threads: int | None = None,
+    prefer_strict: bool = False,
+    **changes: Any,
 ) -> EngineArguments:
     """Return how a replica loads the engine. prefer_strict: load with `strict` where the model can."""
-    named = {"draft_options": dict(arguments.draft_option), "policy_options": dict(arguments.policy_option)}
+    named = {
+        "draft_options": dict(arguments.draft_option),
+        "policy_options": dict(arguments.policy_option),
+    }
     options = load_options(arguments) | named | changes
-    return EngineArguments(arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict)
+    return EngineArguments(
+        arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict
+    )
 
 
 def load_head(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
@@ -118,14 +135,24 @@ def model_name(arguments: argparse.Namespace) -> str:
 
 def wants_gpu(arguments: argparse.Namespace) -> bool:
     """Return whether each replica takes a GPU of its own."""
-    return torch.cuda.is_available() if arguments.device is None else str(arguments.device).startswith("cuda")
+    return (
+        torch.cuda.is_available()
+        if arguments.device is None
+        else str(arguments.device).startswith("cuda")
+    )
 
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
     values = {each.name: getattr(arguments, each.dest) for each in flags().values()}
-    defaults = {each.name: each.default for each in flags().values() if isinstance(each.default, bool)}
-    options = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
+    defaults = {
+        each.name: each.default for each in flags().values() if isinstance(each.default, bool)
+    }
+    options = {
+        name: value
+        for name, value in values.items()
+        if value is not None and value != defaults.get(name)
+    }
     if getattr(arguments, "raw", False):
         options["raw"] = True
     GenerationOptions.check(options)
@@ -135,12 +162,16 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def note_idle_options(arguments: argparse.Namespace, generation: TextGeneration) -> None:
     """Say which of the options given change nothing because the answer is greedy."""
     sampling = [
-        each for each in flags().values() if (each.neutral and each.name != "temperature") or each.name == "seed"
+        each
+        for each in flags().values()
+        if (each.neutral and each.name != "temperature") or each.name == "seed"
     ]
     idle = [flag(each.name) for each in sampling if getattr(arguments, each.dest) is not None]
     if idle and not generation.options.samples:
         verb = "change" if len(idle) > 1 else "changes"
-        say(f"specengine: note: decoding is greedy, so {', '.join(idle)} {verb} nothing; sample with --temperature 1")
+        say(
+            f"specengine: note: decoding is greedy, so {', '.join(idle)} {verb} nothing; sample with --temperature 1"
+        )
 
 
 def messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
@@ -151,7 +182,9 @@ def messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
 def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
     """Return the turn `text` after the messages before it, or the text alone where there are none."""
     if before and raw:
-        raise InputError("raw: system messages and further turns need the chat template, leave out --raw")
+        raise InputError(
+            "raw: system messages and further turns need the chat template, leave out --raw"
+        )
     return [*before, {"role": "user", "content": text}] if before else text
 
 
@@ -162,7 +195,9 @@ def read_prompt(argument: str | None) -> str:
             return sys.stdin.read().removeprefix(MARK).removesuffix("\n")
         except UnicodeDecodeError as error:
             place = f"{error.reason} at byte {error.start}"
-            raise InputError(f"prompt: standard input is not UTF-8 ({place}); write it as UTF-8") from error
+            raise InputError(
+                f"prompt: standard input is not UTF-8 ({place}); write it as UTF-8"
+            ) from error
     if argument is None:
         raise InputError("prompt: none was given; pass one, or - to read it from standard input")
     return argument
@@ -176,4 +211,8 @@ def read_prompts(file: Path) -> Iterator[Turns]:
     require("prompts", str(file), "a .txt or a .jsonl file", file.suffix in (".txt", ".jsonl"))
     for number, line in enumerate(lines_of(file), start=1):
         if line.strip():
-            yield [line] if file.suffix == ".txt" else entry_of(line, f"{file}, line {number}")["turns"]
+            yield (
+                [line]
+                if file.suffix == ".txt"
+                else entry_of(line, f"{file}, line {number}")["turns"]
+            )

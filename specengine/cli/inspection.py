@@ -57,17 +57,26 @@ def run(arguments: argparse.Namespace) -> int:
     }
     engine = None
     if arguments.model is not None or arguments.draft is not None:
-        engine = Engine.from_pretrained(arguments.model, policy="plain", **given.load_options(arguments))
+        engine = Engine.from_pretrained(
+            arguments.model, policy="plain", **given.load_options(arguments)
+        )
         facts["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         facts["draft"] = _draft(arguments, engine)
-    print(as_json(facts, default=str) if arguments.json else "\n".join(_lines(facts, ops=arguments.ops)))
+    print(
+        as_json(facts, default=str)
+        if arguments.json
+        else "\n".join(_lines(facts, ops=arguments.ops))
+    )
     return 0
 
 
 def versions() -> dict[str, str | None]:
     """Return the version of each package, or None where it is not installed."""
-    installed: dict[str, str | None] = {"specengine": specengine.__version__, "python": platform.python_version()}
+    installed: dict[str, str | None] = {
+        "specengine": specengine.__version__,
+        "python": platform.python_version(),
+    }
     for name in PACKAGES:
         try:
             installed[name] = importlib.metadata.version(name)
@@ -78,14 +87,18 @@ def versions() -> dict[str, str | None]:
 
 def devices() -> dict[str, str]:
     threads = torch.get_num_threads()
-    by_name = {"cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    by_name = {
+        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+    }
     integers = ", ".join(instruction_sets("integer"))
     by_name["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
     by_name["cpu"] += f"; integer numerics: {integers}" if integers else ""
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
-        by_name[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
+        by_name[f"cuda:{index}"] = (
+            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
+        )
     return by_name
 
 
@@ -94,7 +107,11 @@ def cache_state() -> dict[str, str]:
     name = models.embedded.NAME
     try:
         root = models.cache_dir()
-        there = [folder for folder in (root / "models" / f"{name}-gguf", root / "models" / name) if folder.exists()]
+        there = [
+            folder
+            for folder in (root / "models" / f"{name}-gguf", root / "models" / name)
+            if folder.exists()
+        ]
         damages = [models.embedded.folder_damage(folder) for folder in there]
     except OSError as error:
         return {"folder": "none that can be read", name: str(error)}
@@ -111,7 +128,9 @@ def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str
             variants[name] = {"about": str(error), "options": {}, "default policy": None}
             continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
-        policy = {"name": cls.about.policy, **cls.about.options} if issubclass(cls, Drafter) else None
+        policy = (
+            {"name": cls.about.policy, **cls.about.options} if issubclass(cls, Drafter) else None
+        )
         variants[name] = {"about": about, "options": dict(_options(cls)), "default policy": policy}
         if issubclass(cls, TreePolicy):
             variants[name]["presets"] = cls.presets
@@ -137,7 +156,11 @@ def model_facts(name: str, engine: Engine) -> dict[str, Any]:
         "device": str(target.device),
         "backend": target.backend,
         "numerics": target.lm.numerics if isinstance(target, NativeTarget) else dtype,
-        **({"instruction set": target.lm.instruction_set} if isinstance(target, NativeTarget) else {}),
+        **(
+            {"instruction set": target.lm.instruction_set}
+            if isinstance(target, NativeTarget)
+            else {}
+        ),
         "layers": target.lm.layers,
         "context": target.max_context,
         "answers at once": parallel_of(engine),
@@ -152,7 +175,9 @@ def model_facts(name: str, engine: Engine) -> dict[str, Any]:
 def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     folder = head_folder(arguments.draft, offline=arguments.offline)
     if folder is None:
-        raise InputError(f"draft: got {arguments.draft}, accepted a folder or Hub id of an EAGLE head")
+        raise InputError(
+            f"draft: got {arguments.draft}, accepted a folder or Hub id of an EAGLE head"
+        )
     config, state, dialect = given.load_head(folder, arguments)
     described = {
         "name": arguments.draft,
@@ -160,7 +185,8 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         "notes": list(dialect.notes),
         "parameters": sum(tensor.numel() for name, tensor in state.items() if name != "d2t"),
         "tensors": [
-            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in state.items()
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in state.items()
         ],
         "config": [f"{name}={value}" for name, value in dataclasses.asdict(config).items()],
     }
@@ -177,7 +203,10 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     head = head_from(config, state, target.dtype, target.device)
     measured = one_step_agreement(head, target.lm, _texts(engine))
     _warn(measured)
-    layers = {one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}" for one in measured}
+    layers = {
+        one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}"
+        for one in measured
+    }
     return described | {"agreement": layers}
 
 
@@ -201,7 +230,11 @@ def _warn(measured: list[Convention]) -> None:
 
 
 def _lines(facts: dict[str, Any], *, ops: bool) -> Iterator[str]:
-    shown = facts if ops else facts | {"backends": {kind: _counted(of) for kind, of in facts["backends"].items()}}
+    shown = (
+        facts
+        if ops
+        else facts | {"backends": {kind: _counted(of) for kind, of in facts["backends"].items()}}
+    )
     for title, entries in shown.items():
         yield f"{title}"
         for name, value in entries.items():
@@ -210,7 +243,10 @@ def _lines(facts: dict[str, Any], *, ops: bool) -> Iterator[str]:
 
 def _counted(backends: dict[str, dict[str, Any]]) -> str:
     counts = Counter(backend["name"] for backend in backends.values())
-    return ", ".join(f"{name} for {count} ops" for name, count in counts.most_common()) + " (--ops lists them)"
+    return (
+        ", ".join(f"{name} for {count} ops" for name, count in counts.most_common())
+        + " (--ops lists them)"
+    )
 
 
 def entry_lines(name: str, value: Any) -> Iterator[str]:
@@ -227,7 +263,13 @@ def entry_lines(name: str, value: Any) -> Iterator[str]:
             others = ", ".join(backend["available"])
             yield f"  {name + ' ' + op:<28}{backend['name']} ({backend['reason']}; available: {others})"
     else:
-        words = "not installed" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
+        words = (
+            "not installed"
+            if value is None
+            else ("no", "yes")[value]
+            if isinstance(value, bool)
+            else value
+        )
         yield f"  {name:<22}{words}"
 
 

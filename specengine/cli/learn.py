@@ -21,7 +21,10 @@ from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 
-CHECK_SECONDS, IDLE_SECONDS = 0.5, 10.0  # between two looks, and without a request before learning begins or goes on
+CHECK_SECONDS, IDLE_SECONDS = (
+    0.5,
+    10.0,
+)  # between two looks, and without a request before learning begins or goes on
 NEW = 16  # texts that make it worth to begin again
 
 
@@ -46,7 +49,9 @@ def beside(recipe: given.EngineArguments, idle: Callable[[], bool]) -> Iterator[
         yield
         return
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(recipe, Path(folder), idle, ended), name="learning", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(recipe, Path(folder), idle, ended), name="learning", daemon=True
+    )
     watch.start()
     try:
         yield
@@ -55,7 +60,9 @@ def beside(recipe: given.EngineArguments, idle: Callable[[], bool]) -> Iterator[
         watch.join()
 
 
-def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool], ended: threading.Event) -> None:
+def _watch(
+    recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool], ended: threading.Event
+) -> None:
     """Begin to learn where there are new texts and nothing was asked for long, and let it wait where there is."""
     child: Any = None
     pipe: Connection | None = None
@@ -67,7 +74,12 @@ def _watch(recipe: given.EngineArguments, folder: Path, idle: Callable[[], bool]
         if (
             child is None
             and quiet >= IDLE_SECONDS
-            and len(new := [file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last]) >= NEW
+            and len(
+                new := [
+                    file.name for file in (folder / "texts").glob("[0-9]*.json") if file.name > last
+                ]
+            )
+            >= NEW
         ):
             context = multiprocessing.get_context("spawn")
             theirs, pipe = context.Pipe(duplex=False)
@@ -89,7 +101,9 @@ def _learn(recipe: given.EngineArguments, pipe: Connection) -> None:
     _stand_back()
     from specengine.train.draft.use import Learner
 
-    with contextlib.suppress(InputError, EOFError):  # too few texts, learnt elsewhere, or there is nobody to learn for
+    with contextlib.suppress(
+        InputError, EOFError
+    ):  # too few texts, learnt elsewhere, or there is nobody to learn for
         Learner(recipe.load(), turn=functools.partial(_turn, pipe)).learn(math.inf)
 
 

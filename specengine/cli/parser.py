@@ -22,7 +22,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self.register("type", Path, named)
         self.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error",
         )
         self.set_defaults(loads=lambda arguments: None)
 
@@ -30,7 +33,10 @@ class Parser(argparse.ArgumentParser):
         parsed, unread = super().parse_known_args(args, namespace)
         if unread:  # of this command: what stands after it is its own
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            meant = next((text for word in unread if (text := did_you_mean(word.partition("=")[0], flags))), "")
+            meant = next(
+                (text for word in unread if (text := did_you_mean(word.partition("=")[0], flags))),
+                "",
+            )
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
         return parsed, unread
 
@@ -38,7 +44,9 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
+            error.message += did_you_mean(
+                str(value), [str(choice) for choice in action.choices or ()]
+            )
             raise
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -50,13 +58,18 @@ class Parser(argparse.ArgumentParser):
         file.flush()
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"specengine: error: {' '.join(message.split())} ({self.prog} --help shows what is accepted)\n")
+        self.exit(
+            2,
+            f"specengine: error: {' '.join(message.split())} ({self.prog} --help shows what is accepted)\n",
+        )
 
 
 def named(text: str) -> Path:
     """Return a path. An empty one, as of a variable that is not set, would mean the working folder."""
     if not text:
-        raise argparse.ArgumentTypeError("got an empty name, accepted a path; name a file or a folder (. is this one)")
+        raise argparse.ArgumentTypeError(
+            "got an empty name, accepted a path; name a file or a folder (. is this one)"
+        )
     return Path(text)
 
 
@@ -67,7 +80,9 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def one_of(accepted: Sequence[str], meanings: Mapping[str, str] | None = None) -> Callable[[str], str]:
+def one_of(
+    accepted: Sequence[str], meanings: Mapping[str, str] | None = None
+) -> Callable[[str], str]:
     """Return a type of NAME or NAME/PRESET. With `meanings` it takes a name alone, and returns its meaning."""
 
     def checked(text: str) -> str:
@@ -105,7 +120,11 @@ def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
     )
 
 
-DRAFTS = tuple(name for name in registry.names("specengine.drafters") if name not in ("eagle", "lookup", "small_model"))
+DRAFTS = tuple(
+    name
+    for name in registry.names("specengine.drafters")
+    if name not in ("eagle", "lookup", "small_model")
+)
 POLICIES = (*registry.names("specengine.policies"), "plain")
 LOADING = declared_in(LoadOptions)
 OF_ACCESS = ("offline", "trust_remote_code")
@@ -116,7 +135,9 @@ OF_MODELS = (
 )  # fmt: skip
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
 
-PROMPT_FORMATS = '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
+PROMPT_FORMATS = (
+    '.txt: a prompt per line; .jsonl: per line a string, {"prompt": ...} or {"turns": [...]}'
+)
 
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -134,7 +155,9 @@ def names_of(arguments: argparse.Namespace) -> str:
     """Return the names to announce before loading: the target, and a draft that is a model of its own."""
     from specengine.checkpoints import embedded
 
-    target = getattr(arguments, "model", None) or getattr(arguments, "target", None) or embedded.NAME
+    target = (
+        getattr(arguments, "model", None) or getattr(arguments, "target", None) or embedded.NAME
+    )
     draft = getattr(arguments, "draft", None)
     return (
         target
@@ -146,7 +169,11 @@ def names_of(arguments: argparse.Namespace) -> str:
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the model to train for, and how it is loaded."""
     parser.set_defaults(loads=names_of)
-    parser.add_argument("--target", metavar="MODEL", help="a Hugging Face id or a local path (default: the embedded)")
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="a Hugging Face id or a local path (default: the embedded)",
+    )
     add_loading(parser, OF_TARGETS)
 
 
@@ -156,12 +183,19 @@ def add_loading(parser: argparse._ActionsContainer, names: Iterable[str]) -> Non
         _add_flag(parser, LOADING[name], default=LOADING[name].default)
 
 
-def add_draft_and_policy(parser: argparse.ArgumentParser, *, several_policies: bool = False) -> argparse._ArgumentGroup:
+def add_draft_and_policy(
+    parser: argparse.ArgumentParser, *, several_policies: bool = False
+) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("draft and policy")
     add_draft(group)
-    accepted = ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
+    accepted = (
+        ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
+    )
     if several_policies:
-        more: dict[str, Any] = {"action": "append", "help": f"{accepted} (default: the draft's); repeatable"}
+        more: dict[str, Any] = {
+            "action": "append",
+            "help": f"{accepted} (default: the draft's); repeatable",
+        }
     else:
         more = {"help": f"{accepted} (default: the draft's)"}
     group.add_argument("--policy", type=policy, metavar="NAME", **more)
@@ -204,11 +238,19 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("generation")
     for declared in flags().values():
         _add_flag(group, declared)
-    group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+    group.add_argument(
+        "--system", metavar="TEXT", help="system message, for models with a chat template"
+    )
 
 
-def _add_flag(parser: argparse._ActionsContainer, declared: Declaration, default: Any = None) -> None:
-    options: dict[str, Any] = {"type": declared.kind, "metavar": declared.metavar, "default": default}
+def _add_flag(
+    parser: argparse._ActionsContainer, declared: Declaration, default: Any = None
+) -> None:
+    options: dict[str, Any] = {
+        "type": declared.kind,
+        "metavar": declared.metavar,
+        "default": default,
+    }
     if declared.choices:
         options["choices"] = declared.choices
     if declared.repeats:
@@ -220,4 +262,9 @@ def _add_flag(parser: argparse._ActionsContainer, declared: Declaration, default
 
 
 def add_trace_file(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write every cycle's tree, for `specengine trace`")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write every cycle's tree, for `specengine trace`",
+    )

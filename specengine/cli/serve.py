@@ -35,10 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise missing_extra("serve", "serve", error) from error
     if not settings.api_keys and not is_loopback(settings.host):
-        say(f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for")
+        say(
+            f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for"
+        )
 
     if is_default := template is None and arguments.model in (None, embedded.NAME):
-        say("specengine: note: the default model is small: it calls tools when it is made to, and seldom else")
+        say(
+            "specengine: note: the default model is small: it calls tools when it is made to, and seldom else"
+        )
 
     def listening(address: str) -> None:
         say(f"Serving {settings.name} at {address}/v1, once it is loaded")
@@ -59,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def templated(load: Callable[[], Engine], template: str | None, *, own: bool = False) -> Callable[[], Engine]:
+def templated(
+    load: Callable[[], Engine], template: str | None, *, own: bool = False
+) -> Callable[[], Engine]:
     """Return a function that loads the engine with another chat template, if there is one.
 
     own: with the model's own template, and next to it one for requests with tools, where its own takes none.
@@ -107,7 +113,11 @@ def read_template(file: str | None) -> str | None:
 def _scale(arguments: argparse.Namespace) -> Scale | None:
     """Return the number and place of replicas, or None for one engine in this process."""
     scale = Scale(
-        arguments.replicas, arguments.max_replicas, arguments.threads, arguments.ray_address, given.wants_gpu(arguments)
+        arguments.replicas,
+        arguments.max_replicas,
+        arguments.threads,
+        arguments.ray_address,
+        given.wants_gpu(arguments),
     )
     return None if scale.most == 1 and scale.address is None else scale
 

@@ -55,7 +55,9 @@ def run_list(arguments: argparse.Namespace) -> int:
 def run_clean(arguments: argparse.Namespace) -> int:
     what = arguments.what or KEPT
     deletable = [each for each in _all() if each.deletable]
-    chosen = [each for each in deletable if Path(each.path).relative_to(cache_dir()).parts[0] in what]
+    chosen = [
+        each for each in deletable if Path(each.path).relative_to(cache_dir()).parts[0] in what
+    ]
     if not chosen:
         say(f"There is nothing to delete in {cache_dir()}")
         return 0
@@ -73,7 +75,9 @@ def run_clean(arguments: argparse.Namespace) -> int:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise InputError("yes: standard input is no terminal to ask at; pass --yes to delete what is listed")
+        raise InputError(
+            "yes: standard input is no terminal to ask at; pass --yes to delete what is listed"
+        )
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -54,7 +54,9 @@ def _blamed(act: Callable[..., Any]) -> Callable[..., Any]:
     return acting
 
 
-def as_json(value: Any, encoding: str | None = None, *, default: Callable[[Any], Any] | None = None) -> str:
+def as_json(
+    value: Any, encoding: str | None = None, *, default: Callable[[Any], Any] | None = None
+) -> str:
     """Return one line of JSON for `encoding`, by default standard output's. It is escaped where the encoding needs it.
 
     default: as in json.dumps.
@@ -95,7 +97,9 @@ def why_no_colours() -> str | None:
 
 def redraws() -> bool:
     """Return whether a line on standard error may be written over by escape sequences."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return (
+        sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    )
 
 
 class Progress:
@@ -167,7 +171,9 @@ def _by_toolkit() -> Iterator[Callable[[str], str]]:
 
     file = _prepared("prompt_toolkit")
     typed_before = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
-    asking = toolkit.PromptSession(history=typed_before, key_bindings=bindings, prompt_continuation=CONTINUED)
+    asking = toolkit.PromptSession(
+        history=typed_before, key_bindings=bindings, prompt_continuation=CONTINUED
+    )
     yield asking.prompt
 
 
@@ -217,7 +223,9 @@ class Markdown:
     def where_wanted(cls, requested: bool | None, *, interactive: bool) -> Markdown | None:
         """Return one where it was asked for, or by default at a terminal with rich. MissingExtraError without rich."""
         shown = interactive and why_no_colours() is None
-        if requested is False or (requested is None and not (shown and importlib.util.find_spec("rich"))):
+        if requested is False or (
+            requested is None and not (shown and importlib.util.find_spec("rich"))
+        ):
             return None
         try:
             return cls()
@@ -235,7 +243,9 @@ class Markdown:
             self._text = rest
         if self._text.strip():
             if self._live is None:
-                self._live = self._live_of(console=self._console, transient=True, refresh_per_second=8)
+                self._live = self._live_of(
+                    console=self._console, transient=True, refresh_per_second=8
+                )
                 self._live.start()
             self._live.update(self._drawn(self._text))
 

@@ -24,8 +24,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pictures:
         from specengine.trace.pictures import draw
 
-        if len({tuple(tuple(query.prompt_tokens) for query in trace.queries) for trace in traces}) > 1:
-            say("specengine: note: these traces are of different prompts; the pictures compare those as well")
+        if (
+            len({tuple(tuple(query.prompt_tokens) for query in trace.queries) for trace in traces})
+            > 1
+        ):
+            say(
+                "specengine: note: these traces are of different prompts; the pictures compare those as well"
+            )
         for file in draw(traces, arguments.pictures):
             print(file)
     if arguments.tree:
@@ -33,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         draw_tree(_cycle(traces, arguments)[0], arguments.tree, pruned=arguments.pruned)
         print(arguments.tree)
-    is_for_cycle = (arguments.query is not None or arguments.cycle is not None) and not arguments.tree
+    is_for_cycle = (
+        arguments.query is not None or arguments.cycle is not None
+    ) and not arguments.tree
     if is_for_cycle or not (arguments.html or arguments.pictures or arguments.tree):
         _show(traces, arguments, with_summary=not is_for_cycle)
     return 0
@@ -63,11 +70,20 @@ def _cycle(traces: Sequence[Trace], arguments: argparse.Namespace) -> tuple[Trac
     """Return the cycle that was asked for, and where it stands."""
     queries = [query for trace in traces for query in trace.queries]
     number, position = arguments.query or 1, arguments.cycle or 1
-    require("query", arguments.query, _range(len(queries)), arguments.query != 0 and 1 <= number <= len(queries))
+    require(
+        "query",
+        arguments.query,
+        _range(len(queries)),
+        arguments.query != 0 and 1 <= number <= len(queries),
+    )
     cycles = queries[number - 1].cycles
     accepted = f"{_range(len(cycles))} in query {number}"
-    require("cycle", arguments.cycle, accepted, arguments.cycle != 0 and 1 <= position <= len(cycles))
-    return cycles[position - 1], f"query {number} of {len(queries)}, cycle {position} of {len(cycles)}"
+    require(
+        "cycle", arguments.cycle, accepted, arguments.cycle != 0 and 1 <= position <= len(cycles)
+    )
+    return cycles[
+        position - 1
+    ], f"query {number} of {len(queries)}, cycle {position} of {len(cycles)}"
 
 
 def _range(count: int) -> str:

@@ -31,7 +31,9 @@ MAX_TOKENS = 1 << 40  # where time, and room on the disk, say how many
 
 def run_data(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
-    options: SynthesisOptions = build(SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option")
+    options: SynthesisOptions = build(
+        SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option"
+    )
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
     engine = _load(arguments)
     _write_text(engine, arguments.folder, options, prompts=prompts)
@@ -41,7 +43,9 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 def run_draft(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.recipe)
-    options: TrainOptions = build(TrainOptions, asdict(recipe.training) | dict(arguments.option), "option")
+    options: TrainOptions = build(
+        TrainOptions, asdict(recipe.training) | dict(arguments.option), "option"
+    )
     loss = recipe.loss if arguments.loss is None else make_loss(arguments.loss)
     loss = build(Loss, asdict(loss) | dict(arguments.loss_option), "loss_option")
     if arguments.hours is not None:
@@ -56,7 +60,16 @@ def run_draft(arguments: argparse.Namespace) -> int:
         corpus = _write_text(engine, arguments.folder / "data", text, **limits)
         seconds = None if seconds is None else (1 - TEXT_SHARE) * seconds
     model = target.lm if isinstance(target, NativeTarget) else target.model
-    train_draft(model, corpus, arguments.folder, options, loss, name=_name(engine), seconds=seconds, progress=say)
+    train_draft(
+        model,
+        corpus,
+        arguments.folder,
+        options,
+        loss,
+        name=_name(engine),
+        seconds=seconds,
+        progress=say,
+    )
     print(arguments.folder)
     return 0
 
@@ -67,13 +80,19 @@ def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more:
     if isinstance(target, NativeTarget):
         ids = default_layer_ids(target.lm.layers)
         more["features"] = ids if min(ids) >= 0 else ()
-    return write_corpus(target, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more)
+    return write_corpus(
+        target, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more
+    )
 
 
 def _load(arguments: argparse.Namespace) -> Engine:
     """Return the target alone, on the native forward or as transformers has it."""
     engine = load_engine(arguments, policy="plain")
-    return engine if isinstance(engine.target, NativeTarget) else load_engine(arguments, policy="plain", pack=False)
+    return (
+        engine
+        if isinstance(engine.target, NativeTarget)
+        else load_engine(arguments, policy="plain", pack=False)
+    )
 
 
 def _name(engine: Engine) -> str:
@@ -85,23 +104,41 @@ def _name(engine: Engine) -> str:
 def run_classifier(arguments: argparse.Namespace) -> int:
     which, how = _classifier_options(arguments.kind, dict(arguments.option))
     corpus = None if arguments.data is None else Corpus.open(arguments.data)
-    turns = [] if arguments.prompts is None else [list(turns) for turns in read_prompts(arguments.prompts)]
+    turns = (
+        []
+        if arguments.prompts is None
+        else [list(turns) for turns in read_prompts(arguments.prompts)]
+    )
     engine = load_engine(arguments)
-    prompts = [question(engine, conversation[0]) for conversation in turns] if corpus is None else questions(corpus)
-    trees = collect(engine, prompts, arguments.folder / "trees", which, name=_name(engine), progress=say)
+    prompts = (
+        [question(engine, conversation[0]) for conversation in turns]
+        if corpus is None
+        else questions(corpus)
+    )
+    trees = collect(
+        engine, prompts, arguments.folder / "trees", which, name=_name(engine), progress=say
+    )
     out = arguments.folder / f"{arguments.kind}.safetensors"
     print(train_classifier(arguments.kind, trees, out, how, progress=say))
     return 0
 
 
-def _classifier_options(kind: str, options: dict[str, str]) -> tuple[CollectOptions, ClassifierOptions]:
+def _classifier_options(
+    kind: str, options: dict[str, str]
+) -> tuple[CollectOptions, ClassifierOptions]:
     """Split the options between collecting and training; InputError for an unknown one."""
     collecting = {field.name for field in fields(CollectOptions)}
     accepted = collecting | {field.name for field in fields(ClassifierOptions)}
     for name in options:
         if name not in accepted:
-            raise InputError(f"option: unknown option {name!r}, known are {', '.join(sorted(accepted))}")
-    which = build(CollectOptions, {name: value for name, value in options.items() if name in collecting}, "option")
+            raise InputError(
+                f"option: unknown option {name!r}, known are {', '.join(sorted(accepted))}"
+            )
+    which = build(
+        CollectOptions,
+        {name: value for name, value in options.items() if name in collecting},
+        "option",
+    )
     training_options = {name: value for name, value in options.items() if name not in collecting}
     return which, build(ClassifierOptions, asdict(SETTINGS[kind]) | training_options, "option")
 
@@ -116,4 +153,10 @@ def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
 def question(engine: Engine, text: str) -> list[int]:
     """Return the checked token ids of `text` as a user's turn."""
     target = engine.target
-    return token_ids(text, engine.tokenizer, raw=False, vocab_size=target.vocab_size, max_context=target.max_context)
+    return token_ids(
+        text,
+        engine.tokenizer,
+        raw=False,
+        vocab_size=target.vocab_size,
+        max_context=target.max_context,
+    )

@@ -18,7 +18,9 @@ from specengine.train.text.options import SynthesisOptions
 COLUMN, WIDTH = 26, 112
 
 
-def listing(title: str, of: type, values: Mapping[str, Any] | None = None, *, without: str = "") -> str:
+def listing(
+    title: str, of: type, values: Mapping[str, Any] | None = None, *, without: str = ""
+) -> str:
     """Return a line per field of the dataclass `of`: its value in `values`, else its default, and its text."""
     return "\n".join([f"{title}:", *_lines(of, values or {}, without)])
 
@@ -40,7 +42,8 @@ def _lines(of: type, values: Mapping[str, Any], without: str) -> Iterator[str]:
 def changes(title: str, named: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a paragraph per name with the options that it changes."""
     settings = {
-        name: " ".join(f"{key}={as_typed(value)}" for key, value in values.items()) for name, values in named.items()
+        name: " ".join(f"{key}={as_typed(value)}" for key, value in values.items())
+        for name, values in named.items()
     }
     return "\n".join(
         [
@@ -95,22 +98,33 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
-    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})")
+    parser.add_argument(
+        "--recipe", default=DEFAULT_RECIPE, help=f"{recipes} (default: {DEFAULT_RECIPE})"
+    )
     add_target(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.train:run_data", goes_on="folder")
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder of the text; continues if there is text already"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the text; continues if there is text already",
     )
     _add_common(parser)
     add_options(parser, "-o", "option")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own to add. {PROMPT_FORMATS}")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=f"prompts of your own to add. {PROMPT_FORMATS}"
+    )
     text = {name: asdict(recipe.text) for name, recipe in RECIPES.items()}
     parser.epilog = "\n\n".join(
         [
-            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", SynthesisOptions, text[DEFAULT_RECIPE]),
+            listing(
+                f"options of -o, as recipe {DEFAULT_RECIPE} sets them",
+                SynthesisOptions,
+                text[DEFAULT_RECIPE],
+            ),
             changes("other recipes", _differing(text)),
         ]
     )
@@ -119,11 +133,17 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.train:run_draft", goes_on="folder")
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder of the head; continues a training that stopped there"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the head; continues a training that stopped there",
     )
     _add_common(parser)
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="text to train on (default: the recipe's is written first)"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="text to train on (default: the recipe's is written first)",
     )
     parser.add_argument(
         "--hours",
@@ -133,17 +153,26 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         "(default: the recipe's)",
     )
     usual = RECIPES[DEFAULT_RECIPE]
-    parser.add_argument("--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})")
+    parser.add_argument(
+        "--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})"
+    )
     add_options(parser, "-o", "option")
     add_options(parser, "-l", "loss-option")
     training = {name: asdict(recipe.training) for name, recipe in RECIPES.items()}
     losses = {name: asdict(recipe.loss) for name, recipe in RECIPES.items()}
     parser.epilog = "\n\n".join(
         [
-            listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", TrainOptions, training[DEFAULT_RECIPE]),
+            listing(
+                f"options of -o, as recipe {DEFAULT_RECIPE} sets them",
+                TrainOptions,
+                training[DEFAULT_RECIPE],
+            ),
             changes("other recipes", _differing(training)),
             listing(
-                f"options of -l, as recipe {DEFAULT_RECIPE} sets them", Loss, losses[DEFAULT_RECIPE], without="name"
+                f"options of -l, as recipe {DEFAULT_RECIPE} sets them",
+                Loss,
+                losses[DEFAULT_RECIPE],
+                without="name",
             ),
             changes("other recipes", _differing(losses)),
             changes("with --loss", {name: _without_name(loss) for name, loss in LOSSES.items()}),
@@ -163,7 +192,9 @@ def _differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def _without_name(loss: Loss) -> dict[str, Any]:
     return {
-        name: value for name, value in asdict(loss).items() if name != "name" and value != getattr(Loss, name, None)
+        name: value
+        for name, value in asdict(loss).items()
+        if name != "name" and value != getattr(Loss, name, None)
     }
 
 
@@ -177,19 +208,27 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kind", choices=SETTINGS, required=True, help="policy to train for")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}")
+    prompts.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns"
+    )
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}"
+    )
     add_target(parser)
     parser.add_argument("--draft", help="as for generate (default: the target's)")
     add_options(parser, "-o", "option")
     usual = asdict(ClassifierOptions())
     kinds = {
-        name: {key: value for key, value in asdict(of).items() if value != usual[key]} for name, of in SETTINGS.items()
+        name: {key: value for key, value in asdict(of).items() if value != usual[key]}
+        for name, of in SETTINGS.items()
     }
     parser.epilog = "\n\n".join(
         [
             listing("options of -o for the trees", CollectOptions),
             listing("options of -o for the classifier", ClassifierOptions),
-            changes("other defaults, by --kind", {name: options for name, options in kinds.items() if options}),
+            changes(
+                "other defaults, by --kind",
+                {name: options for name, options in kinds.items() if options},
+            ),
         ]
     )

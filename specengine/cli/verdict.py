@@ -64,7 +64,9 @@ def known_costs(engine: Engine) -> PassCosts | None:
     return stored.find(*parts)
 
 
-def verdict(device: str, costs: PassCosts | None, averages: Seen | None, others: float | None = None) -> str:
+def verdict(
+    device: str, costs: PassCosts | None, averages: Seen | None, others: float | None = None
+) -> str:
     """Return whether speculation pays and why, in one sentence, and in another one whether the machine was busy.
 
     device: its type, as torch has it; costs: None where they are not known; averages: None where nothing was drafted;

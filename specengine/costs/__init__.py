@@ -73,7 +73,11 @@ class PassCosts:
     @property
     def doubt(self) -> str | None:
         """Why these costs are provisional, in words: a busy machine, or scattered times; None if they are not."""
-        scattered = [f"times of {n} rows were scattered" for n, spread in self.spread.items() if spread > MAX_SPREAD]
+        scattered = [
+            f"times of {n} rows were scattered"
+            for n, spread in self.spread.items()
+            if spread > MAX_SPREAD
+        ]
         return busy(self.load) or next(iter(scattered), None)
 
     def table(self, nodes: int, width: int, context: int) -> CostTable:
@@ -93,7 +97,12 @@ class PassCosts:
     def beside(self, others: int, **shared: Any) -> SharedCosts:
         """Return the costs of one of several texts whose rows are run together; shared: fields of SharedCosts."""
         # the others' rows read experts too: they are priced as they were when rows were measured
-        changed = {"overhead": (others + 1) * self.overhead, "experts": {}, "all_experts": 0, "expert": 0.0}
+        changed = {
+            "overhead": (others + 1) * self.overhead,
+            "experts": {},
+            "all_experts": 0,
+            "expert": 0.0,
+        }
         return SharedCosts(**vars(self) | changed | shared, alone=self, others=others)
 
     def cycle(self, verified: int, widths: Sequence[int]) -> float:
@@ -172,7 +181,9 @@ class SharedCosts(PassCosts):
         import torch
 
         texts = self.others + 1
-        wanted = texts * torch.arange(len(rows) - self.others, device=rows.device, dtype=torch.int64)
+        wanted = texts * torch.arange(
+            len(rows) - self.others, device=rows.device, dtype=torch.int64
+        )
         known = wanted.clamp(max=len(rows) - 1)
         last = rows[-1 - texts]
         return rows[known] + (rows[-1] - last) / texts * (wanted - known)
@@ -180,7 +191,11 @@ class SharedCosts(PassCosts):
 
 def busy(others: float | None) -> str | None:
     """Return in words that other programs took too large a share of the processors; None if not, or if not known."""
-    return f"other programs took {others:.0%} of the processors" if (others or 0.0) > MAX_LOAD else None
+    return (
+        f"other programs took {others:.0%} of the processors"
+        if (others or 0.0) > MAX_LOAD
+        else None
+    )
 
 
 def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:
@@ -194,7 +209,12 @@ PUBLISHED = {
         _ratio("vicuna-13b-h200", 0.082, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
         _ratio("vicuna-13b-h200-long", 0.113, 1, "TALON, the same on CNN/DM"),
         _ratio("qwen3-8b-h200", 0.074, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
-        _ratio("qwen3-32b-h200", 0.058, 1, "TALON, from its EAGLE-3 rows with 9 draft passes, CNN/DM left out"),
+        _ratio(
+            "qwen3-32b-h200",
+            0.058,
+            1,
+            "TALON, from its EAGLE-3 rows with 9 draft passes, CNN/DM left out",
+        ),
         _ratio("8b-l40", 5, 100, "C2T, equation 12"),
         _ratio("70b-2xa100", 10, 400, "C2T, equation 12"),
         PassCosts(
@@ -237,7 +257,9 @@ def find_costs(name: str) -> PassCosts:
         raise InputError(
             f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
         ) from error
-    return PassCosts(Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead)
+    return PassCosts(
+        Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead
+    )
 
 
 def _records(text: str) -> Iterator[dict[str, Any]]:
@@ -294,12 +316,19 @@ def _points(value: Any, minimum: int) -> Points | None:
         points = {int(nodes): _number(cost) for nodes, cost in value.items()}
     except (TypeError, ValueError):
         return None
-    wrong = len(points) < len(value) or any(nodes < 1 or cost is None for nodes, cost in points.items())
+    wrong = len(points) < len(value) or any(
+        nodes < 1 or cost is None for nodes, cost in points.items()
+    )
     return None if wrong else {nodes: cost for nodes, cost in points.items() if cost is not None}
 
 
 def _number(value: Any) -> float | None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    fits = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )
     return float(value) if fits else None
 
 

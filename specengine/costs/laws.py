@@ -15,7 +15,9 @@ TRUST_DECAY = 0.999  # per cycle
 MIN_TRUST = 0.5  # cycles, below which a number of rows counts as never tried
 FAR_TRUST = 0.75  # cycles that one counts for whose price was far away
 MIN_TRIED = 2.0  # cycles, below which it is tried again
-MAX_RATIO = math.log(2)  # log of the seconds of one cycle over the expected ones, as far as it counts
+MAX_RATIO = math.log(
+    2
+)  # log of the seconds of one cycle over the expected ones, as far as it counts
 EXPLORED_SHARE = 0.01  # of the time that cycles with untried numbers of rows may lose
 INITIAL_ALLOWANCE = 3.0  # passes of one row that they may lose at first
 MIN_CHARGE = 0.1  # passes of one row that a trial counts for at least
@@ -121,15 +123,21 @@ class Corrections:
         offsets = self._offsets
         few = offsets[left]
         many = offsets[right]
-        expected = passes * base[rows] * math.exp(self._log_factor + (1 - share) * few + share * many)
+        expected = (
+            passes * base[rows] * math.exp(self._log_factor + (1 - share) * few + share * many)
+        )
         if not (expected > 0 and seconds > 0):
             return
         plain = base[1] * math.exp(self._log_factor + offsets[0])
         self._allowance = min(INITIAL_ALLOWANCE, self._allowance + EXPLORED_SHARE * seconds / plain)
         self._trust = trust = [TRUST_DECAY * each for each in self._trust]
-        off = min(math.log(seconds / expected), MAX_RATIO)  # other programs make a cycle longer, and none shorter
+        off = min(
+            math.log(seconds / expected), MAX_RATIO
+        )  # other programs make a cycle longer, and none shorter
         is_near = abs(off) < MAX_RATIO
-        pull = SMOOTHING * 2 * share * (1 - share) * (many - few)  # only the mean of two knots is observed
+        pull = (
+            SMOOTHING * 2 * share * (1 - share) * (many - few)
+        )  # only the mean of two knots is observed
         for knot, weight, pulled in ((left, 1 - share, pull), (right, share, -pull)):
             if not weight:
                 continue
@@ -145,7 +153,9 @@ class Corrections:
     def observe_all(self, predicted: float, seconds: float, weight: float) -> None:
         """Take in seconds that say the same of every number of rows: a cycle of graphs, which pads them all."""
         if predicted > 0 and seconds > 0:
-            self._log_factor += weight * min(max(math.log(seconds / predicted), -MAX_RATIO), MAX_RATIO)
+            self._log_factor += weight * min(
+                max(math.log(seconds / predicted), -MAX_RATIO), MAX_RATIO
+            )
 
     def column(self, base: Sequence[float]) -> list[float]:
         """Return the corrected seconds of 0 rows and more, which keep the laws.
@@ -159,14 +169,17 @@ class Corrections:
         self._center()
         self._guess()
         seconds = {
-            n: base[n] * math.exp(self._log_factor + offset) for n, offset in zip(rows, self._offsets, strict=False)
+            n: base[n] * math.exp(self._log_factor + offset)
+            for n, offset in zip(rows, self._offsets, strict=False)
         }
         fitted = lawful(seconds, dict(zip(rows, self._trust, strict=False)))
         logs = [math.log(fitted[n] / base[n]) for n in rows]
         corrected = [base[0]]
         places = itertools.chain(self._around[1:], itertools.repeat(self._around[-1]))
         for cost, (left, right, share) in zip(base[1:], places, strict=False):
-            log = (1 - share) * logs[min(left, len(logs) - 1)] + share * logs[min(right, len(logs) - 1)]
+            log = (1 - share) * logs[min(left, len(logs) - 1)] + share * logs[
+                min(right, len(logs) - 1)
+            ]
             corrected.append(max(cost * math.exp(log), corrected[-1]))
         return corrected
 
@@ -199,7 +212,9 @@ class Corrections:
         None of a tried knot, of one without a tried one below it, and of the last one if it is more than twice that.
         """
         n = self._knots[place]
-        below = max((other for other in range(place) if self._trust[other] >= MIN_TRUST), default=None)
+        below = max(
+            (other for other in range(place) if self._trust[other] >= MIN_TRUST), default=None
+        )
         if self._trust[place] >= MIN_TRIED or below is None:
             return None
         later = range(place + 1, len(self._knots))
@@ -238,7 +253,10 @@ class Corrections:
         Many rows that take longer than expected say nothing of few, which are cheap to try: these keep their prices.
         """
         total = sum(self._trust)
-        mean = sum(trust * offset for trust, offset in zip(self._trust, self._offsets, strict=True)) / total
+        mean = (
+            sum(trust * offset for trust, offset in zip(self._trust, self._offsets, strict=True))
+            / total
+        )
         if mean > 0 and max(self._trust[:2]) < MIN_TRUST:
             return
         self._log_factor += mean
@@ -248,7 +266,9 @@ class Corrections:
 
     def _between(self, rows: int) -> tuple[int, int, float]:
         """Return the knots at both sides of a number of rows, and the right one's share by distance of logarithms."""
-        right = next((place for place, n in enumerate(self._knots) if n >= rows), len(self._knots) - 1)
+        right = next(
+            (place for place, n in enumerate(self._knots) if n >= rows), len(self._knots) - 1
+        )
         if self._knots[right] <= rows or right == 0:
             return right, right, 0.0
         few = math.log(self._knots[right - 1])

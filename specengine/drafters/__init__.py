@@ -107,7 +107,9 @@ class Drafter(ABC):
         return len(tokens)
 
     @abstractmethod
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         """Take in a prompt. State of an earlier prompt is reused for the common prefix.
 
         features: of the prompt's last tokens, [rows, features * hidden size]; at least of those beyond `cached`.
@@ -204,7 +206,9 @@ class Wrapped(Drafter):
     def cached(self, tokens: list[int]) -> int:
         return self.inner.cached(tokens)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         self.inner.begin(prompt, features, hints)
 
     def root(self, tree: TokenTree) -> Step:
@@ -250,7 +254,9 @@ def another(drafter: Drafter) -> Drafter:
         return cast(Drafter, copy.copy(given))
     if dataclasses.is_dataclass(given):
         return cast(Drafter, dataclasses.replace(given))  # type: ignore[type-var]
-    raise InputError(f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__")
+    raise InputError(
+        f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__"
+    )
 
 
 def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:
@@ -300,7 +306,9 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     makers = (kinds[name].maker(draft, options, checkpoints) for name in asked)
     made = next((made for made in makers if made is not None), None)
     if made is None:
-        raise InputError(f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter")
+        raise InputError(
+            f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter"
+        )
     return made
 
 
@@ -328,7 +336,12 @@ def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
     if not isinstance(step, Step):
         return f"{kind_of(step)}, accepted a Step"
     logits, ids = step.logits, step.token_ids
-    if not (isinstance(logits, Tensor) and logits.dtype in DTYPES and logits.dim() == 2 and logits.shape[0] == rows):
+    if not (
+        isinstance(logits, Tensor)
+        and logits.dtype in DTYPES
+        and logits.dim() == 2
+        and logits.shape[0] == rows
+    ):
         return f"logits of {kind_of(logits)}, accepted float32, bfloat16 or float16 [{rows}, vocabulary]"
     if bool(torch.isnan(logits).any()):
         return "logits that are NaN"
@@ -336,11 +349,17 @@ def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
         return "logits that are infinite"
     columns = logits.shape[1]
     if ids is None:
-        return None if columns <= vocab_size else f"{columns} columns without token_ids, accepted up to {vocab_size}"
+        return (
+            None
+            if columns <= vocab_size
+            else f"{columns} columns without token_ids, accepted up to {vocab_size}"
+        )
     if not (isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.shape == (columns,)):
         return f"token_ids of {kind_of(ids)}, accepted int64 [{columns}], a token for each column"
     if columns and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        return f"token_ids from {int(ids.min())} to {int(ids.max())}, accepted 0 to {vocab_size - 1}"
+        return (
+            f"token_ids from {int(ids.min())} to {int(ids.max())}, accepted 0 to {vocab_size - 1}"
+        )
     return None
 
 
@@ -360,14 +379,20 @@ class RowDraft(CapturedDrafter):
     """
 
     _factors: Tensor | None = None  # of the logits, float32 [depths], as in ops.level_rows
-    _asked: tuple[Rows, PassRows, Any] | None = None  # of the next pass, with what runs them among other texts' rows
+    _asked: tuple[Rows, PassRows, Any] | None = (
+        None  # of the next pass, with what runs them among other texts' rows
+    )
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
-        self._held = torch.zeros(1, dtype=torch.int64, device=self.device)  # a root, and what waits behind it
+        self._held = torch.zeros(
+            1, dtype=torch.int64, device=self.device
+        )  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
-        self._best = torch.zeros(1, device=self.device, dtype=torch.float32)  # logit of the last root pass on a device
+        self._best = torch.zeros(
+            1, device=self.device, dtype=torch.float32
+        )  # logit of the last root pass on a device
         self._first: Tensor | None = None  # logits of the last one on the host
         self._nodes = 0  # that trees may have; as a node: the one that padding writes to
         self.reserve(0, 1, 1)
@@ -411,7 +436,9 @@ class RowDraft(CapturedDrafter):
         if nodes > self._nodes:
             self._nodes = nodes
             # By node: which slots of the scratch it sees. The root stands among the committed ones.
-            self._seen = torch.zeros(nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device)
+            self._seen = torch.zeros(
+                nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device
+            )
 
     def ask(self, tree: TokenTree, frontier: Nodes | None) -> SharedRows | None:
         """Return the rows of the next pass, to be run before it is asked for; None where it is run alone.
@@ -425,7 +452,13 @@ class RowDraft(CapturedDrafter):
         else:
             level = Nodes(frontier.alive(), frontier.live)
             given = ops.level_rows(
-                tree.arrays, tree.size, level, self.cache.filled, self._used, self._seen, self._factors
+                tree.arrays,
+                tree.size,
+                level,
+                self.cache.filled,
+                self._used,
+                self._seen,
+                self._factors,
             )
             rows = Rows(*given[:4], self.cache.filled, frontier.live), given
         self._asked = None if rows is None else (*rows, self._shared(*rows))
@@ -446,11 +479,17 @@ class RowDraft(CapturedDrafter):
         filled = self.cache.filled
         count = int(self.taken) if free else len(self.pending)
         self._used.zero_()
-        if not count:  # a prompt of one token: the target has not run yet, so there is nothing to draft from
+        if (
+            not count
+        ):  # a prompt of one token: the target has not run yet, so there is nothing to draft from
             return None
-        if free and (end := int(filled) + count + tree.capacity) > self.cache.slab.shape[3]:  # mostly there is room
+        if (
+            free and (end := int(filled) + count + tree.capacity) > self.cache.slab.shape[3]
+        ):  # mostly there is room
             self.cache.reserve(end)
-        given = ops.root_rows(tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors)
+        given = ops.root_rows(
+            tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors
+        )
         return Rows(*given[:4], filled, self.taken), given
 
     def root(self, tree: TokenTree) -> Step:
@@ -459,7 +498,10 @@ class RowDraft(CapturedDrafter):
         self._asked = None
         if asked is None:
             self._first = self._best.zero_() if free else None
-            return Step(torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32), normalized=True)
+            return Step(
+                torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32),
+                normalized=True,
+            )
         filled = self.cache.filled
         logits, states = self._run(*asked)
         if free:
@@ -474,7 +516,13 @@ class RowDraft(CapturedDrafter):
         asked, self._asked = self._asked, None
         if asked is None:
             given = ops.level_rows(
-                tree.arrays, tree.size, frontier, self.cache.filled, self._used, self._seen, self._factors
+                tree.arrays,
+                tree.size,
+                frontier,
+                self.cache.filled,
+                self._used,
+                self._seen,
+                self._factors,
             )
             asked = Rows(*given[:4], self.cache.filled, frontier.live), given, None
         logits, states = self._run(*asked)
@@ -483,7 +531,13 @@ class RowDraft(CapturedDrafter):
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
         self._queue(tokens, path)
 
-    def _queue(self, tokens: Tensor, path: Nodes, buffer: Tensor | None = None, features: Tensor | None = None) -> None:
+    def _queue(
+        self,
+        tokens: Tensor,
+        path: Nodes,
+        buffer: Tensor | None = None,
+        features: Tensor | None = None,
+    ) -> None:
         """Queue the tokens of a path behind those that wait, and rows of its nodes' features in a buffer of theirs."""
         taken, rows = self.taken, None if features is None else features.index_select(0, path.ids)
         if ops.is_free(taken):
@@ -494,7 +548,9 @@ class RowDraft(CapturedDrafter):
             taken.fill_(end)
             return
         places = taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
-        places = places.clamp(max=len(self._held) - 2)  # warm-ups of a capture accept one path several times
+        places = places.clamp(
+            max=len(self._held) - 2
+        )  # warm-ups of a capture accept one path several times
         self._held.index_copy_(0, places, tokens)  # the root, then those that the next pass runs
         if buffer is not None and rows is not None:
             buffer.index_copy_(0, places, rows.to(buffer.dtype))
@@ -507,7 +563,11 @@ class RowDraft(CapturedDrafter):
             self.reserve(0, self._nodes, 2 * waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
-        self.take(torch.tensor(tokens, device=self.device, dtype=torch.int64), Nodes.of(path), cycle.features)
+        self.take(
+            torch.tensor(tokens, device=self.device, dtype=torch.int64),
+            Nodes.of(path),
+            cycle.features,
+        )
 
     def copy_from(self, other: RowDraft, count: int) -> None:
         """Become what another draft of the same weights is after its first `count` tokens, or those that it has run.
@@ -523,7 +583,9 @@ class RowDraft(CapturedDrafter):
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
-        self.cache.length = min(self.cache.length, drafted, len(tokens))  # cycles without a pass have run none of them
+        self.cache.length = min(
+            self.cache.length, drafted, len(tokens)
+        )  # cycles without a pass have run none of them
         self._tokens = tokens[: self.cache.length]
         self.taken.zero_()
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 MEAN = 0.5772  # of the noise
-NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
+NOISE, NOISE_OF_TRUNCATED = (
+    0.75,
+    0.5,
+)  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
 MAX_SCALE = 1e4  # of the noise, beside which no logit counts
 MIN_REST = 1e-6  # chance that is always left to what was not proposed
 
@@ -51,7 +54,9 @@ class Coupled(Wrapped):
     included, there or on the host.
     """
 
-    def __init__(self, drafter: Drafter, seed: Tensor, scale: Tensor, length: Callable[[], Tensor | int]) -> None:
+    def __init__(
+        self, drafter: Drafter, seed: Tensor, scale: Tensor, length: Callable[[], Tensor | int]
+    ) -> None:
         super().__init__(drafter)
         self._seed, self._scale, self._length = seed, scale, length
 
@@ -74,7 +79,9 @@ class Coupled(Wrapped):
         logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
             rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REST)
-            whole = torch.logaddexp(logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN)
+            whole = torch.logaddexp(
+                logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN
+            )
             logits = logits - whole
         return logits
 
@@ -103,7 +110,9 @@ class Guided(Wrapped):
         for node in sorted(nodes.alive().tolist(), key=lambda node: -scores[node]):
             end = node
             if scores[node] >= least:
-                for token in self.constraint.forced(self._path(tree, node))[: most - len(made.tokens)]:
+                for token in self.constraint.forced(self._path(tree, node))[
+                    : most - len(made.tokens)
+                ]:
                     if (end, token) in children:
                         break
                     _append(made, end, token, 0.0, FREE, 0)
@@ -124,13 +133,24 @@ class Guided(Wrapped):
         paths: dict[int, list[int]] = {}
         for entry, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
             place = parent if parent < size else places[parent]
-            path = paths.get(parent) or self._path(tree, parent) if parent < size else paths.get(parent, [])
+            path = (
+                paths.get(parent) or self._path(tree, parent)
+                if parent < size
+                else paths.get(parent, [])
+            )
             allowed = place is not None and self.constraint.allows(path, token)
             places[size + entry] = first + len(made.tokens) if allowed else None
             if allowed:
                 assert place is not None
                 paths[size + entry] = [*path, token]
-                _append(made, place, token, found.log_probs[entry], found.marks[entry], found.ranks[entry])
+                _append(
+                    made,
+                    place,
+                    token,
+                    found.log_probs[entry],
+                    found.marks[entry],
+                    found.ranks[entry],
+                )
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         paths = [self._path(tree, node) for node in frontier.alive().tolist()]
@@ -139,21 +159,35 @@ class Guided(Wrapped):
         width, rows = step.logits.shape[1], step.logits.shape[0]
         known = set(range(width)) if ids is None else set(ids.tolist())
         new = sorted({token for token in forced if token is not None and token not in known})
-        columns = np.concatenate([np.arange(width) if ids is None else ids, np.array(new, np.int64)])
+        columns = np.concatenate(
+            [np.arange(width) if ids is None else ids, np.array(new, np.int64)]
+        )
         kept = np.ones((rows, len(columns)), bool)
         kept[:, width:] = False
         for row, (path, token) in enumerate(zip(paths, forced, strict=True)):
-            kept[row] = self.constraint.allowed(path)[columns] if token is None else columns == token
+            kept[row] = (
+                self.constraint.allowed(path)[columns] if token is None else columns == token
+            )
             kept[row, width:] &= token is not None
         logits = torch.nn.functional.pad(step.logits.float(), (0, len(new)), value=-float("inf"))
         logits = logits.masked_fill(torch.from_numpy(~kept).to(logits.device), -float("inf"))
-        marks = step.marks if step.marks is None else torch.nn.functional.pad(step.marks, (0, len(new)))
+        marks = (
+            step.marks if step.marks is None else torch.nn.functional.pad(step.marks, (0, len(new)))
+        )
         sure = [row for row, token in enumerate(forced) if token is not None]
         if sure:
             marks = torch.zeros_like(logits, dtype=torch.uint8) if marks is None else marks.clone()
             marks[sure] = FREE
-            logits[sure] = torch.where(torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf"))
-        return Step(logits, ids_with(step, new) if new else step.token_ids, step.normalized, step.hidden, marks)
+            logits[sure] = torch.where(
+                torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf")
+            )
+        return Step(
+            logits,
+            ids_with(step, new) if new else step.token_ids,
+            step.normalized,
+            step.hidden,
+            marks,
+        )
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:
         return [*self.written, *tree.path_tokens(node)]
@@ -205,7 +239,10 @@ class Origins(Wrapped):
         """
         parents, depths = tree.parents.tolist(), tree.depths.tolist()
         by_depth = {depths[node]: node for node in self._passed if node < len(depths)}
-        lenders = [by_depth.get(depths[parent], parent) if parent not in self._passed else parent for parent in parents]
+        lenders = [
+            by_depth.get(depths[parent], parent) if parent not in self._passed else parent
+            for parent in parents
+        ]
         found = list(map(self._origin, parents, lenders, tree.tokens.tolist()))
         self._forget()
         return found
@@ -213,7 +250,9 @@ class Origins(Wrapped):
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         found = self.inner.free(tree, nodes, most, least)
         self._free = {}  # what a rule has only looked at
-        for parent, token, mark in zip(*found[:2], found.marks, strict=True) if found is not None else ():
+        for parent, token, mark in (
+            zip(*found[:2], found.marks, strict=True) if found is not None else ()
+        ):
             self._free[parent, token] = mark
         return found
 
@@ -235,7 +274,11 @@ class Origins(Wrapped):
     def _origin(self, parent: int, lender: int, token: int) -> str | None:
         if parent < 0:
             return None
-        mark = self._free.get((parent, token)) or self._marks.get((parent, token)) or self._marks.get((lender, token))
+        mark = (
+            self._free.get((parent, token))
+            or self._marks.get((parent, token))
+            or self._marks.get((lender, token))
+        )
         if mark is None:
             return self.inner.about.origin if lender in self._passed else None
         return "copied" if mark & COPIED else "recycled" if mark & RECYCLED else "forced"

@@ -14,7 +14,13 @@ from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import common_prefix
-from specengine.models.eagle import DraftHead, EagleHead, head_from, require_fit, with_appended_tokens
+from specengine.models.eagle import (
+    DraftHead,
+    EagleHead,
+    head_from,
+    require_fit,
+    with_appended_tokens,
+)
 from specengine.models.eagle_torch import TorchHead
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
@@ -52,15 +58,27 @@ class Eagle(RowDraft):
     ) -> None:
         config = head.config
         require_fit(config, target)
-        self.head: DraftHead = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
+        self.head: DraftHead = (
+            TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
+        )
         eagle = isinstance(head, EagleHead | NativeHead)
-        self.name = f"eagle (EAGLE-{config.version}{', ' + name if name else ''})" if eagle else name
+        self.name = (
+            f"eagle (EAGLE-{config.version}{', ' + name if name else ''})" if eagle else name
+        )
         self.target = target
         self._seconds = 0.0
-        self._states = torch.zeros(0, config.hidden_size, dtype=self.head.dtype, device=target.device)
-        self._temperatures = torch.tensor(config.temperatures, device=target.device, dtype=torch.float32)
+        self._states = torch.zeros(
+            0, config.hidden_size, dtype=self.head.dtype, device=target.device
+        )
+        self._temperatures = torch.tensor(
+            config.temperatures, device=target.device, dtype=torch.float32
+        )
         self._factors = 1 / self._temperatures if config.temperatures else None
-        sharpness = sum(1 / at for at in config.temperatures) / len(config.temperatures) if config.temperatures else 1.0
+        sharpness = (
+            sum(1 / at for at in config.temperatures) / len(config.temperatures)
+            if config.temperatures
+            else 1.0
+        )
         self._traits = Traits(config.feature_ids(target.layers), sharpness=sharpness)
         width = config.num_features * config.target_hidden_size
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
@@ -81,7 +99,9 @@ class Eagle(RowDraft):
         if not isinstance(draft, str) or draft == embedded.NAME:
             return None
         shipped = embedded.draft_head(embedded.NAME)
-        folder = shipped if draft == embedded.HEAD else heads.head_folder(draft, offline=options.offline)
+        folder = (
+            shipped if draft == embedded.HEAD else heads.head_folder(draft, offline=options.offline)
+        )
         if folder is None and draft == embedded.HEAD:
             raise InputError(f"draft: {embedded.missing_head(embedded.NAME)}")
         if folder is None:
@@ -90,15 +110,22 @@ class Eagle(RowDraft):
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
 
         def make(target: Any, _: Any) -> Eagle:
-            made = cls.of(base := heads.load_head(folder, **read), target.lm, name, pack=options.pack)
+            made = cls.of(
+                base := heads.load_head(folder, **read), target.lm, name, pack=options.pack
+            )
             if options.learn is not None:
-                made.learn_from(checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base), options.pack)
+                made.learn_from(
+                    checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base),
+                    options.pack,
+                )
             return made
 
         return make
 
     @classmethod
-    def of(cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None) -> Eagle:
+    def of(
+        cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None
+    ) -> Eagle:
         """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
 
         found: as checkpoints.eagle.load_head returns it.
@@ -108,7 +135,9 @@ class Eagle(RowDraft):
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
                 return cls(NativeHead(config, state, target), target, name=name)
-        return cls(head_from(config, state, target.dtype, target.device), target, name=name, pack=pack)
+        return cls(
+            head_from(config, state, target.dtype, target.device), target, name=name, pack=pack
+        )
 
     def learn_from(self, learnt: Any, pack: bool | None) -> None:
         """Draft by the head in use of a checkpoints.learnt.Learnt from here on. pack: as in `of`."""
@@ -120,7 +149,10 @@ class Eagle(RowDraft):
         if (stamp := self.learnt.stamp) == self._stamp:
             return False
         if self.learnt.made[0] != stamp:  # drafts of texts at once share its weights
-            self.learnt.made = stamp, self.of(self.learnt.head(), self.target, self.name, pack=self._pack)
+            self.learnt.made = (
+                stamp,
+                self.of(self.learnt.head(), self.target, self.name, pack=self._pack),
+            )
         kept = {"name": self.name, "learnt": self.learnt, "_stamp": stamp, "_pack": self._pack}
         self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | kept)
         return True
@@ -165,14 +197,20 @@ class Eagle(RowDraft):
         return agreed if agreed > stable else max(agreed - 1, 0)
 
     @torch.inference_mode()
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         began = time.perf_counter()
-        if self._factors is not None:  # the head's own temperatures suit a greedy target; a drawn token is less sure
+        if (
+            self._factors is not None
+        ):  # the head's own temperatures suit a greedy target; a drawn token is less sure
             self._factors.copy_(1 / self._temperatures.clamp(min=hints.temperature))
         self.head.refresh()
         kept = len(prompt) - (0 if features is None else features.shape[0])
         if kept > self.cached(prompt):
-            raise InputError(f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}")
+            raise InputError(
+                f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}"
+            )
         stable = min(self.cache.length, kept)
         unread = self._features[: max(kept - self.cache.length, 0)]
         if features is not None:
@@ -199,9 +237,13 @@ class Eagle(RowDraft):
 
     def _shared(self, rows: Rows, given: PassRows) -> HeadRows:
         unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
-        return cast(NativeHead, self.head).asked(self._states, given.sources, rows, given.one, unread)
+        return cast(NativeHead, self.head).asked(
+            self._states, given.sources, rows, given.one, unread
+        )
 
-    def _run(self, rows: Rows, given: PassRows, shared: HeadRows | None = None) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, rows: Rows, given: PassRows, shared: HeadRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():  # to ask costs less than to enter it again
             with torch.inference_mode():
                 return self._run(rows, given, shared)
@@ -214,6 +256,10 @@ class Eagle(RowDraft):
             self._seconds += shared.seconds
         self._states.index_copy_(0, given.targets, states)
         if given.factors is not None:
-            logits = logits.mul_(given.factors) if logits.dtype is torch.float32 else logits * given.factors
+            logits = (
+                logits.mul_(given.factors)
+                if logits.dtype is torch.float32
+                else logits * given.factors
+            )
         self._seconds += time.perf_counter() - began
         return logits, states

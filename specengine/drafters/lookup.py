@@ -40,12 +40,16 @@ class Recycler(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None: ...
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None: ...
 
     def reset(self) -> None: ...
 
 
-def learn(table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, committed: Sequence[int] = ()) -> None:
+def learn(
+    table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, committed: Sequence[int] = ()
+) -> None:
     """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last.
 
     copies: are told that `committed` follows their text.
@@ -78,8 +82,12 @@ class Lookup(Wrapped):
         super().__init__(drafter)
         self.about = drafter.about._replace(lookup=False)  # type: ignore[misc]
         self.recycling = recycling
-        self.name = f"{drafter.name} with lookup" + (" and recycling" if recycling is not None else "")
-        self._sources: list[Drafter | Recycler] = [drafter] if recycling is None else [drafter, recycling]
+        self.name = f"{drafter.name} with lookup" + (
+            " and recycling" if recycling is not None else ""
+        )
+        self._sources: list[Drafter | Recycler] = (
+            [drafter] if recycling is None else [drafter, recycling]
+        )
         successors = max(source.traits.successors for source in self._sources)
         self._traits = drafter.traits._replace(successors=successors, copies=True)
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
@@ -95,7 +103,9 @@ class Lookup(Wrapped):
     def traits(self) -> Traits:
         return self._traits._replace(sharpness=self.inner.traits.sharpness)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         self.inner.begin(prompt, features, hints)
         if self.recycling is not None:
             self.recycling.begin(prompt)
@@ -121,8 +131,15 @@ class Lookup(Wrapped):
             self._token_ids = step.token_ids
         drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks, self._copies)
         made = object.__new__(Mixed)
-        vars(made).update(normalized=step.normalized, hidden=step.hidden, unmixed=drafted, _of=(tree.arrays, frontier))
-        return made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)  # C++ would mix float32
+        vars(made).update(
+            normalized=step.normalized,
+            hidden=step.hidden,
+            unmixed=drafted,
+            _of=(tree.arrays, frontier),
+        )
+        return (
+            made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)
+        )  # C++ would mix float32
 
 
 class Mixed(Step):
@@ -142,7 +159,9 @@ class Mixed(Step):
         assert self.unmixed is not None
         found = self.unmixed.mixed(*self._of)
         self.__class__ = Step  # type: ignore[assignment]
-        vars(self).update(logits=found.logits, token_ids=found.token_ids, marks=found.marks, unmixed=None)
+        vars(self).update(
+            logits=found.logits, token_ids=found.token_ids, marks=found.marks, unmixed=None
+        )
         return found.logits
 
     token_ids = property(lambda self: (self.logits, self.token_ids)[1])
@@ -267,7 +286,9 @@ class _Parent:
     context: list[int]
     score: float  # path log-probability
     taken: set[int] = field(default_factory=set)
-    proposals: list[tuple[float, int, int]] = field(default_factory=list)  # probability, token and mark
+    proposals: list[tuple[float, int, int]] = field(
+        default_factory=list
+    )  # probability, token and mark
 
 
 class Copies:
@@ -280,8 +301,15 @@ class Copies:
     ceiling: of the weight; followers: of a match, the commonest that are copied.
     """
 
-    def __init__(self, hits: Sequence[float], weight: float, ceiling: float, followers: int) -> None:
-        self._prior, self._weight, self._ceiling, self._most = list(hits), weight, ceiling, followers
+    def __init__(
+        self, hits: Sequence[float], weight: float, ceiling: float, followers: int
+    ) -> None:
+        self._prior, self._weight, self._ceiling, self._most = (
+            list(hits),
+            weight,
+            ceiling,
+            followers,
+        )
         self._written, self._expected = (_Source(Suffixes(1, len(hits))) for _ in range(2))
         self._columns: dict[int, int] | None = None
         self.clear()
@@ -325,7 +353,9 @@ class Copies:
         """
         columns = range(width) if self._columns is None else self._columns
         mixtures = [self._after(context) for context in self._contexts(*tree, nodes[: int(live)])]
-        new = dict.fromkeys(token for mixture in mixtures for token in mixture.copied if token not in columns)
+        new = dict.fromkeys(
+            token for mixture in mixtures for token in mixture.copied if token not in columns
+        )
         place_of = {token: column for column, token in enumerate(new, width)}
         places = [
             row * (width + len(new)) + (place_of[token] if token in place_of else columns[token])
@@ -333,10 +363,17 @@ class Copies:
             for token in mixture.copied
         ]
         gains = [probability for mixture in mixtures for probability in mixture.copied.values()]
-        return ([mixture.left for mixture in mixtures], places, gains, list(new)) if places else None
+        return (
+            ([mixture.left for mixture in mixtures], places, gains, list(new)) if places else None
+        )
 
     def mix(
-        self, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
+        self,
+        logits: Tensor,
+        tree: tuple[Tensor, Tensor],
+        nodes: Tensor,
+        live: Tensor,
+        normalized: bool,
     ) -> tuple[Tensor, Tensor, list[int]] | None:
         return mix_copies(self, logits, tree, nodes, live, normalized)
 
@@ -357,21 +394,34 @@ class Copies:
         """
         tokens, parents, scores, size = tree
         below, children = nodes[: int(live)], dict[int, set[int]]()
-        for token, parent in zip(tokens[: int(size)].tolist(), parents[: int(size)].tolist(), strict=True):
+        for token, parent in zip(
+            tokens[: int(size)].tolist(), parents[: int(size)].tolist(), strict=True
+        ):
             children.setdefault(parent, set()).add(token)
-        leaves = zip(below.tolist(), self._contexts(tokens, parents, below), scores[below].tolist(), strict=True)
+        leaves = zip(
+            below.tolist(),
+            self._contexts(tokens, parents, below),
+            scores[below].tolist(),
+            strict=True,
+        )
         entries = [_Parent(*leaf, children.get(leaf[0], set())) for leaf in leaves]
         free = Free([], [], [], [], [])
         # Cost (the path log-probability, negated), place of the parent, and rank, of a parent's best continuation left;
         # rank -1: its continuations are not known yet, as that takes time and many are not needed.
-        waiting = [(-entry.score, place, -1) for place, entry in enumerate(entries) if entry.score >= least]
+        waiting = [
+            (-entry.score, place, -1) for place, entry in enumerate(entries) if entry.score >= least
+        ]
         heapify(waiting)
         while waiting and len(free.tokens) < most:
             cost, place, rank = heappop(waiting)
             parent = entries[place]
             if rank < 0:
-                proposals = self._proposals(parent.context, math.exp(least - parent.score) or float_info.min, table)
-                parent.proposals = [proposal for proposal in proposals if proposal[1] not in parent.taken]
+                proposals = self._proposals(
+                    parent.context, math.exp(least - parent.score) or float_info.min, table
+                )
+                parent.proposals = [
+                    proposal for proposal in proposals if proposal[1] not in parent.taken
+                ]
             else:
                 _, token, mark = parent.proposals[rank]
                 free.parents.append(parent.node)
@@ -380,9 +430,14 @@ class Copies:
                 free.marks.append(mark)
                 free.ranks.append(rank)
                 heappush(waiting, (cost, len(entries), -1))
-                entries.append(_Parent(int(size) + len(free.tokens) - 1, [*parent.context, token], -cost))
+                entries.append(
+                    _Parent(int(size) + len(free.tokens) - 1, [*parent.context, token], -cost)
+                )
             if rank + 1 < len(parent.proposals):
-                heappush(waiting, (-parent.score - math.log(parent.proposals[rank + 1][0]), place, rank + 1))
+                heappush(
+                    waiting,
+                    (-parent.score - math.log(parent.proposals[rank + 1][0]), place, rank + 1),
+                )
         return free if free.tokens else None
 
     def _contexts(self, tokens: Tensor, parents: Tensor, nodes: Tensor) -> list[list[int]]:
@@ -394,8 +449,13 @@ class Copies:
         for source in (self._written, self._expected):
             for length, followers in source.text.matches(context)[:1]:
                 weight = min(source.hits[length - 1] / source.tries[length - 1], self._ceiling)
-                total, commonest = sum(followers.values()), sorted(followers.items(), key=lambda pair: -pair[1])
-                copied = {token: weight * (count / total) for token, count in commonest[: self._most]}
+                total, commonest = (
+                    sum(followers.values()),
+                    sorted(followers.items(), key=lambda pair: -pair[1]),
+                )
+                copied = {
+                    token: weight * (count / total) for token, count in commonest[: self._most]
+                }
                 for token, probability in mixture.copied.items():
                     copied[token] = copied.get(token, 0.0) + (1 - weight) * probability
                 mixture = Mixture(mixture.left * (1 - weight), copied)
@@ -419,7 +479,9 @@ class Copies:
         return sorted(proposals, reverse=True)
 
 
-def contexts(before: list[int], tokens: list[int], parents: list[int], nodes: Sequence[int]) -> list[list[int]]:
+def contexts(
+    before: list[int], tokens: list[int], parents: list[int], nodes: Sequence[int]
+) -> list[list[int]]:
     """Return the tokens up to each of these nodes: `before`, and those of its path from the root on."""
     paths = list[list[int]]()
     for node in nodes:
@@ -434,4 +496,9 @@ def contexts(before: list[int], tokens: list[int], parents: list[int], nodes: Se
 def require_lengths(draft: str, shortest: int, longest: int) -> None:
     """Raise InputError unless these can be the lengths of suffixes."""
     got = f"{shortest}, {longest}"
-    require(f"draft {draft}.shortest, longest", got, "1 <= shortest <= longest", 1 <= shortest <= longest)
+    require(
+        f"draft {draft}.shortest, longest",
+        got,
+        "1 <= shortest <= longest",
+        1 <= shortest <= longest,
+    )

@@ -30,9 +30,13 @@ class Mtp(Eagle):
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         if draft == "mtp":
             registry.build(NoOptions, options.draft_options, "draft mtp")
-            return lambda target, _: cls(checkpoints.mtp.load(target.name, target.lm), target.lm, name="mtp")
+            return lambda target, _: cls(
+                checkpoints.mtp.load(target.name, target.lm), target.lm, name="mtp"
+            )
         if not checkpoints.mtp.is_assistant(draft, offline=options.offline):
             return None
         registry.build(NoOptions, options.draft_options, "draft assistant")
         load = checkpoints.mtp.load_assistant
-        return lambda target, _: cls(load(draft, target, offline=options.offline), target.lm, name="assistant")
+        return lambda target, _: cls(
+            load(draft, target, offline=options.offline), target.lm, name="assistant"
+        )

@@ -41,22 +41,38 @@ class NGram(Drafter):
 
     def __post_init__(self) -> None:
         require_lengths("ngram", self.shortest, self.longest)
-        self._seen, self._predicted = (backend().Suffixes(self.shortest, self.longest) for _ in range(2))
+        self._seen, self._predicted = (
+            backend().Suffixes(self.shortest, self.longest) for _ in range(2)
+        )
 
     @property
     def traits(self) -> Traits:
         return Traits(copies=True)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         self._seen.become(prompt)
         self._predicted.restart([*self._seen.tail, hints.expected[0]] if hints.expected else [])
         self._predicted.extend(hints.expected[1:])
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        nodes, tokens, parents = frontier.alive().tolist(), tree.tokens.tolist(), tree.parents.tolist()
-        rows = [self._continuations(context) for context in contexts(self._seen.tail, tokens, parents, nodes)]
-        columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
-        log_probs = torch.full((len(rows), max(1, len(columns))), float("-inf"), dtype=torch.float32, device="cpu")
+        nodes, tokens, parents = (
+            frontier.alive().tolist(),
+            tree.tokens.tolist(),
+            tree.parents.tolist(),
+        )
+        rows = [
+            self._continuations(context)
+            for context in contexts(self._seen.tail, tokens, parents, nodes)
+        ]
+        columns = {
+            token: column
+            for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
+        }
+        log_probs = torch.full(
+            (len(rows), max(1, len(columns))), float("-inf"), dtype=torch.float32, device="cpu"
+        )
         for index, row in enumerate(rows):
             for token, probability in row.items():
                 log_probs[index, columns[token]] = math.log(probability)

@@ -43,7 +43,12 @@ class Recycling(Drafter):
 
     def __post_init__(self) -> None:
         accepted = f"1 to {SUCCESSORS_LIMIT}"
-        require("draft recycling.successors", self.successors, accepted, 1 <= self.successors <= SUCCESSORS_LIMIT)
+        require(
+            "draft recycling.successors",
+            self.successors,
+            accepted,
+            1 <= self.successors <= SUCCESSORS_LIMIT,
+        )
 
     def __copy__(self) -> Recycling:
         """Return a draft for another text, which learns the same successors."""
@@ -55,7 +60,9 @@ class Recycling(Drafter):
     def traits(self) -> Traits:
         return Traits(successors=self.successors)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         """Do nothing: prompts are taken in without logits."""
 
     def row(self, token: int) -> dict[int, float]:
@@ -64,8 +71,13 @@ class Recycling(Drafter):
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         rows = [self.row(token) for token in tree.tokens[frontier.alive()].tolist()]
-        columns = {token: column for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))}
-        shares = np.zeros((len(rows), max(1, len(columns))), np.float32)  # small arrays fill faster than tensors
+        columns = {
+            token: column
+            for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
+        }
+        shares = np.zeros(
+            (len(rows), max(1, len(columns))), np.float32
+        )  # small arrays fill faster than tensors
         for values, row in zip(shares, rows, strict=True):
             values[[columns[token] for token in row]] = list(row.values())
         token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)

@@ -11,7 +11,12 @@ from transformers import PreTrainedModel
 
 from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft
-from specengine.errors import InputError, TokenizerMismatchError, UnsupportedModelError, did_you_mean
+from specengine.errors import (
+    InputError,
+    TokenizerMismatchError,
+    UnsupportedModelError,
+    did_you_mean,
+)
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import Rows
@@ -52,7 +57,12 @@ class SmallModel(RowDraft):
 
     def __copy__(self) -> SmallModel:
         made = object.__new__(type(self))
-        made.lm, made.name, made.vocab_size, made._version = self.lm, self.name, self.vocab_size, self._version
+        made.lm, made.name, made.vocab_size, made._version = (
+            self.lm,
+            self.name,
+            self.vocab_size,
+            self._version,
+        )
         RowDraft.__init__(made, self.lm.new_cache(1))
         return made
 
@@ -62,7 +72,9 @@ class SmallModel(RowDraft):
         if not isinstance(draft, str | PreTrainedModel):
             return None
         if options.draft_options:
-            raise InputError(f"draft_options: accepted for EAGLE heads alone; draft {draft!r} is a small model")
+            raise InputError(
+                f"draft_options: accepted for EAGLE heads alone; draft {draft!r} is a small model"
+            )
         if isinstance(draft, str) and draft != embedded.NAME:
             missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
@@ -71,18 +83,31 @@ class SmallModel(RowDraft):
                 raise InputError(
                     f"draft: got {draft!r}, accepted {', '.join(known)}, a path or a Hub id; {missing}{meant}"
                 )
-        return lambda target, tokenizer: cls.from_model(draft, target, tokenizer, options, checkpoints)
+        return lambda target, tokenizer: cls.from_model(
+            draft, target, tokenizer, options, checkpoints
+        )
 
     @classmethod
     def from_model(
-        cls, draft: str | PreTrainedModel, target: Target, tokenizer: Any, options: LoadOptions, checkpoints: Any
+        cls,
+        draft: str | PreTrainedModel,
+        target: Target,
+        tokenizer: Any,
+        options: LoadOptions,
+        checkpoints: Any,
     ) -> SmallModel:
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
-        backend = options.backend if options.backend == "huggingface" else None  # native where it can
-        loaded = dataclasses.replace(options, device=target.device, quantize=None, numerics="auto", backend=backend)
+        backend = (
+            options.backend if options.backend == "huggingface" else None
+        )  # native where it can
+        loaded = dataclasses.replace(
+            options, device=target.device, quantize=None, numerics="auto", backend=backend
+        )
         model, own_tokenizer, _, own = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
-            raise InputError(f"draft: the model is on {model.device}, accepted {target.device}, the target's device")
+            raise InputError(
+                f"draft: the model is on {model.device}, accepted {target.device}, the target's device"
+            )
         if tokenizer is not None and own_tokenizer is not None:
             try:
                 check_tokenizers(own_tokenizer, tokenizer)
@@ -98,7 +123,9 @@ class SmallModel(RowDraft):
                 "both must be equal without two tokenizers to compare"
             )
         try:
-            return cls(model, target.vocab_size, pack=options.pack, captured=target.captured, merge=own)
+            return cls(
+                model, target.vocab_size, pack=options.pack, captured=target.captured, merge=own
+            )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
 
@@ -110,7 +137,9 @@ class SmallModel(RowDraft):
     def weights(self) -> tuple[torch.nn.Module, ...]:
         return (self.lm.model,)
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         self.lm.refresh()
         if self.lm.version != self._version:
             self.reset()
@@ -132,12 +161,18 @@ class SmallModel(RowDraft):
 def _names(head: str) -> list[str]:
     """Return the drafts that go by a name of their own, plug-ins included."""
     package = "specengine.drafters"
-    named = (name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model"))
+    named = (
+        name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model")
+    )
     return [*named, *sorted(registry.plugins(package)), "none", head]
 
 
 def _vocabulary(model: PreTrainedModel | NativeLM) -> int:
-    return model.vocab_size if isinstance(model, NativeLM) else model.get_input_embeddings().weight.shape[0]
+    return (
+        model.vocab_size
+        if isinstance(model, NativeLM)
+        else model.get_input_embeddings().weight.shape[0]
+    )
 
 
 def check_tokenizers(draft: Any, target: Any) -> None:
@@ -148,8 +183,12 @@ def check_tokenizers(draft: Any, target: Any) -> None:
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return
-    differing = sorted((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=str)
-    examples = ", ".join(f"{t!r}: target {ours.get(t)}, draft {theirs.get(t)}" for t in differing[:3])
+    differing = sorted(
+        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=str
+    )
+    examples = ", ".join(
+        f"{t!r}: target {ours.get(t)}, draft {theirs.get(t)}" for t in differing[:3]
+    )
     raise TokenizerMismatchError(
         f"draft: its tokenizer differs from the target's in {len(differing)} of {len(ours)} tokens ({examples}); "
         "a draft model must use the target's tokenizer"

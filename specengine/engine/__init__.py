@@ -15,7 +15,15 @@ import torch
 from specengine import loading
 from specengine.drafters import Drafter, innermost
 from specengine.engine.drivers import KeptDrivers, WarmUp, warm_up
-from specengine.engine.generation import SCORED_ROWS, CycleOptions, Session, TextGeneration, prepare, run_cycles, score
+from specengine.engine.generation import (
+    SCORED_ROWS,
+    CycleOptions,
+    Session,
+    TextGeneration,
+    prepare,
+    run_cycles,
+    score,
+)
 from specengine.engine.model_watch import ModelWatch
 from specengine.engine.pool import Pool, parallel_of
 from specengine.engine.scheduler import Client, GivenUpError, SteppedAnswer, Ticket
@@ -77,7 +85,11 @@ class Engine:
         self.pool: Pool | None = None  # that it belongs to
         self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
         self.watch = ModelWatch(
-            tuple(model for part in (target, drafter) if (model := getattr(part, "lm", None)) is not None)
+            tuple(
+                model
+                for part in (target, drafter)
+                if (model := getattr(part, "lm", None)) is not None
+            )
         )
         self._busy = threading.Lock()
         self._making = threading.Lock()
@@ -101,7 +113,9 @@ class Engine:
     @policy.setter
     def policy(self, policy: TreePolicy | None) -> None:
         if policy is not None and self.drafter is None:
-            raise InputError("policy: this engine was loaded without a draft, so a policy has no effect")
+            raise InputError(
+                "policy: this engine was loaded without a draft, so a policy has no effect"
+            )
         self.drivers.own = self.drivers.of(policy)
         if self.watch.recipe is not None:
             self.watch.recipe = dataclasses.replace(self.watch.recipe, policy=policy)
@@ -128,13 +142,18 @@ class Engine:
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
         chosen = LoadOptions.of(options)
-        model, draft = (os.fspath(given) if isinstance(given, os.PathLike) else given for given in (model, draft))
+        model, draft = (
+            os.fspath(given) if isinstance(given, os.PathLike) else given
+            for given in (model, draft)
+        )
         recipe = loading.Recipe(model, draft, policy, chosen)
         parts = recipe.load()
         self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
         self.watch = ModelWatch(parts.models, recipe)
         self.notes = parts.notes
-        self.ring = getattr(None if parts.drafter is None else innermost(parts.drafter), "learnt", None)
+        self.ring = getattr(
+            None if parts.drafter is None else innermost(parts.drafter), "learnt", None
+        )
         return self
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
@@ -149,7 +168,9 @@ class Engine:
         """Generate as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
         return TextGeneration(self, prompt, options)
 
-    def generate_many(self, prompts: Iterable[Prompt], parallel: int = 8, **options: Any) -> list[GenerationResult]:
+    def generate_many(
+        self, prompts: Iterable[Prompt], parallel: int = 8, **options: Any
+    ) -> list[GenerationResult]:
         """Answer all prompts, up to `parallel` at once; options as in `generate`. Returns results in their order.
 
         On the native forward the rows of all texts are run together; elsewhere one prompt follows the other. An answer
@@ -171,7 +192,9 @@ class Engine:
         require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
         with self._making:
             key = parallel, self.target, self.drafter, self.policy
-            if self._streams is None or any(new is not old for new, old in zip(key, self._streams[0], strict=True)):
+            if self._streams is None or any(
+                new is not old for new, old in zip(key, self._streams[0], strict=True)
+            ):
                 pool = Pool(self, parallel) if type(self.target) is NativeTarget else None
                 streams = Streams([self]) if pool is None else Streams(pool.engines, pool.scheduler)
                 self._streams = key, streams
@@ -200,7 +223,9 @@ class Engine:
         """Return a conversation whose turns reuse the caches of target and draft."""
         return Session(self, messages)
 
-    def as_custom_generate(self, streamer: Any = None, seed: int | None = None) -> Callable[..., Any]:
+    def as_custom_generate(
+        self, streamer: Any = None, seed: int | None = None
+    ) -> Callable[..., Any]:
         """Return a function for transformers' `model.generate(custom_generate=...)`.
 
         transformers passes on its generation config, logits processors and stopping criteria, but no streamer:
@@ -234,7 +259,9 @@ class Engine:
         prompt: checked token ids; options: the fields of GenerationOptions; sampler: instead of the one that they make.
         """
         self.follow()
-        checked = GenerationOptions.of(options, self.target.generation_config, len(prompt), self.target.max_context)
+        checked = GenerationOptions.of(
+            options, self.target.generation_config, len(prompt), self.target.max_context
+        )
         return prepare(self, prompt, checked, Stats(), decoder(None), sampler=sampler).cycles
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:

@@ -67,7 +67,9 @@ class KeptDrivers:
         self._brought: Drivers | None = None
         self.own = self.of(policy)
 
-    def asked(self, policy: str | TreePolicy | None, options: Mapping[str, Any] | None = None) -> Drivers:
+    def asked(
+        self, policy: str | TreePolicy | None, options: Mapping[str, Any] | None = None
+    ) -> Drivers:
         """Return the drivers of a call's policy: a name, NAME/PRESET, `plain`, a TreePolicy, or None for the own one.
 
         InputError for unknown names and options, and for any policy but `plain` where there is no draft.
@@ -75,10 +77,14 @@ class KeptDrivers:
         options = options or {}
         if policy is None or policy == PLAIN:
             if options:
-                raise InputError("policy_options: they need a policy given by name, other than plain")
+                raise InputError(
+                    "policy_options: they need a policy given by name, other than plain"
+                )
             return self.own if policy is None else self._by_name(PLAIN, {})
         if self._drafter is None:
-            raise InputError(f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft")
+            raise InputError(
+                f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft"
+            )
         if isinstance(policy, str):
             return self._by_name(policy, options)
         return self._by_itself(policies.of(policy, options))
@@ -88,7 +94,9 @@ class KeptDrivers:
         try:
             key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
         except (RecursionError, ValueError) as error:
-            raise InputError(f"policy_options: got {shown(options)}, which have no text form") from error
+            raise InputError(
+                f"policy_options: got {shown(options)}, which have no text form"
+            ) from error
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self.of(policy)
@@ -101,7 +109,11 @@ class KeptDrivers:
 
     def _bounded(self, key: tuple[str, ...]) -> Drivers:
         """Return the drivers asked for last; those asked for longest ago give up their graphs if there are many."""
-        captured = [one for one, kept in self._named.items() if kept.captured is not None and kept is not self.own]
+        captured = [
+            one
+            for one, kept in self._named.items()
+            if kept.captured is not None and kept is not self.own
+        ]
         for one in captured[:-MAX_CAPTURED]:
             self._named[one] = self._named[one]._replace(captured=None)
         return self._named[key]
@@ -125,7 +137,9 @@ class KeptDrivers:
         drafter = None if policy is None else self._drafter
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
         eager = EagerDriver(target, drafter, policy)
-        eager.inspected = captured is not None and all(part is None or is_ours(part) for part in (drafter, policy))
+        eager.inspected = captured is not None and all(
+            part is None or is_ours(part) for part in (drafter, policy)
+        )
         return Drivers(eager, captured)
 
 
@@ -144,7 +158,10 @@ class WarmUp:
 
 
 def warm_up(
-    engine: Engine, tokens: int | None, policy: str | TreePolicy | None, policy_options: Mapping[str, Any] | None
+    engine: Engine,
+    tokens: int | None,
+    policy: str | TreePolicy | None,
+    policy_options: Mapping[str, Any] | None,
 ) -> WarmUp:
     """Capture all graphs of a policy; see `Engine.warmup`."""
     target = engine.target
@@ -156,7 +173,9 @@ def warm_up(
     if not 1 <= tokens <= target.max_context:
         raise InputError(f"tokens: got {tokens}, accepted 1 to {target.max_context}")
     graphs = captured.graphs
-    with engine.hold("this engine is generating; warm it up before, or after that stream has ended"):
+    with engine.hold(
+        "this engine is generating; warm it up before, or after that stream has ended"
+    ):
         try:
             with sharing(target.device, target.running)():
                 want(target, drivers.drafter)
@@ -164,7 +183,11 @@ def warm_up(
         except CaptureError as error:
             run_eagerly(engine, error)
             graphs = Graphs(target.device)
-    caches = [cache for part in (target, engine.drafter) if (cache := getattr(part, "cache", None)) is not None]
+    caches = [
+        cache
+        for part in (target, engine.drafter)
+        if (cache := getattr(part, "cache", None)) is not None
+    ]
     return WarmUp(
         captured=tuple(str(name) for name in graphs.captures),
         seconds=graphs.seconds,
@@ -210,7 +233,9 @@ def begin(
         if captured is None or engine.target.captured:
             return (yield from take_in(drivers, reuse_cache=reuse_cache)), captured
     except CaptureError as error:
-        run_eagerly(engine, error)  # and begin again below, as the error holds memory of the capture
+        run_eagerly(
+            engine, error
+        )  # and begin again below, as the error holds memory of the capture
     return (yield from take_in(Drivers(eager, None), reuse_cache=False)), None
 
 
@@ -233,7 +258,9 @@ def _begin(
     if policy is not None:
         costs = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
         policy.begin(
-            len(prompt), sampler.seed is not None, costs if pool is None else lambda: pool.costs(engine, costs())
+            len(prompt),
+            sampler.seed is not None,
+            costs if pool is None else lambda: pool.costs(engine, costs()),
         )
         plan = policy.plan()
         rests = plan.rests
@@ -244,7 +271,9 @@ def _begin(
         engine.reset()
     stats.num_prompt_tokens = len(prompt)
     stats.draft = drafter.name if drafter is not None else ""
-    on_device = sampler.reads_history or bool(stopper.criteria)  # processors and criteria read it there
+    on_device = sampler.reads_history or bool(
+        stopper.criteria
+    )  # processors and criteria read it there
     most = len(prompt) + stopper.left
     driver = drivers.eager if drivers.captured is None else drivers.captured
     room = min(most, len(prompt) + MIN_ROOM) if drivers.captured is None else most
@@ -255,9 +284,15 @@ def _begin(
     want(target, drafter)
     if pool is not None:
         yield from pool.share(engine, before, drafter)
-    cached = min(target.cached(before), drafter.cached(before) if drafter is not None else len(before))
+    cached = min(
+        target.cached(before), drafter.cached(before) if drafter is not None else len(before)
+    )
     stats.num_cached_prompt_tokens = cached
-    features = target.prefill(before, cached) if pool is None else (yield from pool.prefill(engine, before, cached))
+    features = (
+        target.prefill(before, cached)
+        if pool is None
+        else (yield from pool.prefill(engine, before, cached))
+    )
     if drafter is not None:
         waits = rests and drivers.captured is None and pool is None and not reuse_cache
         drivers.eager.begin(functools.partial(drafter.begin, before, features, hints), later=waits)
@@ -269,14 +304,21 @@ def _begin(
     return lane
 
 
-def hints_for(drafter: Drafter | None, prompt: list[int], prediction: Sequence[int], sampler: Sampler) -> Hints:
+def hints_for(
+    drafter: Drafter | None, prompt: list[int], prediction: Sequence[int], sampler: Sampler
+) -> Hints:
     """Return the hints for a drafter. Raises InputError if there is a prediction and the drafter has no use for it."""
     if prediction and (drafter is None or not drafter.traits.copies):
         reason = (
-            "plain decoding has no draft that copies" if drafter is None else f"draft {drafter.name!r} copies nothing"
+            "plain decoding has no draft that copies"
+            if drafter is None
+            else f"draft {drafter.name!r} copies nothing"
         )
         raise InputError(f"prediction: {reason}; accepted with ngram and with lookup")
-    return Hints([prompt[-1], *prediction] if prediction else (), 0.0 if sampler.couples else sampler.temperature)
+    return Hints(
+        [prompt[-1], *prediction] if prediction else (),
+        0.0 if sampler.couples else sampler.temperature,
+    )
 
 
 def source_of(

@@ -18,7 +18,14 @@ from specengine.engine.pool import slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require
 from specengine.models import Target
-from specengine.records import Cycle, GenerationResult, SpeculativeOutput, Stats, StreamPiece, TokenLogprob
+from specengine.records import (
+    Cycle,
+    GenerationResult,
+    SpeculativeOutput,
+    Stats,
+    StreamPiece,
+    TokenLogprob,
+)
 from specengine.registry import plain
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions
@@ -86,7 +93,12 @@ def serving(engine: Engine) -> Iterator[None]:
 
 
 def run_cycles(
-    engine: Engine, prompt: list[int], sampler: Sampler, stopper: Stopper, stats: Stats, options: CycleOptions
+    engine: Engine,
+    prompt: list[int],
+    sampler: Sampler,
+    stopper: Stopper,
+    stats: Stats,
+    options: CycleOptions,
 ) -> Generator[Any, Any, None]:
     """Yield the cycles of one generation. An engine of a pool yields what it needs too, see engine.scheduler."""
     _, prediction, reuse_cache, constraint, origins, ticket = options
@@ -203,10 +215,14 @@ class TextGeneration:
         self.options = (
             options
             if isinstance(options, GenerationOptions)
-            else GenerationOptions.of(dict(options), target.generation_config, len(self.prompt), target.max_context)
+            else GenerationOptions.of(
+                dict(options), target.generation_config, len(self.prompt), target.max_context
+            )
         )
         if self.options.stops and engine.tokenizer is None:
-            raise InputError("stop_strings: they need a tokenizer, pass tokenizer= when loading the engine")
+            raise InputError(
+                "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine"
+            )
         self.stats = Stats()
         self.result: GenerationResult | None = None
         self._decode = decoder(engine.tokenizer, shown)
@@ -224,7 +240,9 @@ class TextGeneration:
             self.options,
             self.stats,
             self._decode,
-            cycle_options=CycleOptions(reuse_cache=reuse_cache, constraint=constraint, ticket=ticket),
+            cycle_options=CycleOptions(
+                reuse_cache=reuse_cache, constraint=constraint, ticket=ticket
+            ),
         )
 
     @property
@@ -240,7 +258,9 @@ class TextGeneration:
             return self._advance()
         except StopIteration:
             raise
-        except BaseException:  # also from a streamer or a tokenizer: a traceback may keep this object for long
+        except (
+            BaseException
+        ):  # also from a streamer or a tokenizer: a traceback may keep this object for long
             self._cycles.close()
             with contextlib.suppress(Exception):  # the error that is under way says more
                 self._end_streamer()
@@ -265,7 +285,9 @@ class TextGeneration:
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
         reason = self._stopper.last_reason
-        if reason is not None and (not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over):
+        if reason is not None and (
+            not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over
+        ):
             text = self._finish(reason)[self._sent :]
             next(self._cycles, None)  # runs the generator to its end, which frees the engine
             self._end_streamer()
@@ -285,7 +307,9 @@ class TextGeneration:
         """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
         streams = self.options.streamer is not None
         self._silent = self._silent or not (streams or self._started)
-        with contextlib.nullcontext() if streams else self._target.running():  # nobody looks at pieces meanwhile
+        with (
+            contextlib.nullcontext() if streams else self._target.running()
+        ):  # nobody looks at pieces meanwhile
             for _ in self:
                 pass
         assert self.result is not None
@@ -296,7 +320,9 @@ class TextGeneration:
         if not wanted:
             return sequences
         names = ("text", "token_ids", "finish_reason", "stats", "logprobs")
-        return SpeculativeOutput(sequences=sequences, **{name: getattr(self.result, name) for name in names})
+        return SpeculativeOutput(
+            sequences=sequences, **{name: getattr(self.result, name) for name in names}
+        )
 
     def close(self) -> None:
         """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
@@ -319,7 +345,9 @@ class TextGeneration:
         text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
         text = text[: len(text) - self._stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs
-        self.result = GenerationResult(text, self._tokens, reason, self.stats, self.options.seed, logprobs)
+        self.result = GenerationResult(
+            text, self._tokens, reason, self.stats, self.options.seed, logprobs
+        )
         return text
 
 
@@ -329,7 +357,13 @@ def score(engine: Engine, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
     require("top", top, "0 or more", type(top) is int and top >= 0)
     engine.follow()
     target = engine.target
-    ids = token_ids(prompt, engine.tokenizer, raw=True, vocab_size=target.vocab_size, max_context=target.max_context)
+    ids = token_ids(
+        prompt,
+        engine.tokenizer,
+        raw=True,
+        vocab_size=target.vocab_size,
+        max_context=target.max_context,
+    )
     return _scored(engine, ids, top)
 
 
@@ -341,7 +375,9 @@ def _scored(engine: Engine, tokens: list[int], top: int) -> Iterator[TokenLogpro
             target.reserve(len(tokens), 0)
         for first in range(0, len(tokens) - 1, SCORED_ROWS):
             with sharing(target.device, target.running)():
-                yield from _rated(target, tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top)
+                yield from _rated(
+                    target, tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top
+                )
 
 
 @torch.inference_mode()

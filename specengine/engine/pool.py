@@ -44,10 +44,14 @@ class Pool:
     has no room even alone.
     """
 
-    def __init__(self, engine: Engine, count: int, memory: int | None = None, *, spare: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, count: int, memory: int | None = None, *, spare: int = 0
+    ) -> None:
         require("parallel", count, "1 or more", type(count) is int and count >= 1)
         if type(engine.target) is not NativeTarget:
-            raise InputError(f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}")
+            raise InputError(
+                f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}"
+            )
         self.memory = free_memory() // 2 if memory is None else memory
         self.scheduler = Scheduler(engine.target.lm)
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
@@ -58,7 +62,9 @@ class Pool:
         self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
         self._reading: dict[Engine, list[int]] = {}  # prompts that are taken in
         self._reserved: dict[Engine, int] = {}  # bytes of answers under way
-        self._costs: dict[Engine, tuple[PassCosts | None, int, PassCosts]] = {}  # alone, with how many texts, with them
+        self._costs: dict[
+            Engine, tuple[PassCosts | None, int, PassCosts]
+        ] = {}  # alone, with how many texts, with them
         self._ended = list(self.engines)  # the one whose answer ended last comes last
 
     def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
@@ -104,7 +110,9 @@ class Pool:
             return False
         left = self.memory - need - sum(self._reserved.values())
         kept = {
-            other: bytes_held(other) for other in self._ended if other is not engine and other not in self._reserved
+            other: bytes_held(other)
+            for other in self._ended
+            if other is not engine and other not in self._reserved
         }
         for other in kept:
             if sum(kept.values()) <= left:
@@ -120,23 +128,35 @@ class Pool:
 
         def held(other: Engine) -> int:
             count = target.shares(cast(LaneTarget, other.target), prompt)
-            return count if drafter is None or other.drafter is None else min(count, other.drafter.cached(prompt))
+            return (
+                count
+                if drafter is None or other.drafter is None
+                else min(count, other.drafter.cached(prompt))
+            )
 
         own = held(engine)
         for other, known in list(self._reading.items()):
-            while common_prefix(known, prompt) >= own + SHARED and self._reading.get(other) is known:
+            while (
+                common_prefix(known, prompt) >= own + SHARED and self._reading.get(other) is known
+            ):
                 yield
-        best = max((other for other in self.engines if other is not engine), key=held, default=engine)
+        best = max(
+            (other for other in self.engines if other is not engine), key=held, default=engine
+        )
         if (count := held(best)) >= held(engine) + SHARED:
             target.copy_from(cast(LaneTarget, best.target), count)
             if drafter is not None and best.drafter is not None:
                 drafters.copy_prompt(drafter, best.drafter, count)
         self._reading[engine] = prompt
 
-    def prefill(self, engine: Engine, prompt: list[int], keep: int) -> Generator[RowBatch, None, Tensor | None]:
+    def prefill(
+        self, engine: Engine, prompt: list[int], keep: int
+    ) -> Generator[RowBatch, None, Tensor | None]:
         """Take in a prompt behind its first `keep` tokens, in short pieces while there are other texts."""
         target = cast(LaneTarget, engine.target)
-        return target.take_in(prompt, keep, lambda length: piece_at(length) if target.others else PREFILL_ROWS)
+        return target.take_in(
+            prompt, keep, lambda length: piece_at(length) if target.others else PREFILL_ROWS
+        )
 
     def read(self, engine: Engine) -> None:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
@@ -148,7 +168,11 @@ class Pool:
             return alone
         before, count, shared = self._costs.get(engine, (None, 0, alone))
         if (before, count) != (alone, others):
-            head = None if engine.drafter is None else getattr(drafters.innermost(engine.drafter), "head", None)
+            head = (
+                None
+                if engine.drafter is None
+                else getattr(drafters.innermost(engine.drafter), "head", None)
+            )
             shared = alone.beside(
                 others,
                 resting=lambda: self.scheduler.pace.rests,
@@ -208,7 +232,11 @@ def parallel_of(engine: Engine, memory: int | None = None) -> int:
     except InputError:
         return 1
     slots = slots_of(engine.drivers.own.eager, target.max_context)
-    each = sum(cache.bytes_of(count) for cache, count in zip(caches, slots, strict=True) if cache is not None)
+    each = sum(
+        cache.bytes_of(count)
+        for cache, count in zip(caches, slots, strict=True)
+        if cache is not None
+    )
     return max(1, min(MOST, (free_memory() // 2 if memory is None else memory) // each))
 
 
@@ -232,7 +260,9 @@ def bytes_used(engine: Engine) -> int:
 def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
     """Return the bytes of its caches with room for so many tokens, at least those that they have."""
     cache = drafters.cache_of(engine.drafter)
-    return cast(LaneTarget, engine.target).cache.bytes_of(tokens) + (0 if cache is None else cache.bytes_of(drafted))
+    return cast(LaneTarget, engine.target).cache.bytes_of(tokens) + (
+        0 if cache is None else cache.bytes_of(drafted)
+    )
 
 
 def _forget(engine: Engine) -> None:
@@ -245,6 +275,8 @@ def free_memory() -> int:
     """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, ValueError, StopIteration):
         return 1 << 50

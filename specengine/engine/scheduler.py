@@ -24,13 +24,26 @@ from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.records import Cycle
 
-PIECE, NEAR, LEAST = 64, 2048, 16  # tokens of a prompt that are run at a time beside other texts; see `piece_at`
-MAX_READY = 4  # cycles of an answer that wait for its consumer; a slower one holds up its own answer alone
+PIECE, NEAR, LEAST = (
+    64,
+    2048,
+    16,
+)  # tokens of a prompt that are run at a time beside other texts; see `piece_at`
+MAX_READY = (
+    4  # cycles of an answer that wait for its consumer; a slower one holds up its own answer alone
+)
 POLL = 0.02  # seconds after which a thread whose answer waits for another consumer's looks again
 
-LOOK, TRIED, TIMED = 4, 16, 32  # steps: a way is looked at every so many, tried for so many, and timed by the last
+LOOK, TRIED, TIMED = (
+    4,
+    16,
+    32,
+)  # steps: a way is looked at every so many, tried for so many, and timed by the last
 MIN_GAIN = 0.3  # share of a rate by which the ways must differ to be told apart after one step
-AGAIN, MAX_AGAIN = 3.0, 48.0  # seconds of serving after which the slower way is tried again: twice as long each time
+AGAIN, MAX_AGAIN = (
+    3.0,
+    48.0,
+)  # seconds of serving after which the slower way is tried again: twice as long each time
 SOON = 0.5  # seconds of serving after which a number of texts that is new first rests: that costs little
 IDLE = 0.1  # seconds between steps, if they take less themselves, after which timing begins anew
 MAX_GAIN = 0.7  # tokens that a text's first drafted one brings at most: if it costs more, texts begin with a rest
@@ -85,9 +98,13 @@ class SteppedAnswer(Iterator[Cycle]):
     So each may have a thread of its own, or all of them one, which asks those that are ready. Letting it go ends it.
     """
 
-    def __init__(self, scheduler: Scheduler, steps: Generator[Any, Any, None], ticket: Ticket) -> None:
+    def __init__(
+        self, scheduler: Scheduler, steps: Generator[Any, Any, None], ticket: Ticket
+    ) -> None:
         self.ticket = ticket
-        self.ready = deque[tuple[Cycle, bool]]()  # cycles that nobody has taken yet, and whether each is the last
+        self.ready = deque[
+            tuple[Cycle, bool]
+        ]()  # cycles that nobody has taken yet, and whether each is the last
         self.is_over = False  # whether the cycle that was taken is the last
         self.need: Lane | RowBatch | None = None  # what it wants to be run; None: it waits
         self.is_ended = False
@@ -143,7 +160,10 @@ class SteppedAnswer(Iterator[Cycle]):
 
 class _Rate:
     def __init__(self) -> None:
-        self.timed, self.again = -math.inf, AGAIN  # when it was, and the seconds after which it is tried again
+        self.timed, self.again = (
+            -math.inf,
+            AGAIN,
+        )  # when it was, and the seconds after which it is tried again
         self.restart()
 
     def restart(self) -> None:
@@ -157,7 +177,9 @@ class _Rate:
     @property
     def tokens(self) -> float:
         """Return tokens per second, 0 if none was timed. What kept a single step for long says nothing of a way."""
-        longest = 2 * statistics.median(seconds for seconds, _ in self._recent) if self._recent else 1.0
+        longest = (
+            2 * statistics.median(seconds for seconds, _ in self._recent) if self._recent else 1.0
+        )
         spent = sum(min(seconds, longest) for seconds, _ in self._recent)
         return sum(tokens for _, tokens in self._recent) / spent if spent else 0.0
 
@@ -176,8 +198,13 @@ class SharedPace:
         )  # of a step in which each drafts a token, over a plain one
         self._mixed = 0  # steps in a row that ran rows of prompts too
         self._ended = -math.inf  # when the last step did
-        self._size, self._steady = 0, 0  # texts as a power of two, and steps since that, or the way, has changed
-        self._arrived = False  # whether the way is yet to be chosen by what is known of so many texts
+        self._size, self._steady = (
+            0,
+            0,
+        )  # texts as a power of two, and steps since that, or the way, has changed
+        self._arrived = (
+            False  # whether the way is yet to be chosen by what is known of so many texts
+        )
         self._clocks = dict[int, float]()  # seconds that so many texts were served
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
@@ -187,7 +214,10 @@ class SharedPace:
         texts: that had a cycle; tokens: that they committed; began: time.perf_counter() at its start; mixed: whether
         rows of prompts were run too, whose time says nothing of the ways.
         """
-        now, size = time.perf_counter(), (texts + 1).bit_length()  # one bucket when a text has ended before the next
+        now, size = (
+            time.perf_counter(),
+            (texts + 1).bit_length(),
+        )  # one bucket when a text has ended before the next
         last, self._ended = self._ended, now
         self._mixed = self._mixed + 1 if mixed else 0
         if texts < 2 or 0 < self._mixed <= MAX_MIXED:  # a text alone decides for itself
@@ -198,7 +228,9 @@ class SharedPace:
             self._size, self._steady, self._arrived = size, 0, True
         if self._steady < 1:  # of several numbers of texts, or drafts took in what was put off
             return
-        own, other = (self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests))
+        own, other = (
+            self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests)
+        )
         clock = self._clocks[size] = self._clocks.get(size, 0.0) + seconds
         own.add(seconds, tokens)
         own.timed = clock
@@ -221,7 +253,9 @@ class SharedPace:
         if clock - other.timed > other.again:
             other.restart()
             return True
-        if own.tokens < other.tokens * (1 if own.steps == TRIED else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))):
+        if own.tokens < other.tokens * (
+            1 if own.steps == TRIED else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))
+        ):
             own.again = min(2 * own.again, MAX_AGAIN)
             return True
         if own.steps == TRIED:
@@ -251,7 +285,9 @@ class Scheduler:
         """Run a cycle of each lane, and of prompts the pieces whose turn it is; return the answers that got on."""
         began = time.perf_counter()
         with self.turn, in_own_dtype(one_torch_thread(), "cpu"):
-            under_way = (answer for reference in self._answers if (answer := reference()) is not None)
+            under_way = (
+                answer for reference in self._answers if (answer := reference()) is not None
+            )
             answers = [answer for answer in under_way if not answer.is_ended]
             self._answers = list(map(weakref.ref, answers))
             for answer in answers:
@@ -259,8 +295,14 @@ class Scheduler:
                     answer.go_on(GivenUpError())
                 elif answer.need is None:
                     answer.go_on()
-            lanes = [answer for answer in answers if isinstance(answer.need, Lane) and len(answer.ready) < MAX_READY]
-            pieces = self._pieces([answer for answer in answers if isinstance(answer.need, RowBatch)], bool(lanes))
+            lanes = [
+                answer
+                for answer in answers
+                if isinstance(answer.need, Lane) and len(answer.ready) < MAX_READY
+            ]
+            pieces = self._pieces(
+                [answer for answer in answers if isinstance(answer.need, RowBatch)], bool(lanes)
+            )
             if lanes or pieces:
                 self._run(lanes, pieces, began)
             return [*lanes, *pieces, *(answer for answer in answers if answer.is_ended)]
@@ -278,13 +320,17 @@ class Scheduler:
         self.forwards += 1
         nodes = sum(len(cycle.tree) for cycle in cycles)
         self.rows += nodes + sum(len(piece.tokens) for piece in rows)
-        self._last_forward = None if rows else (nodes, self._lm.seconds - before)  # rows of prompts have no logits
+        self._last_forward = (
+            None if rows else (nodes, self._lm.seconds - before)
+        )  # rows of prompts have no logits
         for answer, result in zip(lanes, results, strict=True):
             answer.go_on(result)
         for answer, piece in zip(pieces, rows, strict=True):
             answer.ticket.client.served += len(piece.tokens) if piece.error is None else 0
             answer.go_on(piece.error)
-        self.pace.observe(len(lanes), sum(len(cycle.tokens) for cycle in cycles), began, mixed=bool(rows))
+        self.pace.observe(
+            len(lanes), sum(len(cycle.tokens) for cycle in cycles), began, mixed=bool(rows)
+        )
 
     def take_last_forward(self) -> tuple[int, float] | None:
         """Return rows and seconds of the last forward, of all texts together; None if they were returned before."""
@@ -312,7 +358,9 @@ Task = Generator[None, None, Any]  # yields while what it waits for takes a step
 
 
 def run_tasks(
-    engines: list[Any], scheduler: Scheduler | None, take: Callable[[list[Any], bool], tuple[Any, Task] | None]
+    engines: list[Any],
+    scheduler: Scheduler | None,
+    take: Callable[[list[Any], bool], tuple[Any, Task] | None],
 ) -> Iterator[Any]:
     """Run tasks, each on an engine of its own, in this thread; yield the result of each that has ended.
 

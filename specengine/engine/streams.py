@@ -27,7 +27,9 @@ class AsyncTextGeneration:
     def __init__(self, streams: Streams, begin: Begin) -> None:
         """streams: answers it, once one of its engines is idle."""
         self.result: GenerationResult | None = None
-        self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = (
+            asyncio.Queue()
+        )
         self._ticket = Ticket()
         loop, pieces = asyncio.get_running_loop(), self._pieces
 

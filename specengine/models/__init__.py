@@ -89,7 +89,9 @@ class Target(ModelFacts, ABC):
         the target does not give.
         """
         if features:
-            raise UnsupportedModelError(f"{type(self).__name__}: gives no hidden states, and this draft reads them")
+            raise UnsupportedModelError(
+                f"{type(self).__name__}: gives no hidden states, and this draft reads them"
+            )
         self.successors = min(successors, self.vocab_size)
 
     @abstractmethod

@@ -42,14 +42,18 @@ class Assistant(nn.Module):
             self.model: Any = made(self.text_config).to(dtype)
             self.pre_projection = nn.Linear(2 * self.outer, size, bias=False, dtype=dtype)
             self.post_projection = nn.Linear(size, self.outer, bias=False, dtype=dtype)
-            self.masked_embedding = Clusters(config, size, dtype) if config.use_ordered_embeddings else None
+            self.masked_embedding = (
+                Clusters(config, size, dtype) if config.use_ordered_embeddings else None
+            )
         self.tied = "lm_head.weight"  # the embeddings, again
 
     def read(self, states: Tensor) -> Tensor:
         """Return logits of states, float32 [rows, vocabulary]."""
         head = self.model.embed_tokens.weight
         chosen = self.masked_embedding
-        return (nn.functional.linear(states, head) if chosen is None else chosen(states, head)).float()
+        return (
+            nn.functional.linear(states, head) if chosen is None else chosen(states, head)
+        ).float()
 
 
 class Clusters(nn.Module):
@@ -60,7 +64,9 @@ class Clusters(nn.Module):
         self.most, self.count = int(config.centroid_intermediate_top_k), int(config.num_centroids)
         self.centroids = nn.Linear(size, self.count, bias=False, dtype=dtype)
         vocabulary = config.get_text_config().vocab_size
-        self.register_buffer("token_ordering", torch.empty(vocabulary, dtype=torch.int64, device="meta"))
+        self.register_buffer(
+            "token_ordering", torch.empty(vocabulary, dtype=torch.int64, device="meta")
+        )
 
     def forward(self, states: Tensor, head: Tensor) -> Tensor:
         """states: [rows, hidden size]; head: [vocabulary, hidden size]. Returns [rows, vocabulary]."""
@@ -86,12 +92,16 @@ class AssistantHead(DraftHead):
         self._target, self._keeper = target.lm, target
         text, device = net.text_config, target.lm.device
         self.dtype, self._window = target.dtype, int(text.sliding_window)
-        self._scale = torch.tensor(net.outer**0.5, dtype=self.dtype, device=device)  # of Gemma's embeddings
+        self._scale = torch.tensor(
+            net.outer**0.5, dtype=self.dtype, device=device
+        )  # of Gemma's embeddings
         self.cache = KVCache(1, 1, 1, 1, dtype=self.dtype, device=device)
         self.config = reader_of_states(net.outer, int(text.vocab_size))
         require_fit(self.config, target.lm)
         if target.captured:
-            raise UnsupportedModelError("draft: an assistant reads keys of a length that no CUDA graph has")
+            raise UnsupportedModelError(
+                "draft: an assistant reads keys of a length that no CUDA graph has"
+            )
         self._slabs = self._find_slabs()
 
     def follow(self, target: CachedTarget) -> None:
@@ -102,13 +112,23 @@ class AssistantHead(DraftHead):
         """Do nothing: rows are counted, and none is run."""
 
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        hidden, tokens = (states if features is None else features).index_select(0, sources), rows.tokens
+        hidden, tokens = (
+            (states if features is None else features).index_select(0, sources),
+            rows.tokens,
+        )
         if one is not None:
             hidden, tokens = hidden.index_select(0, one), tokens.index_select(0, one)
         embeddings = self._target.embed(tokens).to(self.dtype) * self._scale
-        inputs = self._net.pre_projection(torch.cat((embeddings, hidden.to(self.dtype)), dim=-1))[None]
+        inputs = self._net.pre_projection(torch.cat((embeddings, hidden.to(self.dtype)), dim=-1))[
+            None
+        ]
         keys = {kind: self._keys_of(kind) for kind in self._slabs}
         out = self._net.model(
             inputs_embeds=inputs,
@@ -128,7 +148,9 @@ class AssistantHead(DraftHead):
         first = max(end - self._window - 1, 0) if kind == SLIDING else 0
         keys, values = cache.slabs[slab][layer, :, None, :, first:end]
         if cache.shapes is not None:
-            keys, values = (of_shape(*pair) for pair in zip((keys, values), cache.shapes[layer], strict=True))
+            keys, values = (
+                of_shape(*pair) for pair in zip((keys, values), cache.shapes[layer], strict=True)
+            )
         return keys, values
 
     def _find_slabs(self) -> dict[str, tuple[int, int]]:
@@ -139,14 +161,22 @@ class AssistantHead(DraftHead):
         owners = list(range(len(types) - (getattr(config, "num_kv_shared_layers", 0) or 0)))
         last = {types[number]: number for number in owners}
         if not needed <= last.keys():
-            raise InputError(f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such")
+            raise InputError(
+                f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such"
+            )
         found, shapes = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
         for kind in needed:
             number = last[kind]
             if isinstance(lm, NativeLM):
-                sizes = [(at.kv_heads, at.head_dim) for at in (family_of(config).shape_at(config, i) for i in owners)]
+                sizes = [
+                    (at.kv_heads, at.head_dim)
+                    for at in (family_of(config).shape_at(config, i) for i in owners)
+                ]
                 slab = list(dict.fromkeys(sizes)).index(sizes[number])
-                found[kind], shapes[kind] = (slab, sizes[:number].count(sizes[number])), sizes[number]
+                found[kind], shapes[kind] = (
+                    (slab, sizes[:number].count(sizes[number])),
+                    sizes[number],
+                )
             else:
                 given = self._keeper.cache.shapes
                 found[kind] = 0, number

@@ -47,7 +47,9 @@ class Prompt:
         if window not in self._masks:
             near = None if window is None else near_prompt(rows, self.before, window, query.device)
             mask = lower_right(rows, self.before, query.device) if near is None else near
-            self._masks[window] = ops.pack_mask(mask, groups, query.dtype, self.before if near is None else 0)
+            self._masks[window] = ops.pack_mask(
+                mask, groups, query.dtype, self.before if near is None else 0
+            )
         return self._masks[window]
 
 
@@ -72,11 +74,18 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend, called by transformers' AttentionInterface. Without `tree`, run transformers' SDPA; on a CPU, run
     `last_row_attention` for single rows that see everything."""
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unknown = [
+        name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None
+    ]
     if unknown or key.shape != value.shape:
         raise NeedsDenseMask(", ".join(unknown) or "keys and values of different sizes")
     if tree is None:
-        if query.shape[2] == 1 and attention_mask is None and query.device.type == "cpu" and not dropout:
+        if (
+            query.shape[2] == 1
+            and attention_mask is None
+            and query.device.type == "cpu"
+            and not dropout
+        ):
             return last_row_attention(query, key, value, scaling), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -84,7 +93,9 @@ def tree_attention_forward(
     window = kwargs.get("sliding_window")
     if isinstance(tree, Rows):
         # contiguous: modules may view it
-        return attend(query[0], key[0], value[0], tree, scaling, window).transpose(0, 1)[None].contiguous(), None
+        return attend(query[0], key[0], value[0], tree, scaling, window).transpose(0, 1)[
+            None
+        ].contiguous(), None
     tree.windows.append(window)
     if window is not None and window >= key.shape[2]:
         window = None
@@ -92,10 +103,14 @@ def tree_attention_forward(
     if found is not None:
         return found, None
     if tree.before == 0 and query.shape[2] > 1 and window is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = tree.packed_mask(query.shape[2], query.shape[1] // key.shape[1], query, window)
-    return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[None].contiguous(), None
+    return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[
+        None
+    ].contiguous(), None
 
 
 @lru_cache(maxsize=1)
@@ -126,10 +141,17 @@ def prompt_attention(
         return None
     # with fewer queries than keys its causal mask is aligned with the last of both
     near = {} if window is None else {"window_size": (window - 1, 0)}
-    return run(*(states.transpose(1, 2) for states in (query, key, value)), softmax_scale=scale, causal=True, **near)
+    return run(
+        *(states.transpose(1, 2) for states in (query, key, value)),
+        softmax_scale=scale,
+        causal=True,
+        **near,
+    )
 
 
-def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+def last_row_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
     """Attend from the last token of each sequence, as two products per KV head.
 
     torch's fused attention works in blocks of query rows: on a CPU, one row in half precision takes it ten times as
@@ -143,7 +165,12 @@ def last_row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float |
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float | None = None, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attend from rows, [heads, n, head size], over a cache, [KV heads, slots, head size], that holds theirs too.
 
@@ -151,14 +178,18 @@ def attend(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if rows.paths is not None:
-        return ops.strict_cached_attention(query, keys, values, rows.paths, rows.prefix, rows.live, scale)
+        return ops.strict_cached_attention(
+            query, keys, values, rows.paths, rows.prefix, rows.live, scale
+        )
     if window is not None and rows.places is not None:
         return attend_near(query, keys, values, rows, scale, window)
     if ops.is_free(rows.live):
         keys, values = keys[:, : rows.end], values[:, : rows.end]
         mask = rows.packed_mask(query.shape[0] // keys.shape[0], query.dtype)
         return ops.tree_attention(query, keys, values, mask, scale)
-    return ops.cached_attention(query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale)
+    return ops.cached_attention(
+        query, keys, values, rows.words, rows.prefix, rows.live, rows.seen, scale
+    )
 
 
 # ---- sliding windows
@@ -187,23 +218,38 @@ def near_prompt(rows: int, before: int, window: int, device: torch.device) -> Te
     return mask.tril_(before).triu_(before - window + 1)
 
 
-def attend_near(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float, window: int) -> Tensor:
+def attend_near(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float, window: int
+) -> Tensor:
     """Attend as `attend`, each row to slots of the last `window` positions. Shapes as there."""
     groups = query.shape[0] // keys.shape[0]
     if not ops.is_free(rows.live):
         mask = _on_device(rows, keys.shape[1], window)
-        unwritten = torch.arange(keys.shape[1], device=keys.device, dtype=torch.int64) >= rows.slot + rows.live
-        keys, values = (  # zeros where fresh memory may hold NaN, which a mask does not keep out of a sum
-            cache.masked_fill(unwritten[:, None], 0).repeat_interleave(groups, 0) for cache in (keys, values)
+        unwritten = (
+            torch.arange(keys.shape[1], device=keys.device, dtype=torch.int64)
+            >= rows.slot + rows.live
         )
-        return scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scale)[0]
+        (
+            keys,
+            values,
+        ) = (  # zeros where fresh memory may hold NaN, which a mask does not keep out of a sum
+            cache.masked_fill(unwritten[:, None], 0).repeat_interleave(groups, 0)
+            for cache in (keys, values)
+        )
+        return scaled_dot_product_attention(
+            query[None], keys[None], values[None], mask, scale=scale
+        )[0]
     if window not in rows.near:
         first = min(max(0, int(rows.positions.min()) - window + 1), int(rows.prefix))
         alone = len(rows) == 1 and rows.end == int(rows.prefix) + 1
-        packed = None if alone else ops.pack_mask(dense(rows, window)[:, first:], groups, query.dtype)
+        packed = (
+            None if alone else ops.pack_mask(dense(rows, window)[:, first:], groups, query.dtype)
+        )
         rows.near[window] = first, packed
     first, packed = rows.near[window]
-    return ops.tree_attention(query, keys[:, first : rows.end], values[:, first : rows.end], packed, scale)
+    return ops.tree_attention(
+        query, keys[:, first : rows.end], values[:, first : rows.end], packed, scale
+    )
 
 
 def _on_device(rows: Rows, slots: int, window: int) -> Tensor:
@@ -211,7 +257,9 @@ def _on_device(rows: Rows, slots: int, window: int) -> Tensor:
     assert rows.places is not None
     place = torch.arange(slots, dtype=torch.int64, device=rows.tokens.device)
     node = place - rows.prefix
-    bits = rows.words[:, (node // WORD_BITS).clamp(0, rows.words.shape[1] - 1)] >> (node % WORD_BITS)
+    bits = rows.words[:, (node // WORD_BITS).clamp(0, rows.words.shape[1] - 1)] >> (
+        node % WORD_BITS
+    )
     named = (bits & 1).bool() & (node < rows.seen) & (node < WORD_BITS * rows.words.shape[1])
     near = rows.places[:slots] > rows.positions[:, None] - window
     own = place == (rows.slot + place[: len(rows)])[:, None]

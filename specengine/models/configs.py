@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError
@@ -21,7 +26,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
-UNMASKED = ("moshi",)  # the cache of transformers drops what masks show: their context ends with the window
+UNMASKED = (
+    "moshi",
+)  # the cache of transformers drops what masks show: their context ends with the window
 OWN_CODE = (
     "it has code of its own (auto_map), which runs only with trust_remote_code=True (on the command line "
     "--trust-remote-code)"
@@ -39,7 +46,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:
-        raise unsupported(config._name_or_path, error, "no model can be built from its config.json") from error
+        raise unsupported(
+            config._name_or_path, error, "no model can be built from its config.json"
+        ) from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -62,7 +71,9 @@ def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedMod
     text = " ".join(why(error).split())
     if isinstance(error, OSError | ValueError):
         return UnsupportedModelError(f"model {str(name)!r}: {text}")
-    return UnsupportedModelError(f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})")
+    return UnsupportedModelError(
+        f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})"
+    )
 
 
 def why(error: Exception) -> str:
@@ -77,7 +88,9 @@ def family_of(config: PretrainedConfig) -> Family:
     """Return the family of a model; UnsupportedModelError where there is none of its type."""
     known = families.known()
     if config.model_type not in known:
-        raise UnsupportedModelError(f"native: model type {config.model_type}, known are {', '.join(known)}")
+        raise UnsupportedModelError(
+            f"native: model type {config.model_type}, known are {', '.join(known)}"
+        )
     return known[config.model_type]
 
 
@@ -87,7 +100,9 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     if text is config:
         return config
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))  # which the whole model decides
+    text.tie_word_embeddings = bool(
+        getattr(config, "tie_word_embeddings", False)
+    )  # which the whole model decides
     for field in ("_name_or_path", "auto_map", "quantization_config"):
         if getattr(config, field, None):
             setattr(text, field, getattr(config, field))
@@ -129,7 +144,9 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     given = (config.rope_parameters[key] if key else config.rope_parameters) or {}
     config = config_at(config, key) if key else config
     if (kind := given.get("rope_type", "default")) != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **({"layer_type": key} if key else {}))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](
+            config, "cpu", **({"layer_type": key} if key else {})
+        )
         return frequencies.to(torch.float32), float(scale)
     part = given.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
     family = family_of(config)
@@ -142,15 +159,28 @@ def window_of(config: Any) -> int | None:
     """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     slides = kinds is None or SLIDING in kinds
-    return int(window) if window and slides and getattr(config, "model_type", "") not in UNMASKED else None
+    return (
+        int(window)
+        if window and slides and getattr(config, "model_type", "") not in UNMASKED
+        else None
+    )
 
 
 def refuse_short(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where a text could pass the original context of LongRoPE, where native ones end."""
-    rope, context = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None)
-    original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    rope, context = (
+        getattr(config, "rope_parameters", None) or {},
+        getattr(config, "max_position_embeddings", None),
+    )
+    original = (
+        rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope"
+        else None
+    )
     if original and context and original < context:
-        raise UnsupportedModelError(f"native: LongRoPE beyond {original} tokens, in a context of {context}")
+        raise UnsupportedModelError(
+            f"native: LongRoPE beyond {original} tokens, in a context of {context}"
+        )
 
 
 def refuse_config(config: PretrainedConfig) -> None:
@@ -159,15 +189,26 @@ def refuse_config(config: PretrainedConfig) -> None:
     activation = _activation(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
-    kind = next((kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES), "")
-    pad, vocabulary = getattr(config, "pad_token_id", None) or 0, getattr(config, family.fields.vocabulary, None) or 0
-    other = [name for name, value in family.neutral.items() if getattr(config, name, None) not in (None, value)]
+    kind = next(
+        (kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES),
+        "",
+    )
+    pad, vocabulary = (
+        getattr(config, "pad_token_id", None) or 0,
+        getattr(config, family.fields.vocabulary, None) or 0,
+    )
+    other = [
+        name
+        for name, value in family.neutral.items()
+        if getattr(config, name, None) not in (None, value)
+    ]
     blocks = [block for layer in family.layers_of(config) for block in layer.firsts]
     refused = next((block.refused for block in blocks if block.refused), "")
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
-        f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation not in ACTIVATIONS,
+        f"activation {activation}, known are {', '.join(ACTIVATIONS)}": activation
+        not in ACTIVATIONS,
         " or ".join(("other layers than full or sliding attention", *family.kinds)): set(
             getattr(config, "layer_types", None) or ()
         )
@@ -177,7 +218,8 @@ def refuse_config(config: PretrainedConfig) -> None:
         and any(
             given.get("partial_rotary_factor", 1.0) != 1.0
             for given in ropes
-            if given.get("rope_type") != "proportional"  # which turns channels that are left out by nothing
+            if given.get("rope_type")
+            != "proportional"  # which turns channels that are left out by nothing
         ),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
         f"{', '.join(other)} in its config": other,
@@ -194,7 +236,11 @@ def context_limit(config: Any) -> int:
     LongRoPE models turn all positions by other frequencies once a sequence passes their original context, which is
     the limit here: the cached keys before it would no longer fit. UnsupportedModelError where it leaves no room.
     """
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20
+    limit = (
+        getattr(config, "max_position_embeddings", None)
+        or getattr(config, "n_positions", None)
+        or 1 << 20
+    )
     limit = scaled_context(config, limit)
     if config.model_type == "xlnet":  # whose positions are relative, and its limit -1
         limit = 1 << 20
@@ -205,9 +251,13 @@ def context_limit(config: Any) -> int:
         limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     window = window_of(config) or 2
     if min(limit, window) < 1:
-        raise UnsupportedModelError(f"the sliding window in its config is {window}, 1 or more tokens are needed")
+        raise UnsupportedModelError(
+            f"the sliding window in its config is {window}, 1 or more tokens are needed"
+        )
     if limit < 2:
-        raise UnsupportedModelError(f"the context in its config is {limit}, 2 or more tokens are needed")
+        raise UnsupportedModelError(
+            f"the context in its config is {limit}, 2 or more tokens are needed"
+        )
     return int(limit)
 
 
@@ -218,7 +268,11 @@ def fixed_context(config: Any) -> str:
     table = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     reasons = {
         "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
-        "positions of other kinds begin there (dynamic or LongRoPE)": not kinds.isdisjoint(("dynamic", "longrope")),
-        "its table of positions has no more entries": not rope and table and not getattr(config, "alibi", False),
+        "positions of other kinds begin there (dynamic or LongRoPE)": not kinds.isdisjoint(
+            ("dynamic", "longrope")
+        ),
+        "its table of positions has no more entries": not rope
+        and table
+        and not getattr(config, "alibi", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -37,9 +37,16 @@ class RotatingAttend(ABC):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not change with the length
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # those whose frequencies do not change with the length
 DEFAULT_THETA = 10000.0
-MAX_APPENDED = 1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
+MAX_APPENDED = (
+    1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class EagleConfig:
     draft_vocab_size: int
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": DEFAULT_THETA})
+    rope: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": DEFAULT_THETA}
+    )
     max_position_embeddings: int = 2048
     layer_ids: tuple[int, ...] | None = None
     own_embeddings: bool = False
@@ -120,7 +129,9 @@ def make_head(config: EagleConfig) -> EagleHead:
     return Eagle1Head(config) if config.version == 1 else Eagle3Head(config)
 
 
-def head_from(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> EagleHead:
+def head_from(
+    config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> EagleHead:
     """Return the network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = make_head(config)
@@ -140,7 +151,9 @@ def within(window: int) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = query.shape[-2]
-        seen = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
+        seen = (
+            torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
+        )
         return scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
 
     return attend
@@ -173,7 +186,9 @@ class EagleHead(nn.Module, ABC):
         """Return `hidden` from the target's features, [..., rows, features * target hidden size]."""
 
     @abstractmethod
-    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """Return the recurrent states of rows, [..., rows, hidden size].
 
         hidden, embeddings: [..., rows, hidden size], of the row's feature and of its token; positions: int64
@@ -213,7 +228,9 @@ class Eagle1Head(EagleHead):
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         fused = self.fc(torch.cat([embeddings, hidden], dim=-1))
         return self.layers[0](fused, fused, self.rotation(positions, fused.dtype, attend), attend)
 
@@ -230,25 +247,36 @@ class Eagle3Head(EagleHead):
         if config.fusion_norm == "whole":
             self.input_norm = _norm(width, config)
         elif config.fusion_norm == "each":
-            self.fc_norm = nn.ModuleList(_norm(config.target_hidden_size, config) for _ in range(config.num_features))
+            self.fc_norm = nn.ModuleList(
+                _norm(config.target_hidden_size, config) for _ in range(config.num_features)
+            )
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = _norm(config.hidden_size, config)
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
         partial = config.draft_vocab_size < config.vocab_size
-        self.register_buffer("d2t", torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None)
+        self.register_buffer(
+            "d2t",
+            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None,
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fusion_norm == "whole":
             features = self.input_norm(features)
         elif self.config.fusion_norm == "each":
             states = features.chunk(self.config.num_features, dim=-1)
-            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+            features = torch.cat(
+                [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1
+            )
         return self.fc(features)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        out = self.layers[0](hidden, embeddings, self.rotation(positions, hidden.dtype, attend), attend)
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        out = self.layers[0](
+            hidden, embeddings, self.rotation(positions, hidden.dtype, attend), attend
+        )
         return self.norm(out) if self.config.norm_recurrent else out
 
     def readout(self, recurrent: Tensor) -> Tensor:
@@ -273,7 +301,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = _norm(config.hidden_size, config)
         self.mlp = HeadMlp(config)
 
-    def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def forward(
+        self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend
+    ) -> Tensor:
         """Return states [..., rows, hidden size]; inputs: [..., rows, width]; residual: [..., rows, hidden size]."""
         out = residual + self.self_attn(inputs, rotation, attend)
         return out + self.mlp(self.post_attention_layernorm(out))
@@ -288,10 +318,14 @@ class Eagle3Layer(DecoderLayer):
         self.input_layernorm = _norm(config.hidden_size, config)
         self.hidden_norm = _norm(config.hidden_size, config)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, rotation: Rotation | None, attend: Attend
+    ) -> Tensor:
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        return super().forward(inputs, normed if self.norm_before_residual else hidden, rotation, attend)
+        return super().forward(
+            inputs, normed if self.norm_before_residual else hidden, rotation, attend
+        )
 
 
 class HeadAttention(nn.Module):
@@ -362,7 +396,9 @@ class Rope:
 def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     """Return radians per position, float32 [head size / 2], and the factor on cosines and sines."""
     if config.rope["rope_type"] == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+        exponents = (
+            torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+        )
         return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
     as_llama = LlamaConfig(
         hidden_size=config.num_heads
@@ -422,7 +458,9 @@ class DraftHead(ABC):
         """Run consecutive rows after the cache's, and commit them; features: the target's, [rows, features]."""
         device = self.cache.slab.device
         for first in range(0, len(tokens), PREFILL_ROWS):
-            ids = torch.tensor(tokens[first : first + PREFILL_ROWS], device=device, dtype=torch.int64)
+            ids = torch.tensor(
+                tokens[first : first + PREFILL_ROWS], device=device, dtype=torch.int64
+            )
             end = self.cache.length + len(ids)
             self.cache.reserve(end)
             positions = torch.arange(end - len(ids), end, device=device, dtype=torch.int64)
@@ -435,7 +473,12 @@ class DraftHead(ABC):
 
     @abstractmethod
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and recurrent states of rows, or of the row `one` alone.
 
@@ -485,7 +528,9 @@ def with_appended_tokens(
         return config, added
     if config.own_embeddings:
         table = added["embed_tokens.weight"]
-        rows = target.embed(torch.arange(known, size, dtype=torch.int64, device=target.device)).to(table)
+        rows = target.embed(torch.arange(known, size, dtype=torch.int64, device=target.device)).to(
+            table
+        )
         added["embed_tokens.weight"] = torch.cat([table, rows])
     if config.version == 1 or not config.own_head:
         return replace(config, vocab_size=size, draft_vocab_size=size), added
@@ -497,13 +542,19 @@ def with_appended_tokens(
 def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
     """Raise InputError unless the head was made for a target of this shape."""
     require_shape(
-        config, hidden_size=int(target.config.hidden_size), vocab_size=target.vocab_size, layers=target.layers
+        config,
+        hidden_size=int(target.config.hidden_size),
+        vocab_size=target.vocab_size,
+        layers=target.layers,
     )
 
 
 def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, layers: int) -> None:
     """Raise InputError unless the head was made for a target of these sizes."""
-    sizes = {"hidden size": (config.target_hidden_size, hidden_size), "vocabulary": (config.vocab_size, vocab_size)}
+    sizes = {
+        "hidden size": (config.target_hidden_size, hidden_size),
+        "vocabulary": (config.vocab_size, vocab_size),
+    }
     for name, (expected, actual) in sizes.items():
         if expected != actual:
             raise InputError(

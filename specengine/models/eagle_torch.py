@@ -18,12 +18,18 @@ from specengine.models.twins import Packed, worth_packing
 class TorchHead(DraftHead):
     """Run an EAGLE head's module on any device."""
 
-    def __init__(self, head: EagleHead, target: CausalLM | NativeLM, pack: bool | None = None) -> None:
+    def __init__(
+        self, head: EagleHead, target: CausalLM | NativeLM, pack: bool | None = None
+    ) -> None:
         self.config, self.module, self._target = head.config, head, target
         self.dtype, device = head.dtype, target.device
-        self.cache = KVCache(1, self.config.num_kv_heads, self.config.head_dim, 1, dtype=self.dtype, device=device)
+        self.cache = KVCache(
+            1, self.config.num_kv_heads, self.config.head_dim, 1, dtype=self.dtype, device=device
+        )
         self.target_ids, self.weights = head.target_ids(), (head,)
-        self._packed: Packed | None = Packed(head) if (worth_packing(head) if pack is None else pack) else None
+        self._packed: Packed | None = (
+            Packed(head) if (worth_packing(head) if pack is None else pack) else None
+        )
         self._runs: Any = head
         self.reads: tuple[Tensor, Tensor] = head.rope.tables(0, device)
         self._window = self.config.sliding_window or None
@@ -41,7 +47,12 @@ class TorchHead(DraftHead):
         self._runs(hidden[None], embeddings[None], positions[None], attention)
 
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if len(self.reads[0]) < self.cache.capacity and ops.is_free(rows.slot):
             self.refresh()
@@ -55,7 +66,9 @@ class TorchHead(DraftHead):
         recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
         recurrent = recurrent if one is None else recurrent.index_select(0, one)
         logits = self._runs.logits(recurrent)
-        return self._target.head(self._runs.readout(recurrent)) if logits is None else logits, recurrent
+        return self._target.head(
+            self._runs.readout(recurrent)
+        ) if logits is None else logits, recurrent
 
     def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         head = self.module
@@ -78,14 +91,18 @@ class _PromptAttention:
         keys[:, self.before :], values[:, self.before :] = key[0], value[0]
         if not self.before and (self.window is None or self.window >= rows):
             return causal(query, key, value)
-        mask = Prompt(self.before).packed_mask(rows, query.shape[1] // key.shape[1], query, self.window)
+        mask = Prompt(self.before).packed_mask(
+            rows, query.shape[1] // key.shape[1], query, self.window
+        )
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
 
 class _RowAttention(RotatingAttend):
     """Attention of rows, which rotates them and puts their keys and values where they belong."""
 
-    def __init__(self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor], window: int | None) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor], window: int | None
+    ) -> None:
         self.slab, self.rows, self.tables, self.window = cache.slab[0], rows, tables, window
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

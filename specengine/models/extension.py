@@ -19,7 +19,9 @@ except ImportError:  # no compiler was there at installation
 if getattr(_extension, "INTERFACE", 1) != INTERFACE:  # other sources were compiled
     _extension = None
 
-NOT_BUILT = "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
+NOT_BUILT = (
+    "the extension specengine._cpu is not built: install a C++17 compiler, then `pip install -e .`"
+)
 
 
 def is_built() -> bool:
@@ -36,11 +38,15 @@ def extension() -> Any:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
-    exact = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    exact = type(tensor) in (Tensor, nn.Parameter) and not (
+        tensor.is_quantized or tensor.is_neg() or tensor.is_conj()
+    )
     return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
-team: ContextVar[int | None] = ContextVar("team", default=None)  # threads of a forward inside `one_torch_thread`
+team: ContextVar[int | None] = ContextVar(
+    "team", default=None
+)  # threads of a forward inside `one_torch_thread`
 
 
 def thread_count() -> int:

@@ -29,10 +29,19 @@ from specengine.ops import Rotation
 
 DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}  # by transformers' model type
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+}  # by transformers' model type
 ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
 # How far a layer may be from its modules: a share of what it changes, and the rounding of each number
-SHARES = {torch.float32: (1e-4, 2.0**-20), torch.float16: (1e-2, 2.0**-10), torch.bfloat16: (5e-2, 2.0**-7)}
+SHARES = {
+    torch.float32: (1e-4, 2.0**-20),
+    torch.float16: (1e-2, 2.0**-10),
+    torch.bfloat16: (5e-2, 2.0**-7),
+}
 
 
 def why_not(model: Any) -> str | None:
@@ -53,7 +62,12 @@ def why_not(model: Any) -> str | None:
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
-        parts = (layer, "DecoderLayer"), (attention, "Attention"), (mlp, "MLP"), *((norm, "RMSNorm") for norm in norms)
+        parts = (
+            (layer, "DecoderLayer"),
+            (attention, "Attention"),
+            (mlp, "MLP"),
+            *((norm, "RMSNorm") for norm in norms),
+        )
         faults += [_fault(part, known[name]) for part, name in parts]
         faults += [_fault(mlp.act_fn, *ACTIVATIONS)]
         if any(norm.weight.dtype is not model.dtype for norm in norms):
@@ -77,8 +91,12 @@ class Products:
 
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
-        self._merges = merge and all(type(part) is nn.Linear and not is_changed(part) for part in parts)
-        self._merges = self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
+        self._merges = merge and all(
+            type(part) is nn.Linear and not is_changed(part) for part in parts
+        )
+        self._merges = (
+            self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
+        )
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self.refresh()
@@ -97,12 +115,19 @@ class Products:
         own: list[Any] = [getattr(part, name) for part in self._parts]
         if known is not None:
             places = known.split([len(tensor) for tensor in own])
-            if all(tensor.data_ptr() == place.data_ptr() for tensor, place in zip(own, places, strict=True)):
+            if all(
+                tensor.data_ptr() == place.data_ptr()
+                for tensor, place in zip(own, places, strict=True)
+            ):
                 return known
         with torch.inference_mode(False), torch.no_grad():
             joined = torch.cat([tensor.detach() for tensor in own])
-            for part, tensor, place in zip(self._parts, own, joined.split([len(t) for t in own]), strict=True):
-                part.register_parameter(name, nn.Parameter(place, requires_grad=tensor.requires_grad))
+            for part, tensor, place in zip(
+                self._parts, own, joined.split([len(t) for t in own]), strict=True
+            ):
+                part.register_parameter(
+                    name, nn.Parameter(place, requires_grad=tensor.requires_grad)
+                )
         return joined
 
     def __call__(self, states: Tensor) -> Sequence[Tensor]:
@@ -183,15 +208,21 @@ class Fused:
         found = torch.cat([seen[i] for i in features], dim=-1) if features else None
         return self._model.get_output_embeddings()(kept), found
 
-    def _place(self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt) -> _Place:
+    def _place(
+        self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
+    ) -> _Place:
         rows, device = len(states), states.device
         cosines, sines = self._decoder.rotary_emb(states[None], positions[None])
-        tables = [table[0, :, : table.shape[-1] // 2].float().contiguous() for table in (cosines, sines)]
+        tables = [
+            table[0, :, : table.shape[-1] // 2].float().contiguous() for table in (cosines, sines)
+        ]
         index = torch.arange(rows, device=device, dtype=torch.int64)  # the tables are of these rows
         if isinstance(tree, Rows):
             return _Place(cache.slab, tree, tree.slot, tree.live, 0, index, *tables)
         live = torch.full((1,), rows, dtype=torch.int32, device=device)
-        return _Place(cache.slab, tree, cache.filled.long(), live, tree.before + rows, index, *tables)
+        return _Place(
+            cache.slab, tree, cache.filled.long(), live, tree.before + rows, index, *tables
+        )
 
     def _layer(
         self, layer: _Layer, states: Tensor, residual: Tensor | None, place: _Place
@@ -207,7 +238,9 @@ class Fused:
     def _attended(self, layer: _Layer, normed: Tensor, place: _Place) -> Tensor:
         attention = layer.module.self_attn
         rows, size = len(normed), attention.head_dim
-        query, key, value = (part.view(rows, -1, size).transpose(0, 1) for part in layer.projections(normed))
+        query, key, value = (
+            part.view(rows, -1, size).transpose(0, 1) for part in layer.projections(normed)
+        )
         norms = _head_norms(attention)
         eps = norms[0].variance_epsilon if norms else 0.0
         q_weight, k_weight = [norm.weight for norm in norms] or (None, None)
@@ -226,7 +259,9 @@ class Fused:
         norm = self._decoder.norm
         return ops.add_rms_norm(states, residual, norm.weight, norm.variance_epsilon)[0]
 
-    def difference(self, hidden: Sequence[Tensor], positions: Tensor, cache: KVCache, tree: Rows | Prompt) -> str:
+    def difference(
+        self, hidden: Sequence[Tensor], positions: Tensor, cache: KVCache, tree: Rows | Prompt
+    ) -> str:
         """Return how a layer differs from its modules, which give hidden states [n, channels]; empty if none does."""
         if len(hidden) != len(self._layers) + 1:
             return f"its modules give {len(hidden)} hidden states"
@@ -237,10 +272,15 @@ class Fused:
             last = layer is self._layers[-1]
             found = (self._last(added, total) if last else total + added).float()
             change = wanted.float() if last else wanted.float() - given.float()
-            over = ((found - wanted.float()).abs() - rounding * wanted.float().abs()).clamp_(min=0).norm()
+            over = (
+                ((found - wanted.float()).abs() - rounding * wanted.float().abs())
+                .clamp_(min=0)
+                .norm()
+            )
             if not over <= share * change.norm():  # NaN too
                 return (
-                    f"layer {layer.index} differs from its modules by {float(over / change.norm()):.2g} of its change"
+                    f"layer {layer.index} differs from its modules by "
+                    f"{float(over / change.norm()):.2g} of its change"
                 )
         return ""
 

@@ -34,7 +34,9 @@ from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
 Logits = Literal["none", "last", "all"]
-PREFILL_ROWS = 1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+PREFILL_ROWS = (
+    1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+)
 
 
 class _SlabView(Cache):
@@ -42,13 +44,22 @@ class _SlabView(Cache):
 
     def __init__(self, cache: KVCache, start: int, rows: int) -> None:
         super().__init__(layers=[])
-        self.slab, self.shapes, self.start, self.stop = cache.slab, cache.shapes, start, start + rows
+        self.slab, self.shapes, self.start, self.stop = (
+            cache.slab,
+            cache.shapes,
+            start,
+            start + rows,
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         keys_values = self.slab[layer_idx, :, None, :, : self.stop]
         keys, values = keys_values[0], keys_values[1]
         if self.shapes is not None:
-            keys, values = (of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True))
+            keys, values = (
+                of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True)
+            )
         keys[:, :, self.start :] = key_states
         values[:, :, self.start :] = value_states
         return keys, values
@@ -68,10 +79,14 @@ class _PaddedSlabView(Cache):
         self.slab, self.shapes = cache.slab, cache.shapes
         self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device, dtype=torch.int64)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         keys, values = self.slab[layer_idx, :, None]
         if self.shapes is not None:
-            keys, values = (of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True))
+            keys, values = (
+                of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True)
+            )
         keys[0].index_copy_(1, self.slots, key_states[0])
         values[0].index_copy_(1, self.slots, value_states[0])
         return keys, values
@@ -90,7 +105,9 @@ class _ShapeRecorder(Cache):
         super().__init__(layers=[])
         self.shapes: dict[int, tuple[Any, ...]] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         self.shapes[layer_idx] = (
             key_states.shape[1],
             key_states.shape[-1],
@@ -130,7 +147,9 @@ class CausalLM:
     layers_note = ""
     widest = 0  # context that was asked for beyond the config's
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False
+    ) -> None:
         self._refuse(model)
         refuse_absent(model)
         with _errors_named(model):
@@ -149,9 +168,13 @@ class CausalLM:
         self._accepts = frozenset(inspect.signature(self._twin.forward).parameters)
         self.window = window_of(self.config)
         # transformers runs layers that share keys over the rows whose logits are kept alone
-        self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(self.config, "num_kv_shared_layers", 0)
+        self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(
+            self.config, "num_kv_shared_layers", 0
+        )
         self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self._packed = Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
+        self._packed = (
+            Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
+        )
         self._merges = merge
         self._fused: fused.Fused | None = None
         self._take_twin(self._contents)
@@ -274,12 +297,22 @@ class CausalLM:
         tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
         for start, (given, places, view, seen) in ((0, prompt), (count, tree)):
             cache.length = start
-            arguments = {"attention_mask": self._dummy_mask, "tree": seen, "output_hidden_states": True}
+            arguments = {
+                "attention_mask": self._dummy_mask,
+                "tree": seen,
+                "output_hidden_states": True,
+            }
             out = self._twin(
-                input_ids=given[None], position_ids=places[None], past_key_values=view, use_cache=True, **arguments
+                input_ids=given[None],
+                position_ids=places[None],
+                past_key_values=view,
+                use_cache=True,
+                **arguments,
             )
             cache.slab[:, :, :, start : start + count] = 0.0
-            if reason := made.difference([states[0] for states in out.hidden_states], places, cache, seen):
+            if reason := made.difference(
+                [states[0] for states in out.hidden_states], places, cache, seen
+            ):
                 return reason
         return ""
 
@@ -309,7 +342,9 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        return self._layers + (getattr(self.config, "num_kv_shared_layers", 0) or 0)  # that keep no keys of their own
+        return self._layers + (
+            getattr(self.config, "num_kv_shared_layers", 0) or 0
+        )  # that keep no keys of their own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -333,7 +368,12 @@ class CausalLM:
         """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
-        out = self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, output_hidden_states=True)
+        out = self._twin(
+            input_ids=token,
+            past_key_values=_ShapeRecorder(),
+            use_cache=True,
+            output_hidden_states=True,
+        )
         count = len(getattr(out, "hidden_states", None) or ())
         if count != self.layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
@@ -345,7 +385,12 @@ class CausalLM:
         self._take_twin(self._contents)
 
     def extend(
-        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
+        self,
+        cache: KVCache,
+        tokens: list[int],
+        features: tuple[int, ...] = (),
+        *,
+        logits: Logits = "last",
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run `tokens` after the committed ones and commit them.
 
@@ -354,16 +399,22 @@ class CausalLM:
         found: list[Tensor] = []
         seen: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64)
+            piece = torch.tensor(
+                tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64
+            )
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             began = time.perf_counter()
             positions = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
             if self._fused is not None:
                 keep = None if logits == "all" else slice(-1, None)
-                rated, states = self._fused.run(piece, positions, cache, Prompt(length), features, keep)
+                rated, states = self._fused.run(
+                    piece, positions, cache, Prompt(length), features, keep
+                )
             else:
-                rated, states = self._prompt(piece, positions, cache, length, features, every=logits == "all")
+                rated, states = self._prompt(
+                    piece, positions, cache, length, features, every=logits == "all"
+                )
             cache.length = length + rows
             self.seconds += time.perf_counter() - began
             found = [*found, rated] if logits == "all" else [rated[-1:]]
@@ -373,7 +424,14 @@ class CausalLM:
         return given, torch.cat(seen) if seen else None
 
     def _prompt(
-        self, piece: Tensor, positions: Tensor, cache: KVCache, length: int, features: tuple[int, ...], *, every: bool
+        self,
+        piece: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        length: int,
+        features: tuple[int, ...],
+        *,
+        every: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a piece of a prompt through the modules; every: all logits are wanted."""
         arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
@@ -385,7 +443,12 @@ class CausalLM:
         return self._call(self._runs, piece, positions, view, features, arguments)
 
     def forward(
-        self, rows: Rows, cache: KVCache, features: tuple[int, ...] = (), *, one: Tensor | None = None
+        self,
+        rows: Rows,
+        cache: KVCache,
+        features: tuple[int, ...] = (),
+        *,
+        one: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows, [n, vocabulary], or of row `one`, int64 [1], and all features, in the model's
         dtype. Positions past the context end are clamped: such rows can never be committed.
@@ -402,15 +465,21 @@ class CausalLM:
             found = self._fused.run(rows.tokens, positions, cache, rows, features, one)
             self.seconds += time.perf_counter() - began
             return found
-        arguments: dict[str, Any] = {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
+        arguments: dict[str, Any] = (
+            {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
+        )
         if self._dense_mask:
             arguments["attention_mask"] = self._row_masks(rows)
         else:
             # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
             arguments |= {"attention_mask": self._dummy_mask, "tree": rows}
         static = not (self._dense_mask or ops.is_free(rows.slot))
-        view = _PaddedSlabView(cache, rows) if static else _SlabView(cache, int(rows.slot), len(rows))
-        logits, states = self._call(self._runs, rows.tokens, rows.positions, view, features, arguments)
+        view = (
+            _PaddedSlabView(cache, rows) if static else _SlabView(cache, int(rows.slot), len(rows))
+        )
+        logits, states = self._call(
+            self._runs, rows.tokens, rows.positions, view, features, arguments
+        )
         self.seconds += time.perf_counter() - began
         return logits if one is None or self._keeps_rows else logits.index_select(0, one), states
 
@@ -428,7 +497,9 @@ class CausalLM:
         if "position_ids" in self._accepts:
             arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
         out = runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
-        states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
+        states = (
+            torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
+        )
         return out.logits[0], states
 
     def require_capture(self) -> None:
@@ -446,16 +517,20 @@ class CausalLM:
 
     def _additive(self, mask: Tensor) -> Tensor:
         dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)[
-            None, None
-        ]
+        return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(
+            ~mask, torch.finfo(dtype).min
+        )[None, None]
 
     def _row_masks(self, rows: Rows) -> Any:
         mask = rows.mask()
-        seen = torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
+        seen = (
+            torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
+        )
         near = None if self.window is None or rows.places is None else dense(rows, self.window)
         width = int(rows.slot) + len(rows)  # of the keys, those of padding included
-        return self._by_layer(_widened(seen, width), None if near is None else _widened(near, width))
+        return self._by_layer(
+            _widened(seen, width), None if near is None else _widened(near, width)
+        )
 
     def _prompt_masks(self, rows: int, before: int) -> Any:
         near = None if self.window is None else near_prompt(rows, before, self.window, self.device)
@@ -466,7 +541,10 @@ class CausalLM:
         whole = self._additive(seen)
         sliding = whole if near is None else self._additive(near)
         if self._masks_by_type:
-            return {kind: sliding if kind == SLIDING else whole for kind in (SLIDING, *self.config.layer_types)}
+            return {
+                kind: sliding if kind == SLIDING else whole
+                for kind in (SLIDING, *self.config.layer_types)
+            }
         return sliding
 
     def _choose_attention(self) -> None:
@@ -478,7 +556,9 @@ class CausalLM:
         for dense_mask, by_type in ((False, False), (True, True), (True, False)):
             if dense_mask is False and not self._twin._can_set_attn_implementation():
                 continue
-            if (by_type and not kinds) or (dense_mask and not by_type and self.window is not None and len(kinds) > 1):
+            if (by_type and not kinds) or (
+                dense_mask and not by_type and self.window is not None and len(kinds) > 1
+            ):
                 continue
             set_attention(self._twin, "eager" if dense_mask else ATTENTION)
             if (self.config._attn_implementation == ATTENTION) is dense_mask:
@@ -488,13 +568,17 @@ class CausalLM:
             if fault is None:
                 return
             faults.append(fault)
-        raise NoTreesError(f"{_name(self.model)}: its attention does not honour a tree mask ({'; '.join(faults)})")
+        raise NoTreesError(
+            f"{_name(self.model)}: its attention does not honour a tree mask ({'; '.join(faults)})"
+        )
 
     @torch.inference_mode()
     def _fault(self) -> str | None:
         """Run a small tree; return what went wrong, or None."""
         try:
-            self._layers, self._heads, self._head_size, self._dtype, self._shapes = self._record_shapes()
+            self._layers, self._heads, self._head_size, self._dtype, self._shapes = (
+                self._record_shapes()
+            )
             return self._tree_fault() or self._window_fault()
         except (SpecEngineError, *NO_MEMORY):
             raise
@@ -521,7 +605,13 @@ class CausalLM:
         if len(set(found)) == 1 and key_size == value_size:
             return len(found), heads, key_size, dtype, None
         shapes = tuple(((heads, size), (heads, value)) for heads, size, value, *_ in found)
-        return len(found), 1, max(heads * size for pair in shapes for heads, size in pair), dtype, shapes
+        return (
+            len(found),
+            1,
+            max(heads * size for pair in shapes for heads, size in pair),
+            dtype,
+            shapes,
+        )
 
     def _tree_fault(self) -> str | None:
         # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
@@ -533,7 +623,9 @@ class CausalLM:
         effect = (tree - ancestor_changed).abs().max()
         if not (sibling_changed - tree).abs().max() <= 1e-3 * effect:
             return "a node's logits change with its sibling"
-        tolerance = 0.01 if self._dtype == torch.float32 else 0.25  # of rounding, half precision has plenty
+        tolerance = (
+            0.01 if self._dtype == torch.float32 else 0.25
+        )  # of rounding, half precision has plenty
         if not (path - tree).abs().max() <= tolerance * effect:
             return "a node's logits differ from those of its path alone"
         return None
@@ -548,15 +640,24 @@ class CausalLM:
         self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **given)
         kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(seen.windows)
         wanted = [self.window if kind == SLIDING else None for kind in kinds]
-        return None if seen.windows == wanted else "its layers do not hand their windows to the attention"
+        return (
+            None
+            if seen.windows == wanted
+            else "its layers do not hand their windows to the attention"
+        )
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
-        given, above = (torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents))
+        given, above = (
+            torch.tensor(values, device=self.device, dtype=torch.int64)
+            for values in (tokens, parents)
+        )
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
         edges = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
-        tree = TokenTree.of(given, above, torch.tensor(depths, device=self.device, dtype=torch.int64), edges, edges)
+        tree = TokenTree.of(
+            given, above, torch.tensor(depths, device=self.device, dtype=torch.int64), edges, edges
+        )
         cache = self.new_cache(len(tokens))
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
@@ -578,16 +679,28 @@ def _errors_named(model: PreTrainedModel) -> Iterator[None]:
 
 # Types of layers whose state cannot be taken back, in words.
 _ATTENTION = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
-_STATES = {"linear_attention": "recurrent state", "mamba": "recurrent state", "hybrid": "recurrent state"}
-_STATES |= {"conv": "convolution state", "chunked_attention": "attention in chunks", "recurrent": "recurrent state"}
+_STATES = {
+    "linear_attention": "recurrent state",
+    "mamba": "recurrent state",
+    "hybrid": "recurrent state",
+}
+_STATES |= {
+    "conv": "convolution state",
+    "chunked_attention": "attention in chunks",
+    "recurrent": "recurrent state",
+}
 
 
 def refuse_others(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for what is no language model that goes on with a text."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{_name(model)}: encoder-decoder models are not supported, only causal LMs")
+        raise UnsupportedModelError(
+            f"{_name(model)}: encoder-decoder models are not supported, only causal LMs"
+        )
     if not model.can_generate():
-        raise UnsupportedModelError(f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model")
+        raise UnsupportedModelError(
+            f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model"
+        )
     if not hasattr(model.get_input_embeddings(), "weight"):
         raise UnsupportedModelError(f"{_name(model)}: has no single table of token embeddings")
 
@@ -606,7 +719,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise NoTreesError(
             f"{_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be cropped"
         )
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if (
+        getattr(config, "alibi", False)
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
         raise NoTreesError(
             f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
             "depth (its forward reads no position_ids)"
@@ -639,11 +755,16 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
     A tree's mask would make a causal model of an encoder, whose answers are not its own. A model whose layers mix rows
     (see `mixing`) is none of these.
     """
-    device, size = model.get_input_embeddings().weight.device, model.get_input_embeddings().weight.shape[0]
+    device, size = (
+        model.get_input_embeddings().weight.device,
+        model.get_input_embeddings().weight.shape[0],
+    )
     rated = []
     with _evaluating(model):
         for last in (4, 5):
-            tokens = torch.tensor([[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device)
+            tokens = torch.tensor(
+                [[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device
+            )
             logits = model(input_ids=tokens, use_cache=False)[0][0]
             rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
         changed = (rated[0] - rated[1]).abs().amax(dim=-1)
@@ -651,7 +772,11 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
     if ahead:
         encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
-        hint = "; its config says is_decoder=False: set it where the model was trained to go on" if encoder else ""
+        hint = (
+            "; its config says is_decoder=False: set it where the model was trained to go on"
+            if encoder
+            else ""
+        )
         raise UnsupportedModelError(
             f"{_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
         )
@@ -660,7 +785,12 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Put the model itself in evaluation mode within the context, with results by name, which `return_dict` decides."""
-    configs = {id(own): own for part in model.modules() for own in vars(part).values() if hasattr(own, "return_dict")}
+    configs = {
+        id(own): own
+        for part in model.modules()
+        for own in vars(part).values()
+        if hasattr(own, "return_dict")
+    }
     settings = [(part, "training", False) for part in model.modules()]
     settings += [(config, "return_dict", True) for config in configs.values()]
     before = [getattr(*setting[:2]) for setting in settings]
@@ -685,8 +815,15 @@ def mixing(model: nn.Module) -> str:
         if known or size is None or parameter is None or not hasattr(layer, "out_features"):
             continue
         dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
-        rows = torch.arange(4 * int(size), dtype=torch.int64, device=parameter.device).sin().to(dtype).view(1, 4, -1)
-        scale = torch.tensor([1.0, 100.0, 100.0, 100.0], dtype=dtype, device=rows.device)[None, :, None]
+        rows = (
+            torch.arange(4 * int(size), dtype=torch.int64, device=parameter.device)
+            .sin()
+            .to(dtype)
+            .view(1, 4, -1)
+        )
+        scale = torch.tensor([1.0, 100.0, 100.0, 100.0], dtype=dtype, device=rows.device)[
+            None, :, None
+        ]
         try:
             first, second = (layer(given)[0, 0].nan_to_num(0.0) for given in (rows, rows * scale))
         except NO_MEMORY:
@@ -786,7 +923,9 @@ class HuggingFaceTarget(CachedTarget):
         pieces = [rows.strict_piece(first, most, padded=self.captured) for first in firsts]
         found = [self.lm.forward(piece, self.cache, self._features) for piece in pieces]
         logits, features = zip(*found, strict=True)
-        return torch.cat(logits)[: len(rows)], torch.cat(features)[: len(rows)] if self._features else None
+        return torch.cat(logits)[: len(rows)], torch.cat(features)[
+            : len(rows)
+        ] if self._features else None
 
     def keep(self, path: Nodes) -> None:
         """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
@@ -794,7 +933,9 @@ class HuggingFaceTarget(CachedTarget):
 
 
 STRICT_ROWS = (32, 16, 8, 4, 2)
-PADDED_ROWS = 64  # of every strict forward under graphs: products of one shape give a row the same bits
+PADDED_ROWS = (
+    64  # of every strict forward under graphs: products of one shape give a row the same bits
+)
 TRIED = 16  # tokens
 
 
@@ -829,7 +970,9 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     )
 
 
-def _same_bits(lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int, padded: bool) -> bool:
+def _same_bits(
+    lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int, padded: bool
+) -> bool:
     # others, and elsewhere, for each size
     places = (torch.arange(size, dtype=torch.int64, device="cpu") * 5 + size) % TRIED
     return torch.equal(_siblings(lm, cache, tokens[places], padded), alone[places.to(alone.device)])
@@ -840,6 +983,8 @@ def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor, padded: bool) -> Ten
     count, filled = len(tokens), cache.filled
     own = ops.own_bits(count, filled.device)
     positions, live = torch.full_like(tokens, cache.length), torch.full_like(filled, count)
-    rows = Rows(tokens.to(filled.device), positions.to(filled.device), own, filled.long(), filled, live)
+    rows = Rows(
+        tokens.to(filled.device), positions.to(filled.device), own, filled.long(), filled, live
+    )
     piece = rows.strict_piece(0, PADDED_ROWS if padded else count, padded=padded)
     return lm.forward(piece, cache)[0][:count]

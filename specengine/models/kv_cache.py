@@ -51,12 +51,22 @@ class KVCache:
         shape = (layers, 2, heads, rounded(capacity), head_size)
         self.slab = torch.empty(shape, dtype=dtype, device=device)
         self.filled = torch.zeros(1, dtype=torch.int32, device=device)
-        self.places: Tensor | None = None  # positions by slot, of scratch, where a model's windows need them
+        self.places: Tensor | None = (
+            None  # positions by slot, of scratch, where a model's windows need them
+        )
 
     def empty(self) -> KVCache:
         """Return an empty cache of the same kind."""
         layers, _, heads, _, size = self.slab.shape
-        return KVCache(layers, heads, size, 1, dtype=self.slab.dtype, device=self.slab.device, shapes=self.shapes)
+        return KVCache(
+            layers,
+            heads,
+            size,
+            1,
+            dtype=self.slab.dtype,
+            device=self.slab.device,
+            shapes=self.shapes,
+        )
 
     @property
     def length(self) -> int:
@@ -115,7 +125,10 @@ class KVCache:
         if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
             return
         layers, two, heads, _, head_size = self.slab.shape
-        length, slab = self.length, self.slab.new_empty(layers, two, heads, rounded(capacity), head_size)
+        length, slab = (
+            self.length,
+            self.slab.new_empty(layers, two, heads, rounded(capacity), head_size),
+        )
         slab[:, :, :, :length] = self.slab[:, :, :, :length]
         self.slab = slab
 
@@ -139,7 +152,9 @@ class KVCache:
             device = self.slab.device
             on_host = device.type == "cpu"
             ids = (
-                torch.tensor(path, dtype=torch.int64, device=device) if on_host else ops.sent(path, torch.int64, device)
+                torch.tensor(path, dtype=torch.int64, device=device)
+                if on_host
+                else ops.sent(path, torch.int64, device)
             )
             self.keep(Nodes.of(ids))
         else:  # all of them are in place
@@ -198,7 +213,14 @@ class HybridCache(KVCache):
     """
 
     def __init__(
-        self, layers: int, heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, memory: Any
+        self,
+        layers: int,
+        heads: int,
+        head_size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        memory: Any,
     ) -> None:
         """layers: those with attention; memory: of the decoder that runs over this cache."""
         super().__init__(layers, heads, head_size, capacity, dtype=dtype)
@@ -262,7 +284,9 @@ class Rows:
     live: Tensor
     paths: Paths | None = None
     places: Tensor | None = field(default=None, init=False, repr=False)
-    near: dict[int, Any] = field(default_factory=dict, init=False, repr=False)  # masks by window, see attention.py
+    near: dict[int, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # masks by window, see attention.py
     _seen: Tensor | None = field(default=None, init=False, repr=False)
     _mask: Any = field(default=None, init=False, repr=False)
 
@@ -324,7 +348,10 @@ def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
     int64 [rows, ceil(rows / 64)].
     """
     place = torch.arange(rows, device=device, dtype=torch.int64)
-    bits = (place[:, None] >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)).long()
+    bits = (
+        place[:, None]
+        >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)
+    ).long()
     shifted = bits << (torch.arange(bits.shape[1], device=device, dtype=torch.int64) % WORD_BITS)
     return shifted.view(rows, -1, WORD_BITS).sum(-1)
 
@@ -401,7 +428,9 @@ class CachedTarget(Target):
         self.tokens = []
 
 
-def in_own_dtype(running: AbstractContextManager[None], device: str) -> AbstractContextManager[None]:
+def in_own_dtype(
+    running: AbstractContextManager[None], device: str
+) -> AbstractContextManager[None]:
     """Return `running`, around which autocast is switched off on this kind of device where a caller has switched it on.
 
     An answer is that of the model's own dtype, whatever it is asked in.

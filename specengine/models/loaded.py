@@ -77,14 +77,21 @@ class Watch:
         seen, reading = iter(self._seen), _Reading(dict(self._configs))
         for name, module in self._model.named_modules():
             was = next(seen, None)
-            if was is None or was.name != name or was.module is not module or was.kind != _kind(module):
+            if (
+                was is None
+                or was.name != name
+                or was.module is not module
+                or was.kind != _kind(module)
+            ):
                 return f"module {name or type(module).__name__}"
             values = tuple(vars(module).values())
             same = len(values) == len(was.values) and all(map(operator.is_, values, was.values))
             known = was.loose if same else was.facts
             now = reading.facts(name, module, known if same else vars(module))
             if now != known:
-                differing = min(own for own in now.keys() | known.keys() if now.get(own) != known.get(own))
+                differing = min(
+                    own for own in now.keys() | known.keys() if now.get(own) != known.get(own)
+                )
                 return f"{name}.{differing}" if name else differing
             was.values = values
         if (gone := next(seen, None)) is not None:
@@ -93,7 +100,10 @@ class Watch:
 
     def contents(self) -> list[Any]:
         """Return checksums of all parameters and buffers; of a tensor that cannot be read, a value like no other."""
-        tensors = {id(tensor): tensor for tensor in (*self._model.parameters(), *_steady_buffers(self._model))}
+        tensors = {
+            id(tensor): tensor
+            for tensor in (*self._model.parameters(), *_steady_buffers(self._model))
+        }
         return checksums(list(tensors.values()))
 
 
@@ -114,7 +124,13 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
 def _read(found: list[Any]) -> list[Any]:
     """Return the values with their tensors as numbers; a device is waited for once."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for part in (part for value in found if isinstance(value, tuple) for part in value if isinstance(part, Tensor)):
+    for part in (
+        part
+        for value in found
+        if isinstance(value, tuple)
+        for part in value
+        if isinstance(part, Tensor)
+    ):
         by_device.setdefault(part.device, []).append(part)
     numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
     return [
@@ -145,8 +161,19 @@ def _checksum(tensor: Tensor) -> Tensor:
     as its memory gives them.
     """
     size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    numbers = tensor.contiguous().view(-1).view(size) if tensor.numel() else tensor.new_zeros(0, dtype=size)
-    whole = len(numbers) * numbers.element_size() // (8 * _COLUMNS) * _COLUMNS * 8 // numbers.element_size()
+    numbers = (
+        tensor.contiguous().view(-1).view(size)
+        if tensor.numel()
+        else tensor.new_zeros(0, dtype=size)
+    )
+    whole = (
+        len(numbers)
+        * numbers.element_size()
+        // (8 * _COLUMNS)
+        * _COLUMNS
+        * 8
+        // numbers.element_size()
+    )
     table = numbers[:whole].view(torch.int64).view(-1, _COLUMNS)
     parts = table.sum(0), table.sum(1), numbers[whole:].to(torch.int64)
     weights = _odd_numbers(max(map(len, parts)), tensor.device)
@@ -196,19 +223,38 @@ class _Reading:
         for own in names:
             value = vars(module)[own]
             if own == "_parameters":
-                found[own] = [self._weight(name, *item) for item in value.items() if item[1] is not None]
+                found[own] = [
+                    self._weight(name, *item) for item in value.items() if item[1] is not None
+                ]
             elif own == "_buffers":
-                found[own] = [self._buffer(module, *item) for item in value.items() if item[1] is not None]
+                found[own] = [
+                    self._buffer(module, *item) for item in value.items() if item[1] is not None
+                ]
             elif own in _HOOKS:
-                found[own] = [id(hook) for hook in value.values() if getattr(hook, "__module__", None) != RECORDING]
+                found[own] = [
+                    id(hook)
+                    for hook in value.values()
+                    if getattr(hook, "__module__", None) != RECORDING
+                ]
                 self.kept += value.values()
             elif own not in _WITHOUT_EFFECT and not _changes_itself(module, own):
                 found[own] = self._frozen(value)
         return found
 
     def _weight(self, module: str, name: str, weight: Tensor) -> Any:
-        owner = self._owners.setdefault(id(weight), f"{module}.{name}")  # tells tied weights from equal ones
-        return name, owner, type(weight), weight.shape, weight.dtype, weight.device, weight.layout, is_plain(weight)
+        owner = self._owners.setdefault(
+            id(weight), f"{module}.{name}"
+        )  # tells tied weights from equal ones
+        return (
+            name,
+            owner,
+            type(weight),
+            weight.shape,
+            weight.dtype,
+            weight.device,
+            weight.layout,
+            is_plain(weight),
+        )
 
     def _buffer(self, module: nn.Module, name: str, buffer: Tensor) -> Any:
         if _changes_itself(module, name):
@@ -225,7 +271,13 @@ class _Reading:
         if kind in _SCALARS:
             return value if value == value else "nan"
         if depth and issubclass(kind, dict):
-            return [kind, *((self._frozen(key, 0), self._frozen(part, depth - 1)) for key, part in value.items())]
+            return [
+                kind,
+                *(
+                    (self._frozen(key, 0), self._frozen(part, depth - 1))
+                    for key, part in value.items()
+                ),
+            ]
         if depth and issubclass(kind, list | tuple):
             return [kind, *(self._frozen(part, depth - 1) for part in value)]
         if depth and issubclass(kind, set | frozenset):
@@ -241,7 +293,11 @@ class _Reading:
         while waiting := [key for key in self.configs if key not in found]:
             for key in waiting:
                 said = vars(self.configs[key]).items()
-                found[key] = [(name, self._frozen(value)) for name, value in said if name not in _WITHOUT_EFFECT]
+                found[key] = [
+                    (name, self._frozen(value))
+                    for name, value in said
+                    if name not in _WITHOUT_EFFECT
+                ]
         return found
 
 
@@ -250,7 +306,10 @@ def _changes_itself(module: nn.Module, name: str) -> bool:
     if name not in ("inv_freq", "max_seq_len_cached", "attention_scaling"):
         return False
     kinds = module.__dict__.get("rope_type")
-    return any(kind in ("dynamic", "longrope") for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+    return any(
+        kind in ("dynamic", "longrope")
+        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+    )
 
 
 def _steady_buffers(model: nn.Module) -> Iterator[Tensor]:
@@ -298,12 +357,21 @@ class ModelSource(Source):
         )  # whose buffer a cast of the model rounds
         prefix = f"{key}_" if key else ""
         kind = rotary.rope_type[key] if key else rotary.rope_type
-        begin = "original_" if kind == "longrope" else ""  # the others of longrope are those of the last length
+        begin = (
+            "original_" if kind == "longrope" else ""
+        )  # the others of longrope are those of the last length
         frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
-        return frequencies.detach().to(torch.float32), float(getattr(rotary, f"{prefix}attention_scaling"))
+        return frequencies.detach().to(torch.float32), float(
+            getattr(rotary, f"{prefix}attention_scaling")
+        )
 
     def states(
-        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ids: tuple[int, ...],
+        embeddings: Tensor,
+        own: Tensor | None,
     ) -> list[Tensor]:
         del embeddings, own
         return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])

@@ -26,15 +26,22 @@ def switches(config: Any) -> bool:
     Other classes of transformers leave the cached keys as they were; those end with the original context here.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    first, context = rope.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)
-    known = hasattr(config, "original_max_position_embeddings") and rope.get("rope_type") == LONG_ROPE
+    first, context = (
+        rope.get("original_max_position_embeddings"),
+        getattr(config, "max_position_embeddings", None),
+    )
+    known = (
+        hasattr(config, "original_max_position_embeddings") and rope.get("rope_type") == LONG_ROPE
+    )
     return known and first is not None and context is not None and int(first) < int(context)
 
 
 class LongRopeLM(CausalLM):
     """A LongRoPE model whose frequencies are chosen by `use`, not by the positions of a forward."""
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False
+    ) -> None:
         super().__init__(model, pack=pack, merge=merge)
         self.original = self.max_context
         self.max_context = int(self.config.max_position_embeddings)
@@ -49,7 +56,9 @@ class LongRopeLM(CausalLM):
                 short = part.original_inv_freq.clone()
                 far, _ = ROPE_INIT_FUNCTIONS[LONG_ROPE](config, short.device, seq_len=first + 1)
                 part._buffers["inv_freq"] = used = short.clone()
-                part.__dict__["rope_type"] = "default"  # the twin's alone: its forward leaves the buffer as it is
+                part.__dict__["rope_type"] = (
+                    "default"  # the twin's alone: its forward leaves the buffer as it is
+                )
                 self._rotaries.append((used, short, far.to(short.dtype)))
         return made
 

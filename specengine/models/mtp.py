@@ -59,7 +59,9 @@ def parts_in(names: Collection[str], layers: int) -> set[str]:
         match = _LAYER.fullmatch(name)
         if match is not None and int(match[1]) >= layers:
             inside.setdefault(int(match[1]), []).append(name)
-    return found.union(*(own for own in inside.values() if any(mark in name for name in own for mark in _MARKS)))
+    return found.union(
+        *(own for own in inside.values() if any(mark in name for name in own for mark in _MARKS))
+    )
 
 
 def names_in_head(names: Collection[str], layers: int, blocks: int = 1) -> dict[str, str]:
@@ -85,7 +87,10 @@ def names_in_head(names: Collection[str], layers: int, blocks: int = 1) -> dict[
 
 def blocks_of(config: PretrainedConfig) -> list[str]:
     """Return the kinds of a head's blocks: several of models whose layers have one block each, else one."""
-    return list(getattr(config.get_text_config(decoder=True), "mtp_layers_block_type", None) or ["full_attention"])
+    return list(
+        getattr(config.get_text_config(decoder=True), "mtp_layers_block_type", None)
+        or ["full_attention"]
+    )
 
 
 class Blocks(nn.ModuleList):
@@ -104,11 +109,16 @@ class MtpLayer(nn.Module):
         super().__init__()
         model = empty_model(of_head(config), dtype)
         decoder: Any = with_buffers(model).get_decoder()
-        size, norm = decoder.config.hidden_size, type(getattr(decoder, "norm", None) or decoder.norm_f)
+        size, norm = (
+            decoder.config.hidden_size,
+            type(getattr(decoder, "norm", None) or decoder.norm_f),
+        )
         eps = getattr(decoder.config, "rms_norm_eps", None) or decoder.config.layer_norm_epsilon
         with torch.device("meta"):
             self.fc = nn.Linear(2 * size, size, bias=False, dtype=dtype)
-            self.embedding_norm, self.hidden_norm, self.norm = (norm(size, eps=eps).to(dtype) for _ in range(3))
+            self.embedding_norm, self.hidden_norm, self.norm = (
+                norm(size, eps=eps).to(dtype) for _ in range(3)
+            )
         self.block = decoder.layers[0] if len(decoder.layers) == 1 else Blocks(decoder.layers)
         self.rotary_emb, self.block_config = getattr(decoder, "rotary_emb", None), decoder.config
 
@@ -122,9 +132,13 @@ def of_head(config: PretrainedConfig) -> PretrainedConfig:
     if hasattr(config, "mtp_layers_block_type"):
         fields = {"layers_block_type": blocks_of(config)}
     elif getattr(config, "layer_types", None):
-        fields["layer_types"] = list(getattr(config, "mtp_layer_types", None) or ["full_attention"])[:1]
+        fields["layer_types"] = list(
+            getattr(config, "mtp_layer_types", None) or ["full_attention"]
+        )[:1]
     if getattr(config, "mlp_layer_types", None):
-        fields["mlp_layer_types"] = list(getattr(config, "mtp_mlp_layer_types", None) or ["sparse"])[:1]
+        fields["mlp_layer_types"] = list(
+            getattr(config, "mtp_mlp_layer_types", None) or ["sparse"]
+        )[:1]
     if hasattr(config, "first_k_dense_replace"):
         fields["first_k_dense_replace"] = 0
     if hasattr(config, "mlp_only_layers"):
@@ -143,10 +157,17 @@ def fused_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             single.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
     for name, experts in single.items():
         kinds = {frozenset(one) for one in experts.values()}
-        if len(kinds) > 1 or sorted(experts) != list(range(len(experts))) or not {"up_proj", "down_proj"} <= min(kinds):
+        if (
+            len(kinds) > 1
+            or sorted(experts) != list(range(len(experts)))
+            or not {"up_proj", "down_proj"} <= min(kinds)
+        ):
             continue  # listed as missing
         ordered, gated = [experts[number] for number in sorted(experts)], "gate_proj" in min(kinds)
-        ups = [torch.cat([one["gate_proj"], one["up_proj"]]) if gated else one["up_proj"] for one in ordered]
+        ups = [
+            torch.cat([one["gate_proj"], one["up_proj"]]) if gated else one["up_proj"]
+            for one in ordered
+        ]
         found[f"{name}.gate_up_proj" if gated else f"{name}.up_proj"] = torch.stack(ups)
         found[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in ordered])
     return found
@@ -163,7 +184,11 @@ class MtpHead(DraftHead):
     """
 
     def __init__(self, net: MtpLayer, target: CausalLM | NativeLM) -> None:
-        self.module, self._target, self.dtype = net.eval().requires_grad_(False), target, target.dtype
+        self.module, self._target, self.dtype = (
+            net.eval().requires_grad_(False),
+            target,
+            target.dtype,
+        )
         self.weights = (net,)
         device = target.device
         self._last = target.max_context - 1
@@ -185,16 +210,29 @@ class MtpHead(DraftHead):
         self._run(features, tokens, positions, _SlabView(self.cache, length, rows), arguments)
 
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         hidden = (states if features is None else features).index_select(0, sources)
         arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": rows}
         if self._dense_mask:
             mask = rows.mask()
-            seen = torch.ones(1, rows.end, dtype=torch.bool, device=hidden.device) if mask is None else mask
+            seen = (
+                torch.ones(1, rows.end, dtype=torch.bool, device=hidden.device)
+                if mask is None
+                else mask
+            )
             arguments = {"attention_mask": self._additive(seen)}
         static = not (self._dense_mask or ops.is_free(rows.slot))
-        view = _PaddedSlabView(self.cache, rows) if static else _SlabView(self.cache, int(rows.slot), len(rows))
+        view = (
+            _PaddedSlabView(self.cache, rows)
+            if static
+            else _SlabView(self.cache, int(rows.slot), len(rows))
+        )
         found = self._run(hidden, rows.tokens, rows.positions, view, arguments)
         found = found if one is None else found.index_select(0, one)
         return self._target.head(found), found
@@ -206,18 +244,29 @@ class MtpHead(DraftHead):
         found: Tensor = net.fc(torch.cat(normed, dim=-1))
         return found
 
-    def _run(self, hidden: Tensor, tokens: Tensor, positions: Tensor, view: Any, arguments: dict[str, Any]) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        view: Any,
+        arguments: dict[str, Any],
+    ) -> Tensor:
         net, inputs = self.module, self._inputs(hidden, tokens)[None]
         at = (positions + 1).clamp(max=self._last)[None]
         turned = None if net.rotary_emb is None else net.rotary_emb(inputs, at)
-        out = net.block(inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments)
+        out = net.block(
+            inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments
+        )
         return net.norm(out[0] if isinstance(out, tuple) else out)[0]
 
     @torch.inference_mode()
     def _shapes(self) -> tuple[int, int, int]:
         """Return KV heads and the sizes of keys and values. UnsupportedModelError if the block keeps none."""
         recorder = _ShapeRecorder()
-        hidden = torch.zeros(1, int(self.module.fc.out_features), dtype=self.dtype, device=self._target.device)
+        hidden = torch.zeros(
+            1, int(self.module.fc.out_features), dtype=self.dtype, device=self._target.device
+        )
         token = torch.zeros(1, dtype=torch.int64, device=self._target.device)
         self.module.block_config._attn_implementation = "eager"
         try:
@@ -246,9 +295,13 @@ class BlockSource(Source):
         self.name, self.dtype = f"the MTP head of {target.name}", target.dtype
         blocks = net.block if isinstance(net.block, Blocks) else [net.block]
         self.tried = len(blocks)
-        self.config = of_few_layers(of_head(target.config), TINY_VOCABULARY, tuple(range(self.tried)))
+        self.config = of_few_layers(
+            of_head(target.config), TINY_VOCABULARY, tuple(range(self.tried))
+        )
         family = family_of(self.config)
-        some = target.embed(torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size)
+        some = target.embed(
+            torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size
+        )
         above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
         self._tensors = {
             f"{prefix}.{name}": tensor
@@ -256,7 +309,9 @@ class BlockSource(Source):
             for name, tensor in module.state_dict().items()
         }
         self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
-        self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(some, dtype=self.dtype)
+        self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(
+            some, dtype=self.dtype
+        )
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -276,7 +331,11 @@ class NativeMtpHead(MtpHead):
     """
 
     def __init__(self, net: MtpLayer, target: NativeLM) -> None:
-        self.module, self._target, self.dtype = net.eval().requires_grad_(False), target, target.dtype
+        self.module, self._target, self.dtype = (
+            net.eval().requires_grad_(False),
+            target,
+            target.dtype,
+        )
         self._last = target.max_context - 1
         source = BlockSource(net, target)
         self._lm = NativeLM(source, quantize=target.quantize)
@@ -290,7 +349,12 @@ class NativeMtpHead(MtpHead):
         self._run_native(features, tokens, positions, (self.cache.length, self.cache.length, None))
 
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         hidden = (states if features is None else features).index_select(0, sources)
         seen = int(rows.slot), int(rows.prefix), rows.words
@@ -299,7 +363,11 @@ class NativeMtpHead(MtpHead):
         return self._target.head(found), found
 
     def _run_native(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: tuple[int, int, Tensor | None]
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: tuple[int, int, Tensor | None],
     ) -> Tensor:
         inputs = self._inputs(hidden, tokens).float().contiguous()
         at = (positions + 1).clamp(max=self._last)

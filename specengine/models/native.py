@@ -28,9 +28,24 @@ from specengine.models import Chosen, SharedRows, Successors, common_prefix, fam
 from specengine.models.configs import activation_of, context_limit, empty_model, family_of, shape_of
 from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
 from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import CONVOLUTIONS, GATED_NORM, ROUTER_NORM, Factors, Latent, Mamba2, Shape
+from specengine.models.families import (
+    CONVOLUTIONS,
+    GATED_NORM,
+    ROUTER_NORM,
+    Factors,
+    Latent,
+    Mamba2,
+    Shape,
+)
 from specengine.models.huggingface import Logits, refuse_others, refuse_unsupported
-from specengine.models.kv_cache import CachedTarget, HybridCache, KVCache, Rows, UnevenCache, in_own_dtype
+from specengine.models.kv_cache import (
+    CachedTarget,
+    HybridCache,
+    KVCache,
+    Rows,
+    UnevenCache,
+    in_own_dtype,
+)
 from specengine.models.loaded import ModelSource
 from specengine.models.twins import is_changed
 from specengine.models.weights import (
@@ -45,11 +60,21 @@ from specengine.models.weights import (
 from specengine.ops.tree import TokenTree
 
 VARIABLE = "SPECENGINE_CPU"
-_UNROUNDED = (".router.weight", ".shared.gate.weight")  # matrices that are few numbers, on which much hangs
-PREFILL_ROWS = 512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+_UNROUNDED = (
+    ".router.weight",
+    ".shared.gate.weight",
+)  # matrices that are few numbers, on which much hangs
+PREFILL_ROWS = (
+    512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+)
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
-PACKED_ROWS = 1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
-WITH_PAIRS = ("amx", "avx512bf16")  # these multiply bfloat16; for float32 weights the plain vectors serve
+PACKED_ROWS = (
+    1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
+)
+WITH_PAIRS = (
+    "amx",
+    "avx512bf16",
+)  # these multiply bfloat16; for float32 weights the plain vectors serve
 _INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
 _ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of floats, or of integers, alone
     "amx": ("avx512vnni", "avx512"),
@@ -65,7 +90,14 @@ _ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
 TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
-_NUMBERS = ("scores", "embedding", "residual", "divisor", "cap", "own")  # of factors, as csrc/cpu_binding.cpp has them
+_NUMBERS = (
+    "scores",
+    "embedding",
+    "residual",
+    "divisor",
+    "cap",
+    "own",
+)  # of factors, as csrc/cpu_binding.cpp has them
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
 # Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
@@ -127,7 +159,9 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
             "bfloat16), or with quantize='int8'"
         )
     accepted = f"auto, {floats} or integer"
-    require("numerics", f"{asked!r} for a model in {floats}", accepted, asked in (floats, "integer"))
+    require(
+        "numerics", f"{asked!r} for a model in {floats}", accepted, asked in (floats, "integer")
+    )
     return asked
 
 
@@ -138,7 +172,11 @@ def _multiplies_integers_faster() -> bool:
     multiply-adds are emulated.
     """
     has_products = bool(instruction_sets("integer"))
-    return has_products and instruction_set("bfloat16") != "amx" and instruction_set("integer") != "portable"
+    return (
+        has_products
+        and instruction_set("bfloat16") != "amx"
+        and instruction_set("integer") != "portable"
+    )
 
 
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
@@ -165,10 +203,14 @@ class NativeLM:
     packed = False
     device = torch.device("cpu")
 
-    def __init__(self, source: Source, *, quantize: str | None = None, numerics: str = "auto") -> None:
+    def __init__(
+        self, source: Source, *, quantize: str | None = None, numerics: str = "auto"
+    ) -> None:
         require("quantize", repr(quantize), "int8 or none", quantize in (None, "int8"))
         if source.dtype not in KIND_OF:
-            raise UnsupportedModelError(f"native: weights of {source.dtype}, known are bfloat16 and float32")
+            raise UnsupportedModelError(
+                f"native: weights of {source.dtype}, known are bfloat16 and float32"
+            )
         self.source, self.config, self.quantize = source, source.config, quantize
         self.name = source.name
         self.dtype = source.dtype
@@ -180,9 +222,13 @@ class NativeLM:
         self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
-        self.experts = 0  # distinct ones that the last forward read, over all layers; shared ones are left out
+        self.experts = (
+            0  # distinct ones that the last forward read, over all layers; shared ones are left out
+        )
         self.routes = family_of(self.config).routes(self.config)
-        self._turn = threading.RLock()  # forwards share one workspace, and engines in several threads may share this
+        self._turn = (
+            threading.RLock()
+        )  # forwards share one workspace, and engines in several threads may share this
         self._take()
         if not (self.source.own_modules or isinstance(self.source, FirstLayer)):
             self._check_other_layers()
@@ -212,7 +258,11 @@ class NativeLM:
         family = family_of(self.config)
         (kind, layers), *others = self._keeps.items()
         if others:
-            return UnevenCache([(count, *heads) for heads, count in self._keeps.items()], capacity, dtype=self.dtype)
+            return UnevenCache(
+                [(count, *heads) for heads, count in self._keeps.items()],
+                capacity,
+                dtype=self.dtype,
+            )
         sizes = family.attention_of(self.config).kept(layers), *kind, capacity
         if not family.recurrence(self.config):
             return KVCache(*sizes, dtype=self.dtype)
@@ -221,7 +271,9 @@ class NativeLM:
     def require_same(self) -> None:
         """Raise UnsupportedModelError if a loaded model has changed in more than the values of its weights."""
         if changed := self.source.changed():
-            raise UnsupportedModelError(f"{self.name}: {changed} was changed since it was loaded; make a new engine")
+            raise UnsupportedModelError(
+                f"{self.name}: {changed} was changed since it was loaded; make a new engine"
+            )
 
     def refresh(self) -> None:
         """Re-pack weights of a loaded model that changed since the last call.
@@ -264,21 +316,43 @@ class NativeLM:
         return found
 
     def extend(
-        self, cache: KVCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
+        self,
+        cache: KVCache,
+        tokens: list[int],
+        features: tuple[int, ...] = (),
+        *,
+        logits: Logits = "last",
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run and commit `tokens`. Returns logits of the last token or of all, and features of all."""
         found, states = [], []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu")
+            piece = torch.tensor(
+                tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu"
+            )
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             rated = {"all": rows, "last": first + rows == len(tokens), "none": 0}[logits]
-            found.append(torch.empty(int(rated), self.vocab_size, dtype=torch.float32, device="cpu"))
+            found.append(
+                torch.empty(int(rated), self.vocab_size, dtype=torch.float32, device="cpu")
+            )
             positions = torch.arange(length, length + rows, dtype=torch.int64, device="cpu")
             wanted = found[-1] if rated else None
-            states.append(self.run(piece, positions, cache, (length, length, None), features=features, logits=wanted))
+            states.append(
+                self.run(
+                    piece,
+                    positions,
+                    cache,
+                    (length, length, None),
+                    features=features,
+                    logits=wanted,
+                )
+            )
             cache.length = length + rows
-        seen = torch.cat([part for part in states if part is not None]) if features and states else None
+        seen = (
+            torch.cat([part for part in states if part is not None])
+            if features and states
+            else None
+        )
         return torch.cat(found) if found and logits != "none" else None, seen
 
     def forward(
@@ -291,10 +365,14 @@ class NativeLM:
     ) -> tuple[Tensor, Tensor | None]:
         """Run tree rows as CausalLM.forward does; logits and features are float32. `one` may only be the last row."""
         live = int(rows.live)
-        logits = torch.empty(live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(
+            live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu"
+        )
         seen = int(rows.slot), int(rows.prefix), rows.words[:live]
         rated = logits if live else None
-        states = self.run(rows.tokens[:live], rows.positions[:live], cache, seen, features=features, logits=rated)
+        states = self.run(
+            rows.tokens[:live], rows.positions[:live], cache, seen, features=features, logits=rated
+        )
         return logits, states
 
     def run(  # noqa: PLR0913
@@ -357,7 +435,11 @@ class NativeLM:
         return states
 
     def run_from(
-        self, inputs: Tensor, positions: Tensor, cache: KVCache, seen: tuple[int, int, Tensor | None]
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        seen: tuple[int, int, Tensor | None],
     ) -> Tensor:
         """Run rows of states, float32 [rows, hidden size], in the place of embeddings, as `run` does.
 
@@ -378,7 +460,9 @@ class NativeLM:
             )
         return states
 
-    def rows_of(self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()) -> RowBatch:
+    def rows_of(
+        self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
+    ) -> RowBatch:
         """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
         start, end = cache.length, cache.length + len(tokens)
         cache.reserve(end)
@@ -389,13 +473,19 @@ class NativeLM:
     def run_lanes(self, batch: Sequence[RowBatch]) -> None:
         """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own."""
         began = time.perf_counter()
-        batch = sorted(batch, key=lambda rows: rows.logits is not None)  # logits are those of the last rows
+        batch = sorted(
+            batch, key=lambda rows: rows.logits is not None
+        )  # logits are those of the last rows
         tokens = torch.cat([rows.tokens for rows in batch])
         features = max((rows.features for rows in batch), key=len)
         rated = sum(len(rows.logits) for rows in batch if rows.logits is not None)
         count = max(0 if rows.best is None else rows.best.tokens.shape[1] for rows in batch)
         plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        states = torch.empty(len(tokens), len(features) * self.shape.hidden, **plain) if features else None
+        states = (
+            torch.empty(len(tokens), len(features) * self.shape.hidden, **plain)
+            if features
+            else None
+        )
         logits = torch.empty(rated, self.vocab_size, **plain) if rated else None
         best = torch.empty(len(tokens), count, dtype=torch.int64, device="cpu") if count else None
         values = torch.empty(len(tokens), count, **plain) if count else None
@@ -460,14 +550,24 @@ class NativeLM:
             for weight in self.source.weights(blocks=kinds)
             if weight.name in wanted
             for part in self._in_order(
-                self._as_it_is_read(weight, parts[weight.name]), orders.get(weight.name.rpartition(".")[0])
+                self._as_it_is_read(weight, parts[weight.name]),
+                orders.get(weight.name.rpartition(".")[0]),
             ).parts(parts[weight.name])
         ]
-        self.stored = ", ".join(dict.fromkeys(kind for kind in kept if kind))  # what the matrices are kept as
+        self.stored = ", ".join(
+            dict.fromkeys(kind for kind in kept if kind)
+        )  # what the matrices are kept as
         self._add_value_norms(at)
         self._add_factors()
         keys = list(ropes)
-        sizes = [shape.layers, shape.hidden, shape.vocabulary, shape.heads, shape.kv_heads, shape.head_dim]
+        sizes = [
+            shape.layers,
+            shape.hidden,
+            shape.vocabulary,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+        ]
         self.decoder = extension().Decoder(
             self.instruction_set,
             _table(self.numerics),
@@ -476,7 +576,10 @@ class NativeLM:
             [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
             self._weights,
             list(ropes.values()),
-            [(-1 if place.rope is None else keys.index(place.rope), place.window or 0) for place in places],
+            [
+                (-1 if place.rope is None else keys.index(place.rope), place.window or 0)
+                for place in places
+            ],
             self._routing(),
             family.recurrence(self.config),
             [
@@ -491,7 +594,9 @@ class NativeLM:
         family = family_of(self.config)
         queries = family.attention.query_factors(self.config)
         attention = family.attention_of(self.config)
-        found: dict[str, list[float]] = {"latent": attention.sizes} if isinstance(attention, Latent) else {}
+        found: dict[str, list[float]] = (
+            {"latent": attention.sizes} if isinstance(attention, Latent) else {}
+        )
         found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
         named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
         mixer = family.mixer(self.config)
@@ -508,7 +613,9 @@ class NativeLM:
     def _add_factors(self) -> None:
         """Add what the outputs of modules are multiplied by."""
         for name, scaled in family_of(self.config).scaled(self.config).items():
-            factor = torch.tensor([scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu")
+            factor = torch.tensor(
+                [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
+            )
             for number in range(self.shape.layers):
                 self._weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
 
@@ -522,7 +629,9 @@ class NativeLM:
         if not any(part.endswith(_UNROUNDED) for part in parts):
             return weight
         numbers = self.source.tensor(weight.name)
-        return Weight.of(weight.name, numbers.bfloat16() if self.instruction_set in WITH_PAIRS else numbers)
+        return Weight.of(
+            weight.name, numbers.bfloat16() if self.instruction_set in WITH_PAIRS else numbers
+        )
 
     @property
     def _factors(self) -> Factors:
@@ -531,7 +640,8 @@ class NativeLM:
         if not factors.in_module:
             return factors
         embedding, own = (
-            float(torch.tensor(factor, dtype=self.dtype, device="cpu")) for factor in (factors.embedding, factors.own)
+            float(torch.tensor(factor, dtype=self.dtype, device="cpu"))
+            for factor in (factors.embedding, factors.own)
         )
         return factors._replace(embedding=embedding, own=own)
 
@@ -565,18 +675,30 @@ class NativeLM:
         if family_of(self.config).one_is_zero and norm:
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
         if weight.name.endswith(f".{ROUTER_NORM}"):
-            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() * self.shape.hidden**-0.5)
+            return Weight.of(
+                weight.name, weight.rows(0, weight.shape[0]).float() * self.shape.hidden**-0.5
+            )
         if ".k_b." in module:  # of queries it makes such over latents
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
         attention = family_of(self.config).attention_of(self.config)
-        head = attention.turned_rows(module.rpartition(".")[2], self.shape) if ".self_attn." in module else None
+        head = (
+            attention.turned_rows(module.rpartition(".")[2], self.shape)
+            if ".self_attn." in module
+            else None
+        )
         if head is None or not attention.neighbours:
             return weight
         size, first = head
-        rows = torch.arange(weight.shape[0], dtype=torch.int32, device="cpu") if weight.order is None else weight.order
+        rows = (
+            torch.arange(weight.shape[0], dtype=torch.int32, device="cpu")
+            if weight.order is None
+            else weight.order
+        )
         heads, behind = rows.view(-1, size), first + turned
         pairs = heads[:, first:behind].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
-        return weight._replace(order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten())
+        return weight._replace(
+            order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten()
+        )
 
     def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
         """Return a weight with its rows in the order of its parts, which a file may have by head."""
@@ -585,18 +707,28 @@ class NativeLM:
         order = torch.tensor(rows, dtype=torch.int64, device="cpu")
         order = order if weight.order is None else weight.order.long()[order]
         whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
-        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])  # blocks are bytes
+        own = (
+            (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
+        )  # blocks are bytes
         return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
 
     def _wanted(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
         wanted, stored = layer_template(self.config), self.source.shapes()
-        if self.config.tie_word_embeddings and stored.pop(f"{family_of(self.config).head.transformers}.weight", None):
+        if self.config.tie_word_embeddings and stored.pop(
+            f"{family_of(self.config).head.transformers}.weight", None
+        ):
             refuse_own_head(self.source)
-        differing = [name for name in sorted(wanted.keys() | stored.keys()) if wanted.get(name) != stored.get(name)]
+        differing = [
+            name
+            for name in sorted(wanted.keys() | stored.keys())
+            if wanted.get(name) != stored.get(name)
+        ]
         differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
         if differing:
-            shown = ", ".join(f"{name} {stored.get(name)}, not {wanted.get(name)}" for name in differing[:4])
+            shown = ", ".join(
+                f"{name} {stored.get(name)}, not {wanted.get(name)}" for name in differing[:4]
+            )
             raise UnsupportedModelError(
                 f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
             )
@@ -632,13 +764,29 @@ class NativeLM:
         """Raise UnsupportedModelError if hidden states differ from those of the source's own modules."""
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else source.tried
-        tokens = torch.tensor([token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu")
+        tokens = torch.tensor(
+            [token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu"
+        )
         queries = family_of(self.config).attention.query_factors(self.config)
-        far = min(self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every))
-        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(max=far)
-        ids = tuple(sorted({1, layers})) if whole else (self.layers,)  # behind the first layer, and the final norm
+        far = min(
+            self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every)
+        )
+        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(
+            max=far
+        )
+        ids = (
+            tuple(sorted({1, layers})) if whole else (self.layers,)
+        )  # behind the first layer, and the final norm
         ours = cast(
-            Tensor, self.run(tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids, layers=layers)
+            Tensor,
+            self.run(
+                tokens,
+                positions,
+                self.new_cache(len(tokens)),
+                (0, 0, None),
+                features=ids,
+                layers=layers,
+            ),
         )
         theirs = source.states(tokens, positions, ids, self.embed(tokens), self._embed_own(tokens))
         self.seconds = spent
@@ -660,7 +808,9 @@ class NativeLM:
         were seen to move one such token by 0.9 of its length, in transformers' modules by 0.6, and the others by 0.1.
         """
         mixer = family_of(self.config).mixer(self.config)
-        return self.numerics != "float32" and (self.routes.layers > 0 or isinstance(mixer, families.GatedDelta))
+        return self.numerics != "float32" and (
+            self.routes.layers > 0 or isinstance(mixer, families.GatedDelta)
+        )
 
     def _tolerance(self, *, last: bool) -> float:
         if self._rounds and last:
@@ -673,13 +823,19 @@ class NativeLM:
 def refuse_loaded(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
     family = families.known().get(model.config.model_type)
-    (refuse_others if family is not None and family.kinds else refuse_unsupported)(model)  # its states take trees here
+    (refuse_others if family is not None and family.kinds else refuse_unsupported)(
+        model
+    )  # its states take trees here
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not is_plain(tensor):
             kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
-            raise UnsupportedModelError(f"native: {name} is a {kind}, known are dense tensors of the CPU")
+            raise UnsupportedModelError(
+                f"native: {name} is a {kind}, known are dense tensors of the CPU"
+            )
     exact = family_of(model.config).exact
-    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {model.dtype}:
+    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {
+        model.dtype
+    }:
         raise UnsupportedModelError("native: the weights have more than one dtype")
     refuse_hooks(model)
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
@@ -690,11 +846,19 @@ def refuse_loaded(model: PreTrainedModel) -> None:
 def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
     """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
     if type(module) is not type(plain):
-        raise UnsupportedModelError(f"native: module {name or 'model'} is a {type(module).__name__}")
+        raise UnsupportedModelError(
+            f"native: module {name or 'model'} is a {type(module).__name__}"
+        )
     for setting, value in vars(plain).items():
         given = vars(module).get(setting)
-        if isinstance(value, int | float | str) and setting not in _WITHOUT_EFFECT and given != value:
-            raise UnsupportedModelError(f"native: {name}.{setting} is {given!r}, the config makes it {value!r}")
+        if (
+            isinstance(value, int | float | str)
+            and setting not in _WITHOUT_EFFECT
+            and given != value
+        ):
+            raise UnsupportedModelError(
+                f"native: {name}.{setting} is {given!r}, the config makes it {value!r}"
+            )
 
 
 def refuse_hooks(model: PreTrainedModel) -> None:
@@ -710,11 +874,18 @@ def refuse_hooks(model: PreTrainedModel) -> None:
 def refuse_own_head(source: Source) -> None:
     """Raise UnsupportedModelError if the config ties the head to the embeddings and their weights differ."""
     family = family_of(source.config)
-    head, embedding = f"{family.head.transformers}.weight", f"{family.embedding.transformers}.weight"
+    head, embedding = (
+        f"{family.head.transformers}.weight",
+        f"{family.embedding.transformers}.weight",
+    )
     if embedding not in source.shapes():
-        raise UnsupportedModelError("native: it stores lm_head without the embeddings that the config ties it to")
+        raise UnsupportedModelError(
+            "native: it stores lm_head without the embeddings that the config ties it to"
+        )
     if not torch.equal(source.tensor(head), source.tensor(embedding)):
-        raise UnsupportedModelError("native: lm_head has weights of its own, and the config ties it to the embeddings")
+        raise UnsupportedModelError(
+            "native: lm_head has weights of its own, and the config ties it to the embeddings"
+        )
 
 
 def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -729,7 +900,9 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
             found[name] = modules[name]
             continue
         if module not in modules:
-            raise UnsupportedModelError(f"native: {name} is in none of the blocks that {config.model_type} has")
+            raise UnsupportedModelError(
+                f"native: {name} is in none of the blocks that {config.model_type} has"
+            )
         found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
     return found
 
@@ -753,7 +926,9 @@ def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
     return kind.removeprefix(_INTEGER)
 
 
-def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto") -> NativeLM:
+def from_model(
+    model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto"
+) -> NativeLM:
     """Wrap a loaded model. Raises UnsupportedModelError if csrc/cpu cannot run it.
 
     Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
@@ -768,7 +943,9 @@ def from_model(model: PreTrainedModel, *, quantize: str | None = None, numerics:
     return found
 
 
-_from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = WeakKeyDictionary()
+_from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(eq=False)
@@ -813,11 +990,19 @@ class NativeHead(DraftHead):
         self.target_ids = None if part is None else part + columns
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(target.numerics, quantize=target.dtype is torch.bfloat16)
-        weights = [Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"]
+        weights = [
+            Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"
+        ]
         kept = {add_weight(self._weights, weight, kinds) for weight in weights}
         self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
-        sizes = [config.hidden_size, config.draft_vocab_size, config.num_heads, config.num_kv_heads, config.head_dim]
+        sizes = [
+            config.hidden_size,
+            config.draft_vocab_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        ]
         sizes.append(config.sliding_window)
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
@@ -855,7 +1040,12 @@ class NativeHead(DraftHead):
         )
 
     def forward(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run rows; `one` may only be the last one."""
         count = rows.tokens.shape[0]
@@ -880,7 +1070,12 @@ class NativeHead(DraftHead):
         return logits, out[-wanted:]
 
     def asked(
-        self, states: Tensor, sources: Tensor, rows: Rows, one: Tensor | None, features: Tensor | None = None
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
     ) -> HeadRows:
         """Return what `forward` would run, for `run_lanes`."""
         count = rows.tokens.shape[0]
@@ -893,7 +1088,9 @@ class NativeHead(DraftHead):
         rows = [lane.rows for lane in lanes]
         counts = [len(lane.out) for lane in lanes]
         out = torch.empty(sum(counts), self.config.hidden_size, dtype=torch.float32, device="cpu")
-        logits = torch.empty(sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(
+            sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu"
+        )
         self._head.forward_lanes(
             self._target.decoder,
             tuple(own.positions.contiguous() for own in rows),
@@ -1000,7 +1197,9 @@ class NativeTarget(CachedTarget):
     def choose(self, tree: TokenTree) -> Chosen:
         rows = self._run(tree, greedy=True)
         assert rows.best is not None
-        return Chosen(rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None)
+        return Chosen(
+            rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None
+        )
 
     def _rows(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
         """Return the nodes of a tree as rows after the committed tokens, with room for their results."""
@@ -1009,9 +1208,13 @@ class NativeTarget(CachedTarget):
         if start + live > cache.slab.shape[3]:  # mostly there is room
             cache.reserve(start + live)
         arrays = tree.tokens, tree.depths, tree.ancestors
-        tokens, depths, words = arrays if tree.capacity == live else (array[:live] for array in arrays)
+        tokens, depths, words = (
+            arrays if tree.capacity == live else (array[:live] for array in arrays)
+        )
         tokens, depths, words = tokens.cpu(), depths.cpu(), words.cpu()
-        rows = RowBatch(self.lm, tokens, depths + start, cache, (start, start, words), self._features)
+        rows = RowBatch(
+            self.lm, tokens, depths + start, cache, (start, start, words), self._features
+        )
         if greedy:
             shape = live, max(1, self.successors)
             best = torch.empty(shape, dtype=torch.int64, device="cpu")
@@ -1062,7 +1265,9 @@ class LaneTarget(NativeTarget):
         super().__init__(lm)
         self.counts = False  # experts are read for all texts at once
         self.others = 0  # texts that are answered at present, this one left out
-        self._asked: RowBatch | None = None  # rows of the next tree, where they were run with those of others
+        self._asked: RowBatch | None = (
+            None  # rows of the next tree, where they were run with those of others
+        )
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # whoever steps all texts is in the context of one of them
@@ -1093,7 +1298,9 @@ class LaneTarget(NativeTarget):
         states: list[Tensor] = []
         for end in dict.fromkeys((mark, len(tokens))):
             while (start := self.cache.length) < end:
-                rows = self.lm.rows_of(tokens[start : min(end, start + size(start))], self.cache, self._features)
+                rows = self.lm.rows_of(
+                    tokens[start : min(end, start + size(start))], self.cache, self._features
+                )
                 yield rows
                 self.cache.length = start + len(rows.tokens)
                 self.tokens = tokens[: self.cache.length]

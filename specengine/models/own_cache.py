@@ -38,7 +38,9 @@ CACHES = {  # the argument that takes each cache which a model returns
 }
 _CROPPED = (DynamicLayer, DynamicIndexedLayer)
 # Fields of configs whose models choose a token's keys among those of all tokens that run beside it.
-_UNSURE = dict.fromkeys(("index_topk", "keep_window_size"), "what a token sees depends on the tokens that run with it")
+_UNSURE = dict.fromkeys(
+    ("index_topk", "keep_window_size"), "what a token sees depends on the tokens that run with it"
+)
 
 
 class OwnCache:
@@ -59,7 +61,8 @@ class OwnCache:
         """Return whether its last tokens can be taken back."""
         caches = list(self.held.values())
         return bool(caches) and all(
-            type(cache) is DynamicCache and all(type(layer) in _CROPPED for layer in cache.layers) for cache in caches
+            type(cache) is DynamicCache and all(type(layer) in _CROPPED for layer in cache.layers)
+            for cache in caches
         )
 
     def reach(self, length: int) -> int:
@@ -118,7 +121,9 @@ class OwnCacheLM(CausalLM):
         with _errors_named(self.model), torch.inference_mode():  # as answers run
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
         self.mixes = mixing(self._twin)
-        unsure = next((reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None)
+        unsure = next(
+            (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None
+        )
         self.fault = self.mixes or unsure or self._paths_fault()
 
     @property
@@ -131,7 +136,10 @@ class OwnCacheLM(CausalLM):
     @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        count = len(getattr(self._twin(input_ids=token, output_hidden_states=True), "hidden_states", None) or ())
+        count = len(
+            getattr(self._twin(input_ids=token, output_hidden_states=True), "hidden_states", None)
+            or ()
+        )
         if count != self._layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
                 f"{_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
@@ -139,7 +147,12 @@ class OwnCacheLM(CausalLM):
             )
 
     def extend(  # type: ignore[override]
-        self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, logits: Logits = "last"
+        self,
+        cache: OwnCache,
+        tokens: list[int],
+        features: tuple[int, ...] = (),
+        *,
+        logits: Logits = "last",
     ) -> tuple[Tensor | None, Tensor | None]:
         if not tokens:
             return None, None
@@ -148,8 +161,13 @@ class OwnCacheLM(CausalLM):
         pieces = [[token] for token in tokens] if alone else [tokens]
         ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         self.seconds += time.perf_counter() - began
-        found, seen = [rated for rated, _ in ran], [states for _, states in ran if states is not None]
-        given = None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]
+        found, seen = (
+            [rated for rated, _ in ran],
+            [states for _, states in ran if states is not None],
+        )
+        given = (
+            None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]
+        )
         return given, torch.cat(seen) if seen else None
 
     def _run(
@@ -159,7 +177,9 @@ class OwnCacheLM(CausalLM):
         given = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
         if not cache.length:
             cache.held = self._empty()
-        out = self._forward(given, len(tokens), cache.held, features, first=not cache.length, every=every)
+        out = self._forward(
+            given, len(tokens), cache.held, features, first=not cache.length, every=every
+        )
         cache.held, cache.tokens = out.held, [*cache.tokens, *tokens]
         return out.logits[0], None if out.states is None else out.states[0]
 
@@ -191,15 +211,24 @@ class OwnCacheLM(CausalLM):
         if self._keeps_rows and not every:
             arguments["logits_to_keep"] = 1
         prepared = self._runs.prepare_inputs_for_generation(
-            given, next_sequence_length=count if held else None, is_first_iteration=first, **arguments
+            given,
+            next_sequence_length=count if held else None,
+            is_first_iteration=first,
+            **arguments,
         )
         if every and "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 0  # all; some models' configs ask for the last
         if features:
             prepared["output_hidden_states"] = True
         out = self._runs(**prepared, return_dict=True)
-        caches = {argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None}
-        states = torch.cat([out.hidden_states[i][:, -count:] for i in features], dim=-1) if features else None
+        caches = {
+            argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None
+        }
+        states = (
+            torch.cat([out.hidden_states[i][:, -count:] for i in features], dim=-1)
+            if features
+            else None
+        )
         return Ran(out.logits[:, -count if every else -1 :], states, caches)
 
     def verify(
@@ -223,7 +252,10 @@ class OwnCacheLM(CausalLM):
         """Take in the accepted path of the tree verified last."""
         row = paths.with_path(path)
         made = OwnCache()
-        made.tokens, made.held = [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))], paths.held
+        made.tokens, made.held = (
+            [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))],
+            paths.held,
+        )
         if len(path) < paths.longest and not made.croppable:
             self.extend(cache, tokens, logits="none")
             return
@@ -241,14 +273,20 @@ class OwnCacheLM(CausalLM):
             cache, plain = self.new_cache(1), self.new_cache(1)
             for each in (cache, plain):
                 self.extend(each, ids[:4])
-            if not cache.held or not all(type(held) is DynamicCache for held in cache.held.values()):
+            if not cache.held or not all(
+                type(held) is DynamicCache for held in cache.held.values()
+            ):
                 return "it has no cache of a kind that is known to be copied whole"
             tree = TokenTree.root(ids[4], 4, self.device)
             for parent, token in ((0, ids[5]), (0, ids[0]), (1, ids[2])):
                 added = torch.tensor([[parent], [token]], dtype=torch.int64, device=self.device)
-                tree.add(added[0], added[1], torch.zeros(1, dtype=torch.float32, device=self.device))
+                tree.add(
+                    added[0], added[1], torch.zeros(1, dtype=torch.float32, device=self.device)
+                )
             logits, _, paths = self.verify(cache, tree)
-            expected = torch.cat([self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])])
+            expected = torch.cat(
+                [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]
+            )
             if not _close(logits[[0, 1, 3]], expected):
                 return "several tokens at once give other logits than one after the other"
             self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
@@ -278,7 +316,9 @@ class TreePaths:
     def __init__(self, nodes: list[list[int]], size: int) -> None:
         self.nodes, self.longest = nodes, max(map(len, nodes))
         self.held: dict[str, Any] = {}
-        places = {node: (row, depth) for row, path in enumerate(nodes) for depth, node in enumerate(path)}
+        places = {
+            node: (row, depth) for row, path in enumerate(nodes) for depth, node in enumerate(path)
+        }
         self.row, self.depth = ([places[node][part] for node in range(size)] for part in (0, 1))
 
     @classmethod
@@ -296,7 +336,10 @@ class TreePaths:
     def tokens(self, tree: TokenTree) -> list[list[int]]:
         """Return the tokens of each row."""
         ids = tree.tokens.tolist()
-        return [[ids[node] for node in path] + [ids[0]] * (self.longest - len(path)) for path in self.nodes]
+        return [
+            [ids[node] for node in path] + [ids[0]] * (self.longest - len(path))
+            for path in self.nodes
+        ]
 
     def with_path(self, path: list[int]) -> int:
         """Return the row that begins with these nodes."""
@@ -312,11 +355,15 @@ class OwnCacheTarget(HuggingFaceTarget):
     makes = OwnCacheLM
     lm: OwnCacheLM
 
-    def __init__(self, model: PreTrainedModel, cause: str, *, pack: bool | None = None, reason: str = "") -> None:
+    def __init__(
+        self, model: PreTrainedModel, cause: str, *, pack: bool | None = None, reason: str = ""
+    ) -> None:
         super().__init__(model, pack=pack, reason=reason)
         self.cause = cause
         self._paths: TreePaths | None = None
-        self._waiting: list[int] = []  # of the prompt, run with the first token to verify, as `generate` does
+        self._waiting: list[
+            int
+        ] = []  # of the prompt, run with the first token to verify, as `generate` does
 
     @property
     def trees(self) -> bool:
@@ -325,7 +372,11 @@ class OwnCacheTarget(HuggingFaceTarget):
     @property
     def notes(self) -> list[str]:
         how = "trees are verified path by path on" if self.trees else "decoded plainly on"
-        why = self.cause if self.trees or str(self.lm.fault) in self.cause else f"{self.cause}; and {self.lm.fault}"
+        why = (
+            self.cause
+            if self.trees or str(self.lm.fault) in self.cause
+            else f"{self.cause}; and {self.lm.fault}"
+        )
         return [f"{how} its own cache: {why}"]
 
     def cached(self, tokens: list[int]) -> int:

@@ -24,7 +24,9 @@ from specengine.errors import InputError, RankError, UnsupportedModelError
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 
-FOREVER = timedelta(days=365)  # between two commands; a rank that dies closes its connections at once
+FOREVER = timedelta(
+    days=365
+)  # between two commands; a rank that dies closes its connections at once
 WHOLE = "replicate"  # transformers' name of not splitting
 
 
@@ -48,7 +50,9 @@ def require_launched() -> None:
             "tp_plan: this is the only process; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK"
         )
     if dist.is_available() and dist.is_initialized() and _TAKEN:
-        raise InputError("tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun")
+        raise InputError(
+            "tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun"
+        )
 
 
 def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
@@ -65,14 +69,25 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
         shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}
     if not plan:
-        raise UnsupportedModelError(f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers")
+        raise UnsupportedModelError(
+            f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers"
+        )
     count = int(os.environ["WORLD_SIZE"])
     text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    whole = {name: WHOLE for name in plan if ".self_attn" in name} if any(one % count for one in heads) else {}
+    heads = (
+        text.num_attention_heads,
+        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+    )
+    whole = (
+        {name: WHOLE for name in plan if ".self_attn" in name}
+        if any(one % count for one in heads)
+        else {}
+    )
     units = getattr(text, "intermediate_size", None)
     if units and units % count:
-        raise UnsupportedModelError(f"tp_plan: {units} units of a layer's MLP cannot be divided among {count} ranks")
+        raise UnsupportedModelError(
+            f"tp_plan: {units} units of a layer's MLP cannot be divided among {count} ranks"
+        )
     return DistributedConfig(tp_size=count, tp_plan=whole or "auto")
 
 
@@ -92,7 +107,9 @@ class ShardedLM(CausalLM):
 
     fuses = False  # its modules are tied to their ranks
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False
+    ) -> None:
         super().__init__(model, pack=False)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
@@ -144,10 +161,13 @@ class ShardedTarget(HuggingFaceTarget):
     def backend(self) -> str:  # type: ignore[override]
         return f"{super().backend}, {self.ranks.size} ranks"
 
-    def run_tree(self, tokens: list[int], parents: list[int], depths: list[int]) -> tuple[Tensor, Tensor | None]:
+    def run_tree(
+        self, tokens: list[int], parents: list[int], depths: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
         """Verify a tree given as lists, as `verify` does."""
         ids, above, steps = (
-            torch.tensor(values, device=self.device, dtype=torch.int64) for values in (tokens, parents, depths)
+            torch.tensor(values, device=self.device, dtype=torch.int64)
+            for values in (tokens, parents, depths)
         )
         scores = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
         return super().verify(TokenTree.of(ids, above, steps, scores, scores))
@@ -187,7 +207,9 @@ class Leader(ShardedTarget):
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         given = tree.trimmed() if ops.is_free(tree.size) else tree
-        nodes = (part[: len(given)].tolist() for part in (given.tokens, given.parents, given.depths))
+        nodes = (
+            part[: len(given)].tolist() for part in (given.tokens, given.parents, given.depths)
+        )
         return self._together("run_tree", self.run_tree, *nodes)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
@@ -206,7 +228,9 @@ class Leader(ShardedTarget):
             return run(*arguments)
         except BaseException as error:
             # Another rank may wait inside this for ever: what was begun together cannot be left alone.
-            self._lost = _told(error, self.ranks) or f"the ranks stopped inside {name}; start them anew"
+            self._lost = (
+                _told(error, self.ranks) or f"the ranks stopped inside {name}; start them anew"
+            )
             if isinstance(error, RuntimeError) and _is_connection(error):
                 raise RankError(self._lost) from error
             raise
@@ -239,7 +263,9 @@ def follow(target: ShardedTarget) -> int:
         if not _is_connection(error):
             raise
         told = _told(error, target.ranks)
-        print(f"specengine: error: rank {target.ranks.own} ends: {told}", file=sys.stderr, flush=True)
+        print(
+            f"specengine: error: rank {target.ranks.own} ends: {told}", file=sys.stderr, flush=True
+        )
         return 1
     dist.destroy_process_group()
     return 0
@@ -267,7 +293,9 @@ def _broadcast(command: Any, ranks: Ranks) -> Any:
 
 def _is_connection(error: BaseException) -> bool:
     text = str(error)
-    return isinstance(error, dist.DistError) or any(word in text for word in ("onnection", "gloo", "NCCL", "socket"))
+    return isinstance(error, dist.DistError) or any(
+        word in text for word in ("onnection", "gloo", "NCCL", "socket")
+    )
 
 
 def _told(error: BaseException, ranks: Ranks) -> str | None:

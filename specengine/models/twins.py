@@ -51,7 +51,9 @@ def twin(module: M, replace: Callable[[nn.Module], nn.Module | None] = lambda pa
             if replacement is None:
                 own[id(part)] = made
                 children = part._modules.items()  # an empty list of modules is false
-                made._modules = {name: None if child is None else copied(child) for name, child in children}
+                made._modules = {
+                    name: None if child is None else copied(child) for name, child in children
+                }
         return copies[id(part)]
 
     found: Any = copied(module)
@@ -67,7 +69,9 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
         part.training = False
         for name, value in list(vars(part).items()):
             if isinstance(value, PretrainedConfig):
-                part.__dict__[name] = copy.deepcopy(value, configs)  # the same copy wherever it is the same config
+                part.__dict__[name] = copy.deepcopy(
+                    value, configs
+                )  # the same copy wherever it is the same config
                 part.__dict__[name].return_dict = True  # results are read by name
     return made
 
@@ -103,10 +107,14 @@ def _like(part: nn.Module) -> nn.Module:
 def _rebind(made: nn.Module, copies: dict[int, nn.Module]) -> None:
     """Have methods that stand on the module itself (a replaced forward, accelerate's) be those of the twin."""
     for name, value in list(vars(made).items()):
-        original = getattr(value, "_torchdynamo_orig_callable", value)  # compiled, it would run the model itself
+        original = getattr(
+            value, "_torchdynamo_orig_callable", value
+        )  # compiled, it would run the model itself
         if isinstance(original, MethodType) and id(original.__self__) in copies:
             made.__dict__[name] = MethodType(original.__func__, copies[id(original.__self__)])
-        elif isinstance(original, functools.partial) and any(id(given) in copies for given in original.args):
+        elif isinstance(original, functools.partial) and any(
+            id(given) in copies for given in original.args
+        ):
             given = [copies.get(id(part), part) for part in original.args]
             made.__dict__[name] = functools.partial(original.func, *given, **original.keywords)
 
@@ -147,7 +155,10 @@ class Packed:
         `.data` leave as they are.
         """
         if state is None:
-            state = [(linear.weight.data_ptr(), _version(linear.weight)) for linear in packable(self._original)]
+            state = [
+                (linear.weight.data_ptr(), _version(linear.weight))
+                for linear in packable(self._original)
+            ]
         if state != self._state:
             self._layers = {}
             self.copy_again()
@@ -166,7 +177,11 @@ def _version(weight: Tensor) -> int:
 def worth_packing(model: nn.Module) -> bool:
     """Return whether packing speeds this model up here, and a second copy of the weights fits well into memory."""
     weights = [linear.weight for linear in packable(model)]
-    if not weights or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if (
+        not weights
+        or not torch.backends.mkldnn.is_available()
+        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return False
     return sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * _free_memory()
 
@@ -188,9 +203,17 @@ def _packed(module: nn.Module, done: dict[int, PackedLinear]) -> PackedLinear | 
 
 def _is_packable(module: nn.Module) -> bool:
     # exactly nn.Linear: a subclass may compute something else; hooks expect to be called with the layer itself
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or is_changed(module):
+    if (
+        type(module) is not nn.Linear
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or is_changed(module)
+    ):
         return False
-    weight, bias = vars(module)["_parameters"].get("weight"), module.bias  # quantised, a layer may have no weight
+    weight, bias = (
+        vars(module)["_parameters"].get("weight"),
+        module.bias,
+    )  # quantised, a layer may have no weight
     plain = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR
     return plain and weight.dtype is torch.bfloat16
 

@@ -38,12 +38,17 @@ class Weight(NamedTuple):
         """Return the weight of a tensor in float32 or bfloat16 that is in memory; of a stack of matrices, all rows."""
         tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
         return cls(
-            name, KIND_OF[tensor.dtype], tuple(tensor.shape), lambda first, last: tensor[first:last].contiguous()
+            name,
+            KIND_OF[tensor.dtype],
+            tuple(tensor.shape),
+            lambda first, last: tensor[first:last].contiguous(),
         )
 
     def parts(self, sizes: Mapping[str, int]) -> Iterator[Weight]:
         """Yield the weights that this one is made of: so many rows for each name, in their order."""
-        if len(self.shape) > 1 and all(name.endswith(VECTORS) for name in sizes):  # a stack of vectors
+        if len(self.shape) > 1 and all(
+            name.endswith(VECTORS) for name in sizes
+        ):  # a stack of vectors
             yield from Weight.of(self.name, self.rows(0, self.shape[0]).flatten()).parts(sizes)
             return
         if len(sizes) == 1:  # whatever its size is: the shapes have been compared
@@ -62,15 +67,24 @@ class Weight(NamedTuple):
 
 def upright(config: PretrainedConfig, weight: Weight) -> Weight:
     """Return a weight of transformers' with its outputs as rows, those of gates before those of ups."""
-    name, experts = weight.name.rpartition(".")[2], weight.name.rpartition(".")[0].endswith(".experts")
+    name, experts = (
+        weight.name.rpartition(".")[2],
+        weight.name.rpartition(".")[0].endswith(".experts"),
+    )
     if not (family_of(config).alternating and experts):
         return weight
     halves = name.startswith("gate_up")
     if name.endswith("_bias"):
         numbers = weight.rows(0, weight.shape[0])
-        return Weight.of(weight.name, torch.cat((numbers[:, 0::2], numbers[:, 1::2]), dim=1) if halves else numbers)
+        return Weight.of(
+            weight.name,
+            torch.cat((numbers[:, 0::2], numbers[:, 1::2]), dim=1) if halves else numbers,
+        )
     layers = family_of(config).layers_of(config)
-    count, outputs = next(layer.experts for layer in layers if layer.experts is not None).count, weight.shape[1]
+    count, outputs = (
+        next(layer.experts for layer in layers if layer.experts is not None).count,
+        weight.shape[1],
+    )
     inputs = weight.shape[0] // count
     last: dict[int, Tensor] = {}  # the expert that was read last
 
@@ -146,7 +160,12 @@ class Source(ABC):
     tried = 1  # layers that `states` runs, the first ones, unless they come from all
 
     def states(
-        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ids: tuple[int, ...],
+        embeddings: Tensor,
+        own: Tensor | None,
     ) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
 
@@ -165,11 +184,15 @@ class Source(ABC):
         return states_of(_first_layers(self), positions, (self.tried,), **inputs)
 
 
-def states_of(model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor) -> list[Tensor]:
+def states_of(
+    model: PreTrainedModel, positions: Tensor, ids: tuple[int, ...], **inputs: Tensor
+) -> list[Tensor]:
     """Return hidden states `ids`, float32 [tokens, hidden size] each, of tokens that see those before them."""
     model.config._attn_implementation = model.config._experts_implementation = "eager"  # noqa: SLF001
     size = (len(positions),) * 2
-    mask = torch.full(size, torch.finfo(model.dtype).min, dtype=model.dtype, device=positions.device).triu(1)
+    mask = torch.full(
+        size, torch.finfo(model.dtype).min, dtype=model.dtype, device=positions.device
+    ).triu(1)
     out = model.get_decoder()(
         **inputs,
         position_ids=positions[None],
@@ -185,13 +208,22 @@ def _first_layers(source: Source) -> PreTrainedModel:
     config, family, count = source.config, family_of(source.config), source.tried
     model = empty_model(of_few_layers(config, TINY_VOCABULARY, tuple(range(count))), torch.float32)
     own = family.own_inputs(config)
-    outside = [f"{name.transformers}." for name in (family.embedding, family.head, *([own.embedding] if own else []))]
-    wanted = {name: tensor for name, tensor in stored_tensors(model) if not name.startswith(tuple(outside))}
+    outside = [
+        f"{name.transformers}."
+        for name in (family.embedding, family.head, *([own.embedding] if own else []))
+    ]
+    wanted = {
+        name: tensor
+        for name, tensor in stored_tensors(model)
+        if not name.startswith(tuple(outside))
+    }
     axes = {} if own is None else own.axes
     found = {name: source.tensor(name) for name in wanted}
     for name in axes.keys() & wanted.keys():
         found[name] = found[name].narrow(axes[name], 0, wanted[name].shape[axes[name]])
-    model.load_state_dict({name: tensor.float() for name, tensor in found.items()}, strict=False, assign=True)
+    model.load_state_dict(
+        {name: tensor.float() for name, tensor in found.items()}, strict=False, assign=True
+    )
     return with_buffers(model).eval()
 
 
@@ -201,18 +233,25 @@ def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
     return (number,) if reads is None else (reads, number)
 
 
-def of_few_layers(config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]) -> PretrainedConfig:
+def of_few_layers(
+    config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]
+) -> PretrainedConfig:
     """Return the config of these layers alone, with a vocabulary of so many tokens."""
     family, given, lists = family_of(config), config.to_dict(), {}
     for name in _BY_LAYER:
         # without lists that a config makes of other fields
         if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
             lists[name] = [kinds[number] for number in numbers]
-    sizes: dict[str, Any] = {family.fields.layers: len(numbers), family.fields.vocabulary: vocabulary}
+    sizes: dict[str, Any] = {
+        family.fields.layers: len(numbers),
+        family.fields.vocabulary: vocabulary,
+    }
     sizes |= lists | family.alone(config, numbers[-1])
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if (by_layer := given.get("per_layer_config")) is not None:
-        sizes["per_layer_config"] = {i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)}
+        sizes["per_layer_config"] = {
+            i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)
+        }
     found = type(config).from_dict(given | sizes | ids)
     for name, kinds in lists.items():  # of which some classes make others
         setattr(found, name, kinds)
@@ -228,7 +267,9 @@ class FirstLayer(Source):
 
     dtype = torch.float32
 
-    def __init__(self, source: Source, embeddings: Tensor, own: Tensor | None, number: int = 0) -> None:
+    def __init__(
+        self, source: Source, embeddings: Tensor, own: Tensor | None, number: int = 0
+    ) -> None:
         """embeddings, own: float32 [tokens, hidden size], [tokens, layers * size] or None; number: of the layer."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
         self._numbers = layers_for(source.config, number)
@@ -240,18 +281,28 @@ class FirstLayer(Source):
 
     def _of_layers(self, tensor: Tensor, axis: int) -> Tensor:
         """Return the parts of its layers, of all that stand side by side."""
-        size = tensor.shape[axis] // family_of(self._source.config).shape(self._source.config).layers
-        return torch.cat([tensor.narrow(axis, number * size, size) for number in self._numbers], dim=axis).contiguous()
+        size = (
+            tensor.shape[axis] // family_of(self._source.config).shape(self._source.config).layers
+        )
+        return torch.cat(
+            [tensor.narrow(axis, number * size, size) for number in self._numbers], dim=axis
+        ).contiguous()
 
     def tensor(self, name: str) -> Tensor:
         family = family_of(self.config)
         own = family.own_inputs(self.config)
         if name == f"{family.embedding.transformers}.weight":
             return self._embeddings
-        if own is not None and self._own is not None and name == f"{own.embedding.transformers}.weight":
+        if (
+            own is not None
+            and self._own is not None
+            and name == f"{own.embedding.transformers}.weight"
+        ):
             return self._own
         if name.startswith(f"{family.head.transformers}."):
-            return torch.zeros_like(self._embeddings if name.endswith(".weight") else self._embeddings[:, 0])
+            return torch.zeros_like(
+                self._embeddings if name.endswith(".weight") else self._embeddings[:, 0]
+            )
         if name not in self._tensors:
             layers, stored = family.layers.transformers, name
             for i, number in enumerate(self._numbers):
@@ -263,7 +314,12 @@ class FirstLayer(Source):
         return self._tensors[name]
 
     def states(
-        self, tokens: Tensor, positions: Tensor, ids: tuple[int, ...], embeddings: Tensor, own: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ids: tuple[int, ...],
+        embeddings: Tensor,
+        own: Tensor | None,
     ) -> list[Tensor]:
         if self._states is None:
             inputs = family_of(self.config).own_inputs(self.config)
@@ -293,7 +349,9 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
     filled_by_decoder = False
     for module in model.modules():
-        lacking = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        lacking = {
+            key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta
+        }
         if not lacking:
             continue
         if hasattr(module, "layer_idx"):  # of a layer
@@ -302,7 +360,11 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
         else:
             with torch.device("cpu"):
                 factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
-                made = type(module)(config=model.config) if factor is None else type(module)(1, 1, None, factor)
+                made = (
+                    type(module)(config=model.config)
+                    if factor is None
+                    else type(module)(1, 1, None, factor)
+                )
             fresh = dict(made.named_buffers(recurse=False))
         for key, buffer in fresh.items():
             setattr(module, key, buffer)
@@ -327,7 +389,10 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
                 inside = name.removeprefix(last)
                 every = [f"{layers}.{number}.{inside}" for number in numbers]
                 shapes |= dict.fromkeys(every, tuple(weight.shape))
-            elif not (name.startswith(f"{layers}.") or (tied and name == f"{family.head.transformers}.weight")):
+            elif not (
+                name.startswith(f"{layers}.")
+                or (tied and name == f"{family.head.transformers}.weight")
+            ):
                 shape = list(weight.shape)
                 if name in axes:
                     shape[axes[name]] = shape[axes[name]] // len(needed) * len(kinds)

@@ -62,7 +62,15 @@ from specengine.ops.networks import (
     silu_mul,
 )
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
-from specengine.ops.select import LARGEST, Candidates, Drafted, best_candidates, mix_rows, top_children, top_entropy
+from specengine.ops.select import (
+    LARGEST,
+    Candidates,
+    Drafted,
+    best_candidates,
+    mix_rows,
+    top_children,
+    top_entropy,
+)
 from specengine.ops.tree import (
     Flag,
     Nodes,
@@ -106,7 +114,12 @@ from specengine.ops.worth import (
     update_throughput,
 )
 
-load_by({name: partial(importlib.import_module, f"{__name__}.{name}") for name in ("cuda", "triton", "_trial")})
+load_by(
+    {
+        name: partial(importlib.import_module, f"{__name__}.{name}")
+        for name in ("cuda", "triton", "_trial")
+    }
+)
 
 __all__ = [
     "LARGEST",

@@ -29,7 +29,8 @@ class Kernel(NamedTuple):
 
 STEP = Kernel("best_first.cu", "step_kernel", 256)  # kCapacity of csrc/spec/device_best_first.hpp
 LEVEL, KEEP, EXTRACT, OUTCOME = (  # kRuleLanes of csrc/spec/device_worth.hpp
-    Kernel("worth.cu", name, 512) for name in ("level_kernel", "keep_kernel", "extract_kernel", "outcome_kernel")
+    Kernel("worth.cu", name, 512)
+    for name in ("level_kernel", "keep_kernel", "extract_kernel", "outcome_kernel")
 )
 PLAIN_SHARED = 48 * 1024  # bytes of a block's memory that a launch has without asking
 ASKS_FOR_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -144,12 +145,18 @@ def find() -> Path | None:
     folders = [Path(place) / "lib" for package in PACKAGES for place in _places(package)]
     folders.append(Path(torch.__file__).parent / "lib")  # of wheels that bring their own
     libraries = (file for folder in folders for file in sorted(folder.glob("libnvrtc*.so*")))
-    return next((file for file in libraries if "builtins" not in file.name and ".alt." not in file.name), None)
+    return next(
+        (file for file in libraries if "builtins" not in file.name and ".alt." not in file.name),
+        None,
+    )
 
 
 def sources() -> Path | None:
     """Return the folder of csrc/ as it is installed, or of the repository."""
-    places = [*(Path(place) for place in _places("specengine_csrc")), Path(__file__).parents[2] / "csrc"]
+    places = [
+        *(Path(place) for place in _places("specengine_csrc")),
+        Path(__file__).parents[2] / "csrc",
+    ]
     return next((place for place in places if (place / STEP.source).exists()), None)
 
 
@@ -167,7 +174,9 @@ def compile_source(source: str, target: str) -> bytes:
     path, folder = find(), sources()
     if path is None or folder is None:
         raise BackendError(f"NVRTC or csrc/{source} was not found")
-    for builtins in path.parent.glob("libnvrtc-builtins.so*"):  # which NVRTC asks for by name, wherever it lies itself
+    for builtins in path.parent.glob(
+        "libnvrtc-builtins.so*"
+    ):  # which NVRTC asks for by name, wherever it lies itself
         ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(str(path))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -179,15 +188,25 @@ def compile_source(source: str, target: str) -> bytes:
     def insist(code: int, what: str) -> None:
         _insist(code, what, source)
 
-    insist(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names), "create")
+    insist(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names),
+        "create",
+    )
     try:
-        options = [f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", f"--include-path={folder}"]
+        options = [
+            f"--gpu-architecture={target}",
+            "--std=c++17",
+            "--fmad=false",
+            f"--include-path={folder}",
+        ]
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if code := nvrtc.nvrtcCompileProgram(program, len(options), arguments):
             insist(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log")
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise BackendError(f"NVRTC error {code} of {source} for {target}: {log.value.decode()[:2000]}")
+            raise BackendError(
+                f"NVRTC error {code} of {source} for {target}: {log.value.decode()[:2000]}"
+            )
         insist(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "size")
         cubin = ctypes.create_string_buffer(size.value)
         insist(nvrtc.nvrtcGetCUBIN(program, cubin), "cubin")
@@ -202,13 +221,23 @@ def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared
         stream = torch.cuda.current_stream(device).cuda_stream
         function = _function(kernel, torch.cuda.current_device())
         if shared > PLAIN_SHARED:
-            _insist(_driver().cuFuncSetAttribute(function, ASKS_FOR_SHARED, shared), "give memory to", kernel.source)
+            _insist(
+                _driver().cuFuncSetAttribute(function, ASKS_FOR_SHARED, shared),
+                "give memory to",
+                kernel.source,
+            )
         start(kernel, function, values, stream, shared)
 
 
-def start(kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], stream: int, shared: int) -> None:
-    arguments = [value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values]
-    addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+def start(
+    kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], stream: int, shared: int
+) -> None:
+    arguments = [
+        value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values
+    ]
+    addresses = (ctypes.c_void_p * len(arguments))(
+        *(ctypes.addressof(value) for value in arguments)
+    )
     _insist(
         _driver().cuLaunchKernel(
             function, 1, 1, 1, kernel.lanes, 1, 1, shared, ctypes.c_void_p(stream), addresses, None
@@ -222,7 +251,9 @@ def start(kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], st
 def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
     """Return the kernel in the context of the current device, which must be that one."""
     function = ctypes.c_void_p()
-    status = _driver().cuModuleGetFunction(ctypes.byref(function), _module(kernel.source, index), kernel.name.encode())
+    status = _driver().cuModuleGetFunction(
+        ctypes.byref(function), _module(kernel.source, index), kernel.name.encode()
+    )
     _insist(status, "find", kernel.source)
     return function
 
@@ -231,7 +262,9 @@ def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
 def _module(source: str, index: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(index)
     module = ctypes.c_void_p()
-    loaded = _driver().cuModuleLoadData(ctypes.byref(module), compile_source(source, f"sm_{major}{minor}"))
+    loaded = _driver().cuModuleLoadData(
+        ctypes.byref(module), compile_source(source, f"sm_{major}{minor}")
+    )
     _insist(loaded, "load", source)
     return module
 

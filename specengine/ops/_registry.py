@@ -113,7 +113,9 @@ _PROVIDERS = {  # best first; a new backend is a new entry
     REFERENCE: _Provider((), ""),
 }
 _LOADERS = dict[str, Callable[[], Any]]()  # of modules of specengine.ops, which import this one
-TRIED = ("cuda",)  # kinds of device on which an implementation is compared with its meaning before it is taken
+TRIED = (
+    "cuda",
+)  # kinds of device on which an implementation is compared with its meaning before it is taken
 
 
 def load_by(loaders: Mapping[str, Callable[[], Any]]) -> None:
@@ -139,12 +141,17 @@ def backends(device: torch.device | str = "cpu") -> dict[str, Backend]:
 
 def is_served(names: Iterable[str], device: torch.device) -> bool:
     """Return whether a backend runs all of these ops on the device, rather than torch; tries those not tried yet."""
-    return all((getattr(native, name)[device] or getattr(kernels, name)[device]) is not None for name in names)
+    return all(
+        (getattr(native, name)[device] or getattr(kernels, name)[device]) is not None
+        for name in names
+    )
 
 
 def attached(kind: str) -> list[str]:
     """Return the backends that are built and serve a kind of device, best first. Tries none of them."""
-    return [key for key, provider in _PROVIDERS.items() if kind in provider.devices and _loaded(key)]
+    return [
+        key for key, provider in _PROVIDERS.items() if kind in provider.devices and _loaded(key)
+    ]
 
 
 @contextmanager
@@ -177,12 +184,18 @@ def is_tried(device: torch.device) -> bool:
 
 def _choose(name: str, device: torch.device, requested: str) -> Backend:
     kind = device.type
-    able = tuple(key for key, provider in _PROVIDERS.items() if _serves(provider, kind) and name in _loaded(key))
+    able = tuple(
+        key
+        for key, provider in _PROVIDERS.items()
+        if _serves(provider, kind) and name in _loaded(key)
+    )
     if requested in ("", "auto"):
         return _best(name, device, able)
     names = requested.split(",")
     if not set(names) <= set(_PROVIDERS):
-        raise BackendError(f"{VARIABLE}={requested}: unknown, accepted: auto, {', '.join(_PROVIDERS)}")
+        raise BackendError(
+            f"{VARIABLE}={requested}: unknown, accepted: auto, {', '.join(_PROVIDERS)}"
+        )
     missing = [key for key in names if not _loaded(key)]
     if missing:
         raise BackendError(f"{VARIABLE}={requested}: {_not_built(missing[0])}")
@@ -265,7 +278,9 @@ def _not_built(name: str) -> str:
 
 
 def _serves(provider: _Provider, kind: str) -> bool:
-    interpreted = provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = (
+        provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
     return not provider.devices or kind in provider.devices or interpreted
 
 

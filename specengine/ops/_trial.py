@@ -20,7 +20,10 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; in
 HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
-PACKED_ROWS, LONG = (16, 32, 64), 200  # most of a kind of tiles, before the largest; a prefix that is split
+PACKED_ROWS, LONG = (
+    (16, 32, 64),
+    200,
+)  # most of a kind of tiles, before the largest; a prefix that is split
 MAX_THREADS = 8
 
 Implementations = dict[str, Callable[..., Any]]
@@ -38,7 +41,9 @@ class Heads(NamedTuple):
         return f"heads of {self.size} channels, {self.groups} to a key-value head, {self.dtype}"
 
 
-def differs(names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None) -> str:
+def differs(
+    names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None
+) -> str:
     """Return the fault of `run`, implementations of these ops, of which the last is called; empty where there is none.
 
     A fault is an exception, or a result that differs from the meaning's. inputs: to try, instead of those of the op.
@@ -61,10 +66,15 @@ def differs(names: tuple[str, ...], run: Implementations, device: torch.device, 
 def run_all(run: Implementations, device: torch.device) -> None:
     """Run each op once, side by side, so that programs are compiled in threads; what fails is left to `differs`."""
     tried = {needed(name, run) for name in run} - {()}
-    side_by_side([(names, run, arguments) for names in tried for arguments in INPUTS[names[-1]](device)], device)
+    side_by_side(
+        [(names, run, arguments) for names in tried for arguments in INPUTS[names[-1]](device)],
+        device,
+    )
 
 
-def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, ...]]], device: torch.device) -> None:
+def side_by_side(
+    jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, ...]]], device: torch.device
+) -> None:
     """Call ops, each with its implementations and inputs, in threads; results and exceptions are dropped."""
 
     @torch.inference_mode()
@@ -75,7 +85,9 @@ def side_by_side(jobs: list[tuple[tuple[str, ...], Implementations, tuple[Any, .
             _called(names, arguments)
 
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # threads have a stream of their own, and the inputs come from this one's
+        torch.cuda.synchronize(
+            device
+        )  # threads have a stream of their own, and the inputs come from this one's
     for job in jobs[:1]:
         one(job)  # loads the driver
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
@@ -109,7 +121,9 @@ def _counted(value: Any) -> list[Any]:
         return [
             one
             for name, part in parts
-            for one in _counted(part[: int(live)] if cut and not (isinstance(name, str) and name in whole) else part)
+            for one in _counted(
+                part[: int(live)] if cut and not (isinstance(name, str) and name in whole) else part
+            )
         ]
     return [value]
 
@@ -184,7 +198,11 @@ def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
 
 def _logits(device: torch.device) -> list[Tensor]:
     logits = _wave(device, ROWS, COLUMNS)
-    logits[0, :9], logits[1, 3], logits[2, 5:] = 2.5, math.inf, -math.inf  # ties, and values that are not finite
+    logits[0, :9], logits[1, 3], logits[2, 5:] = (
+        2.5,
+        math.inf,
+        -math.inf,
+    )  # ties, and values that are not finite
     return [logits, logits.bfloat16()]
 
 
@@ -199,13 +217,20 @@ def _choose_tokens(device: torch.device) -> list[tuple[Any, ...]]:
 
 def _walk(device: torch.device) -> list[tuple[Any, ...]]:
     tokens, parents = (part[:7] for part in _tree(device, 7)[:2])
-    paths = _whole(device, 8, 10, 1, 11, 5, 9, 9), _whole(device, 3, *[9] * 6), _whole(device, -1, *[9] * 6)
+    paths = (
+        _whole(device, 8, 10, 1, 11, 5, 9, 9),
+        _whole(device, 3, *[9] * 6),
+        _whole(device, -1, *[9] * 6),
+    )
     return [(tokens, parents, chosen, _count(device, 5)) for chosen in paths]
 
 
 def _compact_kv(device: torch.device) -> list[tuple[Any, ...]]:
     slab = _wave(device, 2, 2, 2, 20, 8)
-    return [(slab, _whole(device, 0, 2, 5, 6), _count(device, live), _count(device, 9)) for live in (4, 2)]
+    return [
+        (slab, _whole(device, 0, 2, 5, 6), _count(device, live), _count(device, 9))
+        for live in (4, 2)
+    ]
 
 
 def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,20 +242,36 @@ def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Ten
 def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
     words = _tree(device, 5)[5]
     prefix, live, seen = _count(device, 60), _count(device, 4), _count(device, 5)
-    return [(*_rows(device), words, prefix, live, seen, SIZE**-0.5)]  # in half precision as `attention_of` has it
+    return [
+        (*_rows(device), words, prefix, live, seen, SIZE**-0.5)
+    ]  # in half precision as `attention_of` has it
 
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, after a split prefix."""
     inputs = []
-    counts = [*(max(1, packed // heads.groups) for packed in PACKED_ROWS), PACKED_ROWS[-1] // heads.groups + 1]
+    counts = [
+        *(max(1, packed // heads.groups) for packed in PACKED_ROWS),
+        PACKED_ROWS[-1] // heads.groups + 1,
+    ]
     for rows in dict.fromkeys(counts):
         parents = torch.tensor(
-            [(node - 1) // 2 if node else -1 for node in range(rows)], dtype=torch.int64, device="cpu"
+            [(node - 1) // 2 if node else -1 for node in range(rows)],
+            dtype=torch.int64,
+            device="cpu",
         )
         words = ancestor_words(parents).view(rows, -1).to(device)
         live = _count(device, rows)
-        inputs.append((*_wide_rows(heads, rows, device), words, _count(device, LONG), live, live, heads.size**-0.5))
+        inputs.append(
+            (
+                *_wide_rows(heads, rows, device),
+                words,
+                _count(device, LONG),
+                live,
+                live,
+                heads.size**-0.5,
+            )
+        )
     return inputs
 
 
@@ -238,12 +279,22 @@ def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return an input of `strict_cached_attention` with these heads."""
     with meaning():
         paths = attention.order_paths(_tree(device, 5)[5])
-    return [(*_wide_rows(heads, ROWS, device), paths, _count(device, LONG), _count(device, 4), heads.size**-0.5)]
+    return [
+        (
+            *_wide_rows(heads, ROWS, device),
+            paths,
+            _count(device, LONG),
+            _count(device, 4),
+            heads.size**-0.5,
+        )
+    ]
 
 
 def _wide_rows(heads: Heads, rows: int, device: torch.device) -> tuple[Tensor, ...]:
     shapes = (2 * heads.groups, rows, heads.size), *[(2, LONG + rows + 3, heads.size)] * 2
-    query, key, value = (_wave(device, *shape, phase=float(n)).to(heads.dtype) for n, shape in enumerate(shapes))
+    query, key, value = (
+        _wave(device, *shape, phase=float(n)).to(heads.dtype) for n, shape in enumerate(shapes)
+    )
     return query / 4, key, value  # no weight is near 1, so that rounding stays small
 
 
@@ -262,7 +313,10 @@ def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _extract(device: torch.device) -> list[tuple[Any, ...]]:
-    return [(_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3)) for capacity in (5, 70)]
+    return [
+        (_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3))
+        for capacity in (5, 70)
+    ]
 
 
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second

@@ -50,10 +50,16 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) ->
     prefix: slots at the start that every row sees, as far as is known without reading the mask.
     """
     if mask.dtype is not torch.bool or mask.dim() != 2 or not 0 <= prefix <= mask.shape[1]:
-        raise InputError(f"mask: bool [n, L] with L of {prefix} or more is needed, got {describe(mask)}")
+        raise InputError(
+            f"mask: bool [n, L] with L of {prefix} or more is needed, got {describe(mask)}"
+        )
     if run := kernels.pack_mask[mask.device]:
         return run(mask, groups, dtype, prefix)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf).repeat(groups, 1)
+    return (
+        torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        .masked_fill_(~mask, -math.inf)
+        .repeat(groups, 1)
+    )
 
 
 @op
@@ -66,13 +72,17 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     """
     heads, rows, _ = query.shape
     if key.shape != value.shape or heads % key.shape[0]:
-        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
+        raise InputError(
+            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
+        )
     if isinstance(mask, Tensor):
         groups = heads // key.shape[0]
         if mask.shape[0] == rows and groups > 1:
             mask = mask.repeat(groups, 1)
         if mask.shape[0] != groups * rows or mask.shape[1] != key.shape[1]:
-            raise InputError(f"mask: [{rows} or {groups * rows}, {key.shape[1]}] is needed, got {describe(mask)}")
+            raise InputError(
+                f"mask: [{rows} or {groups * rows}, {key.shape[1]}] is needed, got {describe(mask)}"
+            )
     if run := kernels.tree_attention[query.device]:
         return run(query, key, value, mask, scale)
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
@@ -108,8 +118,14 @@ def cached_attention(
     give 0. The contents of other slots, NaN too, change nothing. No host read, so it can be captured.
     """
     heads, rows, _ = query.shape
-    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
-        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
+    if (
+        key.shape != value.shape
+        or heads % key.shape[0]
+        or not query.dtype is key.dtype is value.dtype
+    ):
+        raise InputError(
+            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
+        )
     signature = "words: int64 [rows, words]; prefix: int32 [1]; live: int32 [1]; seen: int32 [1]"
     require(signature, words, prefix, live, seen)
     if words.shape[0] != rows:
@@ -124,8 +140,12 @@ def cached_attention(
     named = (bits & 1).bool() & (node < WORD_BITS * words.shape[1])
     padding = torch.arange(rows, device=key.device, dtype=torch.int64) >= live
     mask = torch.zeros(rows, key.shape[1], dtype=query.dtype, device=key.device)
-    mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(groups, 1)
-    key, value = (cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value))  # there may be NaN
+    mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(
+        groups, 1
+    )
+    key, value = (
+        cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value)
+    )  # there may be NaN
     return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
 
 
@@ -150,13 +170,35 @@ def rope_store(
     """
     turn = Rotation(*tables)
     heads, rows, size = query.shape
-    if size % 2 or key.shape != value.shape or key.shape[1:] != (rows, size) or heads % key.shape[0]:
-        raise InputError(f"query [Hq, n, D], key, value [Hkv, n, D] are needed, got {describe(query, key, value)}")
-    if slab.dim() != 4 or slab.shape[:2] != (2, key.shape[0]) or slab.shape[3] != size or slab.dtype is not key.dtype:
-        raise InputError(f"slab: [2, {key.shape[0]}, capacity, {size}] is needed, got {describe(slab)}")
-    if any(table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in turn[:2]):
-        raise InputError(f"tables: float32 [positions, {size // 2}] x 2 are needed, got {describe(*turn[:2])}")
-    if positions.dtype is not torch.int64 or slot.dtype is not torch.int64 or live.dtype is not torch.int32:
+    if (
+        size % 2
+        or key.shape != value.shape
+        or key.shape[1:] != (rows, size)
+        or heads % key.shape[0]
+    ):
+        raise InputError(
+            f"query [Hq, n, D], key, value [Hkv, n, D] are needed, got {describe(query, key, value)}"
+        )
+    if (
+        slab.dim() != 4
+        or slab.shape[:2] != (2, key.shape[0])
+        or slab.shape[3] != size
+        or slab.dtype is not key.dtype
+    ):
+        raise InputError(
+            f"slab: [2, {key.shape[0]}, capacity, {size}] is needed, got {describe(slab)}"
+        )
+    if any(
+        table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in turn[:2]
+    ):
+        raise InputError(
+            f"tables: float32 [positions, {size // 2}] x 2 are needed, got {describe(*turn[:2])}"
+        )
+    if (
+        positions.dtype is not torch.int64
+        or slot.dtype is not torch.int64
+        or live.dtype is not torch.int32
+    ):
         raise InputError(
             f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {describe(positions, slot, live)}"
         )
@@ -164,13 +206,17 @@ def rope_store(
     if run := kernels.rope_store[query.device]:
         return run(query, key, value, positions, turn, slab, slot, live)
     step = query.dtype if turn.stepwise else torch.float32
-    cosines, sines = (torch.cat([table[positions]] * 2, -1).to(step) for table in (turn.cosines, turn.sines))
+    cosines, sines = (
+        torch.cat([table[positions]] * 2, -1).to(step) for table in (turn.cosines, turn.sines)
+    )
     if turn.q_norm is not None and turn.k_norm is not None:
         query, key = rms_norm(query, turn.q_norm, turn.eps), rms_norm(key, turn.k_norm, turn.eps)
 
     def rotated(states: Tensor) -> Tensor:
         first, second = states.to(step).chunk(2, -1)
-        return (states.to(step) * cosines + torch.cat([-second, first], -1) * sines).to(states.dtype)
+        return (states.to(step) * cosines + torch.cat([-second, first], -1) * sines).to(
+            states.dtype
+        )
 
     slots = slot + torch.arange(positions.shape[0], device=slab.device, dtype=torch.int64)
     for cache, stored in ((slab[0], rotated(key)), (slab[1], value)):
@@ -180,8 +226,12 @@ def rope_store(
 
 def _require_norms(turn: Rotation, query: Tensor) -> None:
     weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
-    if len(weights) == 1 or any((w.dtype, w.shape) != (query.dtype, query.shape[2:]) for w in weights):
-        raise InputError(f"q_norm, k_norm: both, {describe(query[0, 0])}, or neither, got {describe(*weights)}")
+    if len(weights) == 1 or any(
+        (w.dtype, w.shape) != (query.dtype, query.shape[2:]) for w in weights
+    ):
+        raise InputError(
+            f"q_norm, k_norm: both, {describe(query[0, 0])}, or neither, got {describe(*weights)}"
+        )
 
 
 @op
@@ -192,17 +242,27 @@ def order_paths(words: Tensor) -> Paths:
     and how many count, int32 [n]. No host read, so it can be captured.
     """
     require("words: int64 [n, words]", words)
-    named = (words[:, :, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int64) & 1).flatten(1)
+    named = (
+        words[:, :, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int64) & 1
+    ).flatten(1)
     rows, most = named.shape
     places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # after the end: not named
     ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
-    nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(1, places, ids)
+    nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(
+        1, places, ids
+    )
     return Paths(nodes[:, :most].contiguous(), named.sum(1).int())
 
 
 @op
 def strict_cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paths: Paths,
+    prefix: Tensor,
+    live: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attend as `cached_attention` does, but a row's result depends only on the keys and values that it sees, in their
     order: not on other rows, on slots between those, or on the size of the cache. So a tree node's bits are those of
@@ -213,9 +273,17 @@ def strict_cached_attention(
     if run := native.strict_cached_attention[query.device]:
         return run(query, key, value, paths, prefix, live, scale)
     heads, rows, _ = query.shape
-    if key.shape != value.shape or heads % key.shape[0] or not query.dtype is key.dtype is value.dtype:
-        raise InputError(f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}")
-    signature = "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
+    if (
+        key.shape != value.shape
+        or heads % key.shape[0]
+        or not query.dtype is key.dtype is value.dtype
+    ):
+        raise InputError(
+            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
+        )
+    signature = (
+        "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
+    )
     require(signature, *paths, prefix, live)
     if len(paths.counts) != rows:
         raise InputError(f"counts: got {describe(paths.counts)}, accepted int32 [{rows}]")
@@ -226,16 +294,24 @@ def strict_cached_attention(
     (heads, rows, size), (kv_heads, capacity, _) = query.shape, key.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = (query.to(wide) * scale).view(kv_heads, -1, rows, 1, size)
-    ends = torch.where(torch.arange(rows, device=key.device, dtype=torch.int64) < live, prefix + paths.counts, 0)
+    ends = torch.where(
+        torch.arange(rows, device=key.device, dtype=torch.int64) < live, prefix + paths.counts, 0
+    )
     peak = torch.full(grouped.shape[:3], -math.inf, dtype=wide, device=key.device)
-    total, sums = torch.zeros_like(peak), torch.zeros_like(query, dtype=wide).view(*peak.shape, size)
+    total, sums = (
+        torch.zeros_like(peak),
+        torch.zeros_like(query, dtype=wide).view(*peak.shape, size),
+    )
     for start in range(0, capacity, CHUNK):
         positions = torch.arange(start, start + CHUNK, device=key.device, dtype=torch.int64)
         place = (positions - prefix).clamp(0, paths.nodes.shape[1] - 1).expand(rows, -1)
         slots = torch.where(positions < prefix, positions, prefix + paths.nodes.gather(1, place))
         visible = positions < ends[:, None]
         slots = slots.masked_fill(~visible, 0)
-        keys, values = (cache[:, slots].to(wide).masked_fill_(~visible[..., None], 0.0) for cache in (key, value))
+        keys, values = (
+            cache[:, slots].to(wide).masked_fill_(~visible[..., None], 0.0)
+            for cache in (key, value)
+        )
         scores = (grouped * keys[:, None]).sum(-1).masked_fill_(~visible, -math.inf)
         higher = torch.maximum(peak, scores.amax(-1))
         shift = higher.masked_fill(higher == -math.inf, 0.0)  # of a row that has seen nothing yet
@@ -243,4 +319,8 @@ def strict_cached_attention(
         total = total * fade + weights.sum(-1)
         sums = sums * fade[..., None] + (weights[..., None] * values[:, None]).sum(-2)
         peak = higher
-    return (sums / total.clamp(min=torch.finfo(wide).tiny)[..., None]).view(heads, rows, size).to(query.dtype)
+    return (
+        (sums / total.clamp(min=torch.finfo(wide).tiny)[..., None])
+        .view(heads, rows, size)
+        .to(query.dtype)
+    )

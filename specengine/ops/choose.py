@@ -58,7 +58,10 @@ def _drawn(scores: Tensor, seed: int, position: int) -> int:
 
 @op
 def choose_tokens(
-    logits: Tensor, positions: Tensor | None = None, seed: Tensor | None = None, temperature: Tensor | None = None
+    logits: Tensor,
+    positions: Tensor | None = None,
+    seed: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Choose in each row: its argmax, or with a seed `keyed_gumbel_argmax` of logits / temperature at its position.
 
@@ -66,7 +69,9 @@ def choose_tokens(
     float32 [1], above 0. The division is in float32; only finite values are chosen, the lowest index wins a tie.
     Returns int64 [n], -1 for a row without a finite logit.
     """
-    signature = "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
+    signature = (
+        "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
+    )
     require(signature, logits, positions, seed, temperature)
     if not logits.shape[1]:
         raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
@@ -80,7 +85,10 @@ def choose_tokens(
     if seed is None or positions is None or temperature is None or not logits.shape[0]:
         best = scores.max(dim=-1).indices
     else:
-        best = (doubled(defined(scores.float() / temperature)) + _noise(seed, positions, logits.shape[1])).argmax(1)
+        best = (
+            doubled(defined(scores.float() / temperature))
+            + _noise(seed, positions, logits.shape[1])
+        ).argmax(1)
     return best.masked_fill(~finite.any(1), -1)
 
 
@@ -95,7 +103,8 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     Returns float32 [n, V].
     """
     signature = (
-        "logits: floating [n, V]; temperature: float32 [1]; top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
+        "logits: floating [n, V]; temperature: float32 [1]; "
+        "top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
     )
     require(signature, logits, temperature, *truncation)
     if not logits.shape[1]:
@@ -106,18 +115,24 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     scores = logits.float().masked_fill(~torch.isfinite(logits), -math.inf)
     ordered, columns = defined(scores / temperature).sort(dim=1, descending=True, stable=True)
     inside = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
-    chances = (ordered - ordered[:, :1]).exp()  # of the likeliest one's; NaN where no score is finite
+    chances = (
+        ordered - ordered[:, :1]
+    ).exp()  # of the likeliest one's; NaN where no score is finite
     weights = (chances.masked_fill(~inside, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
     sums, share = weights.cumsum(1), (top_p * (1 << PART)).long()
     total = sums[:, -1:]
     limit = (total >> PART) * share + ((total & ((1 << PART) - 1)) * share >> PART)
     inside &= (sums - weights < limit.clamp(min=1)) | (top_p >= 1)
     inside &= chances >= min_p
-    return torch.full_like(ordered, -math.inf).scatter(1, columns, ordered.masked_fill(~inside, -math.inf))
+    return torch.full_like(ordered, -math.inf).scatter(
+        1, columns, ordered.masked_fill(~inside, -math.inf)
+    )
 
 
 @op
-def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
+def couple(
+    logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor
+) -> Tensor:
     """Add to a draft's logits, times `scale`, the noise of the target's draw: that of `choose_tokens`.
 
     logits: float32, bfloat16 or float16 [n, columns]; token_ids: int64 [columns], the tokens of the columns, None where
@@ -127,19 +142,26 @@ def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Te
     if run := native.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
     signature = (
-        "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; seed: int64 [1]; scale: float32 [1]"
+        "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; "
+        "seed: int64 [1]; scale: float32 [1]"
     )
     require(signature, logits, token_ids, positions, seed, scale)
     if not logits.shape[1]:
         raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
     if run := kernels.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
-    tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int64) if token_ids is None else token_ids
+    tokens = (
+        torch.arange(logits.shape[1], device=logits.device, dtype=torch.int64)
+        if token_ids is None
+        else token_ids
+    )
     return logits.float() + scale * _noise_of(seed, positions, tokens).float()
 
 
 @op
-def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def gather_rows(
+    states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gather the inputs of a draft pass: the states at `sources`, the embeddings of `tokens`.
 
     states: [rows, H]; table: [vocabulary, E]; sources, tokens: int64 [n]. Returns [n, H] and [n, E].
@@ -152,7 +174,9 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
 
 def _noise(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
     """Return -log(-log(philox_uniform)) for many positions, all on the device: float64 [n, columns]."""
-    x = _words(seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64))
+    x = _words(
+        seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64)
+    )
     return _gumbel(x.flatten(1)[:, :columns])
 
 
@@ -179,15 +203,25 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
     """Return the four words of each counter: int64 [n, counters, 4]."""
     low, position = 0xFFFFFFFF, positions[:, None]
     counter = (index, position & low, (position >> 32) & low, torch.zeros_like(position))
-    return torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & low, (seed >> 32) & low))), -1)
+    return torch.stack(
+        torch.broadcast_tensors(*philox4x32(counter, (seed & low, (seed >> 32) & low))), -1
+    )
 
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:
     """Return the uniforms of `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
     index = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
     position &= MASK64
-    counter = (index, index.new_tensor(position & 0xFFFFFFFF), index.new_tensor(position >> 32), index.new_tensor(0))
-    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))), 1)
+    counter = (
+        index,
+        index.new_tensor(position & 0xFFFFFFFF),
+        index.new_tensor(position >> 32),
+        index.new_tensor(0),
+    )
+    words = torch.stack(
+        torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))),
+        1,
+    )
     return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
 
 

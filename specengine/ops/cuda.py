@@ -51,19 +51,24 @@ def step_queues(
     """Run in one launch. A score of NaN is passed over as -inf is: to report it would take further launches."""
     budget, device = queues.scores.shape[0], passes.device
     if budget > CAPACITY or not all(part.is_contiguous() for part in queues):
-        return by_meaning(queue.step_queues, queues, found, frontier, depths, token_ids, passes, search)
+        return by_meaning(
+            queue.step_queues, queues, found, frontier, depths, token_ids, passes, search
+        )
     width = min(search.batch, budget)
     found = Candidates(*(part.contiguous() for part in found))
     nodes, depths = frontier.ids.contiguous(), depths.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
-    parents, tokens, expand = torch.empty(2 * budget + width, dtype=torch.int64, device=device).split(
-        [budget, budget, width]
-    )
+    parents, tokens, expand = torch.empty(
+        2 * budget + width, dtype=torch.int64, device=device
+    ).split([budget, budget, width])
     log_probs = torch.empty(budget, device=device, dtype=torch.float32)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
     lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
-    out = [part.data_ptr() for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)]
+    out = [
+        part.data_ptr()
+        for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)
+    ]
     most = found.scores.shape[0]
     step = _nvrtc.BestFirstStep(
         (_P * 7)(*lists[0]),
@@ -74,7 +79,11 @@ def step_queues(
         *search,
         (_P * 6)(*out),
     )
-    _nvrtc.launch(_nvrtc.STEP, (step, found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()), device)
+    _nvrtc.launch(
+        _nvrtc.STEP,
+        (step, found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()),
+        device,
+    )
     return drawn
 
 
@@ -93,7 +102,9 @@ def start_search(
 ) -> Tensor:
     args = _level(tree, (size, size, size), counts, notes, throughput, Limits(0.0, 0, rounds, 1))
     if args is None:
-        return by_meaning(worth.start_search, tree, size, counts, notes, throughput, rounds, free, asked)
+        return by_meaning(
+            worth.start_search, tree, size, counts, notes, throughput, rounds, free, asked
+        )
     ids, pays = _nodes(args.width, size.device)
     args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
     _nvrtc.launch(_nvrtc.LEVEL, (args,), size.device, level_bytes(args))
@@ -112,9 +123,19 @@ def grow_likely(
 ) -> Nodes:
     """Run in one launch after those of the best children; a path of NaN is passed over."""
     logits, token_ids, normalized, marks = drafted[:4]
-    args = _level(tree, counters, counts, notes, throughput, limits, (len(logits), min(PLACES, logits.shape[1])))
+    args = _level(
+        tree,
+        counters,
+        counts,
+        notes,
+        throughput,
+        limits,
+        (len(logits), min(PLACES, logits.shape[1])),
+    )
     if args is None or (marks is not None and marks.stride(1) != 1):
-        return by_meaning(worth.grow_likely, tree, counters, frontier, drafted, counts, notes, throughput, limits)
+        return by_meaning(
+            worth.grow_likely, tree, counters, frontier, drafted, counts, notes, throughput, limits
+        )
     device = frontier.ids.device
     stated, columns = (part.contiguous() for part in top_children(logits, PLACES, normalized))
     nodes = frontier.ids.contiguous()
@@ -176,7 +197,9 @@ def keep_likely(
     paths, price, capacity = tree[4], throughput.prices.verify, tree[4].shape[0]
     shared = keep_bytes(capacity, min(most, len(price) - 1, capacity))
     if shared > MAX_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
-        return by_meaning(worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most)
+        return by_meaning(
+            worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most
+        )
     nodes_out = _nodes(most, size.device)
     args = _nvrtc.KeepArgs(
         tree=_addresses(paths, size),
@@ -211,9 +234,18 @@ def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
 
 
 def count_outcomes(
-    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, throughput: Throughput
+    tree: Arrays,
+    size: Tensor,
+    path: Nodes,
+    chosen: Tensor,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
 ) -> None:
-    capacity, (verify, draft, prices, recent, drafting, verified, overhead, _) = tree[0].shape[0], throughput
+    capacity, (verify, draft, prices, recent, drafting, verified, overhead, _) = (
+        tree[0].shape[0],
+        throughput,
+    )
     changed = *counts, *notes, *tree[:4], verify, draft, *prices, recent
     shared = outcome_bytes(capacity)
     if shared > MAX_SHARED or not all(part.is_contiguous() for part in changed):
@@ -249,10 +281,20 @@ def _addresses(*tensors: Tensor | None) -> Any:
 
 
 def level_bytes(args: _nvrtc.LevelArgs) -> int:
-    entries, tried, nodes, room = args.rows * args.places, args.tried, args.nodes, args.width * args.rounds
+    entries, tried, nodes, room = (
+        args.rows * args.places,
+        args.tried,
+        args.nodes,
+        args.width * args.rounds,
+    )
     children = 16, *[4 * entries] * 3, *_flags(entries)
     tree = *[4 * args.capacity] * 2, 8 * nodes, 8 * room, *[4 * room] * 2
-    played = 16 * tried * nodes, 16 * tried * room, 8 * tried * room, 8 * tried * args.width * PLACES
+    played = (
+        16 * tried * nodes,
+        16 * tried * room,
+        8 * tried * room,
+        8 * tried * args.width * PLACES,
+    )
     return _whole(*children, *tree, *played, 8 * tried, 8 * (tried + 1))
 
 

@@ -30,14 +30,18 @@ def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
         return run(features, net)
     _require_network(net, features.shape[-1])
     if features.dtype is not torch.float32:
-        raise InputError(f"features: got {describe(features)}, accepted float32 [..., {features.shape[-1]}]")
+        raise InputError(
+            f"features: got {describe(features)}, accepted float32 [..., {features.shape[-1]}]"
+        )
     # by their weights, as calling a module takes longer than the products
     hidden = linear(features, net[0], net[1]).relu()
     return linear(hidden, net[2], net[3])[..., 0].sigmoid()
 
 
 @op
-def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net: Sequence[Tensor]) -> Tensor:
+def classify_paths(
+    path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net: Sequence[Tensor]
+) -> Tensor:
     """Return `mlp` of C2T's three features: each candidate's path probability, its parent's entropy, its depth.
 
     path_log_probs: float32 [rows, children]; entropies: float32 [rows], in nats; depth: int32 [1], one for all. Returns
@@ -46,14 +50,23 @@ def classify_paths(path_log_probs: Tensor, entropies: Tensor, depth: Tensor, net
     if run := native.classify_paths[path_log_probs.device]:
         return run(path_log_probs, entropies, depth, net)
     _require_network(net, 3)
-    signature = "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]"
+    signature = (
+        "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]"
+    )
     require(signature, path_log_probs, entropies, depth)
     probs = path_log_probs.exp()
-    return mlp(torch.stack((probs, entropies[:, None].expand_as(probs), depth.float().expand_as(probs)), -1), net)
+    return mlp(
+        torch.stack(
+            (probs, entropies[:, None].expand_as(probs), depth.float().expand_as(probs)), -1
+        ),
+        net,
+    )
 
 
 @op
-def classify_row(logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor], normalized: bool = False) -> Tensor:
+def classify_row(
+    logits: Tensor, top: int, depth: Tensor, net: Sequence[Tensor], normalized: bool = False
+) -> Tensor:
     """Return `mlp` of Disco's features: a distribution's largest probabilities, its entropy in nats over its `top`
     likeliest columns, the depth.
 
@@ -92,7 +105,12 @@ class Window(NamedTuple):
 
 @op
 def beam_observation(
-    scores: Tensor, depths: Tensor, live: Tensor, expansions: Tensor, context: Tensor, window: Window
+    scores: Tensor,
+    depths: Tensor,
+    live: Tensor,
+    expansions: Tensor,
+    context: Tensor,
+    window: Window,
 ) -> Tensor:
     """Return some of a beam's candidates by their places, then the two facts: float32 [room + 2 * repeats].
 
@@ -110,14 +128,18 @@ def beam_observation(
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
     place = torch.arange(scores.shape[0], device=device, dtype=torch.int64)
-    before = torch.searchsorted(depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths.contiguous())
+    before = torch.searchsorted(
+        depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths.contiguous()
+    )
     starts = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2
     at = starts + place - before - first
     shown = (depths > 0) & (place < live) & (at >= 0) & (at < window.room)
     values = scores.clamp(min=window.pad if window.pad < 0 else LOWEST)
     laid = torch.full((window.room + 1,), window.pad, device=device, dtype=torch.float32)
     laid = laid.index_copy(0, at.masked_fill(~shown, window.room), values)[: window.room]
-    facts = (doubled(fact) / unit for fact, unit in zip((context, expansions), window.units, strict=True))
+    facts = (
+        doubled(fact) / unit for fact, unit in zip((context, expansions), window.units, strict=True)
+    )
     return torch.cat([laid, *(fact.float().expand(window.repeats) for fact in facts)])
 
 
@@ -134,7 +156,9 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
         raise InputError(f"activation: got {activation!r}, accepted {', '.join(ACTIVATIONS)}")
     require(f"observation: float32 [{layers[0].shape[1]}]", observation)
     values = observation
-    for place in range(0, len(layers), 2):  # without modules, whose calls take longer than these products
+    for place in range(
+        0, len(layers), 2
+    ):  # without modules, whose calls take longer than these products
         if place:
             values = values.tanh() if activation == "tanh" else values.relu()
         values = linear(values, layers[place], layers[place + 1])
@@ -158,7 +182,9 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @op
-def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    states: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of residual + states, and that sum; without a residual, of the states, and these.
 
     states, residual: [n, channels]; weight: [channels]; one floating dtype, to which the sum is rounded. No row depends

@@ -34,7 +34,9 @@ class Queues(NamedTuple):
     @classmethod
     def start(cls, budget: int, device: torch.device | str) -> Queues:
         """Return queues that hold the root, in G."""
-        accepted, scores, log_probs = torch.full((3, budget), -math.inf, device=device, dtype=torch.float32)
+        accepted, scores, log_probs = torch.full(
+            (3, budget), -math.inf, device=device, dtype=torch.float32
+        )
         accepted[:1].zero_()
         parents, depths, tokens = torch.zeros(3, budget, dtype=torch.int64, device=device)
         return cls(accepted, scores, log_probs, parents, depths, tokens, _bound(accepted, scores))
@@ -84,14 +86,17 @@ def step_queues(
     (on a CUDA device an asynchronous assertion, or by the kernel they are passed over as -inf is).
     """
     if run := native.step_queues[passes.device]:
-        parents, tokens, log_probs, drawn_live, expand = run(queues, found, frontier, depths, token_ids, passes, search)
+        parents, tokens, log_probs, drawn_live, expand = run(
+            queues, found, frontier, depths, token_ids, passes, search
+        )
         return Drawn(parents, tokens, log_probs, drawn_live, Nodes(*expand))
     signature = "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]"
     require(signature, *found)
     signature = "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]"
     require(signature, *frontier, depths, token_ids, passes)
     signature = (
-        "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; parents: int64 [n]; depths: int64 [n]"
+        "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; "
+        "parents: int64 [n]; depths: int64 [n]"
     )
     require(f"{signature}; tokens: int64 [n]; bound: float32 [1]", *queues)
     for name, value in (("batch", search.batch), ("max_depth", search.max_depth)):
@@ -101,7 +106,9 @@ def step_queues(
         return run(queues, found, frontier, depths, token_ids, passes, search)
     going, begins = frontier.live > 0, passes == 1
     fresh = Queues.start(queues.scores.shape[0], passes.device)
-    queues_before = Queues(*(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True)))
+    queues_before = Queues(
+        *(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True))
+    )
     pushed = _push(queues_before, found, frontier.ids, depths, token_ids)
     after, drawn = _draw(pushed, search, going)
     for into, values in zip(queues, after, strict=True):
@@ -109,11 +116,17 @@ def step_queues(
     return drawn
 
 
-def _push(queues: Queues, candidates: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None) -> Queues:
-    scores = candidates.scores.masked_fill(Nodes(candidates.rows, candidates.live).padding(), -math.inf)
+def _push(
+    queues: Queues, candidates: Candidates, nodes: Tensor, depths: Tensor, token_ids: Tensor | None
+) -> Queues:
+    scores = candidates.scores.masked_fill(
+        Nodes(candidates.rows, candidates.live).padding(), -math.inf
+    )
     insist(~scores.isnan().any(), HAS_NAN)
     parents = nodes.index_select(0, candidates.rows)
-    tokens = candidates.columns if token_ids is None else token_ids.index_select(0, candidates.columns)
+    tokens = (
+        candidates.columns if token_ids is None else token_ids.index_select(0, candidates.columns)
+    )
     pushed = scores, candidates.log_probs, parents, depths.index_select(0, parents) + 1, tokens
     # of equal scores those that were there rank first
     best = order_keys(torch.cat([queues.scores, scores])).topk(queues.scores.shape[0]).indices
@@ -124,7 +137,10 @@ def _push(queues: Queues, candidates: Candidates, nodes: Tensor, depths: Tensor,
 
 
 def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]:
-    budget, place = queues.scores.shape[0], torch.arange(queues.scores.shape[0], device=going.device, dtype=torch.int64)
+    budget, place = (
+        queues.scores.shape[0],
+        torch.arange(queues.scores.shape[0], device=going.device, dtype=torch.int64),
+    )
     there = queues.scores > -math.inf
     inner = there & (queues.depths < search.max_depth)
     taken = there & (inner.cumsum(0) - inner.long() < search.batch) & going
@@ -135,26 +151,37 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     mass = (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True)
     drafted &= mass >= search.threshold
     expanded = drafted.sum(0, keepdim=True).int()
-    expand = place.masked_fill(~drafted, budget).sort().values.masked_fill(place >= expanded, 0)[: search.batch]
+    expand = (
+        place.masked_fill(~drafted, budget)
+        .sort()
+        .values.masked_fill(place >= expanded, 0)[: search.batch]
+    )
     room = budget - (after.accepted > -math.inf).sum(0, keepdim=True)
     waiting = (after.scores > -math.inf).sum(0, keepdim=True)
     filled = torch.minimum(room, waiting) * (going & (expanded == 0) & search.fill)
     # those drawn stood first in Q, those filled up after all that were taken
     source = torch.where(place < nodes, place, place - nodes + count).clamp(max=budget - 1)
-    parents, tokens, log_probs = (part[source] for part in (queues.parents, queues.tokens, queues.log_probs))
+    parents, tokens, log_probs = (
+        part[source] for part in (queues.parents, queues.tokens, queues.log_probs)
+    )
     return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), Nodes(expand, expanded))
 
 
 def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tensor]:
     """Move the `taken` first entries of Q to G; returns the queues and how many of them G keeps, int64 [1]."""
-    budget, place = queues.scores.shape[0], torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64)
+    budget, place = (
+        queues.scores.shape[0],
+        torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64),
+    )
     ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
     best = order_keys(ranked).topk(budget).indices
     accepted_count = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
     source = (place + count).clamp(max=budget - 1)
     scores, log_probs, *rest = (values[source] for values in queues[1:6])
     scores = scores.masked_fill(place + count >= budget, -math.inf)
-    after = Queues(ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores))
+    after = Queues(
+        ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores)
+    )
     return after, accepted_count
 
 

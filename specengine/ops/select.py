@@ -52,7 +52,9 @@ def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tens
     best = values.gather(1, columns)
     if normalized:
         return best, columns
-    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # finite also in rows of -inf alone
+    peak = best[:, :1].clamp(
+        min=torch.finfo(torch.float32).min
+    )  # finite also in rows of -inf alone
     return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
 
 
@@ -84,16 +86,32 @@ def best_candidates(
     if limit is not None and not isinstance(limit, Tensor):
         most = max(1, min(most, int(limit)))
         limit = held(limit)
-    log_gate, bound = (None if value is None else held(value, torch.float32) for value in (log_gate, bound))
-    signature = "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
-    require(f"{signature}; log_gate: float32 [1]; bound: float32 [1]", logits, scores, live, limit, log_gate, bound)
+    log_gate, bound = (
+        None if value is None else held(value, torch.float32) for value in (log_gate, bound)
+    )
+    signature = (
+        "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
+    )
+    require(
+        f"{signature}; log_gate: float32 [1]; bound: float32 [1]",
+        logits,
+        scores,
+        live,
+        limit,
+        log_gate,
+        bound,
+    )
     if most < 1 or not logits.shape[1]:
-        raise InputError(f"most: got {most} of {logits.shape[1]} columns, accepted 1 or more of 1 column or more")
+        raise InputError(
+            f"most: got {most} of {logits.shape[1]} columns, accepted 1 or more of 1 column or more"
+        )
     if run := kernels.best_candidates[logits.device]:
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device
     live, scores = live.to(device), scores.to(device)
-    scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
+    scores = scores.masked_fill(
+        torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf
+    )
     log_probs, best = top_children(logits, most, normalized)
     paths_of_all = (defined(scores)[:, None] + log_probs).reshape(-1)
     passes = paths_of_all > -math.inf
@@ -102,13 +120,24 @@ def best_candidates(
         passes &= ~(paths_of_all < least)  # no gate where inf - inf has no value
     if bound is not None:
         passes &= paths_of_all > bound.to(device)
-    order = order_keys(paths_of_all.masked_fill(~passes, -math.inf)).topk(min(most, paths_of_all.shape[0])).indices
+    order = (
+        order_keys(paths_of_all.masked_fill(~passes, -math.inf))
+        .topk(min(most, paths_of_all.shape[0]))
+        .indices
+    )
     count = passes.sum(0, keepdim=True).clamp(max=most)
     if limit is not None:
         count = torch.minimum(count, limit.to(device).clamp(min=0))
-    chosen = order // best.shape[1], best.reshape(-1)[order], log_probs.reshape(-1)[order], paths_of_all[order]
+    chosen = (
+        order // best.shape[1],
+        best.reshape(-1)[order],
+        log_probs.reshape(-1)[order],
+        paths_of_all[order],
+    )
     padding = torch.arange(order.shape[0], device=device, dtype=torch.int64) >= count
-    rows, columns, edges, paths = (padded(part.masked_fill(padding, 0), most).to(home) for part in chosen)
+    rows, columns, edges, paths = (
+        padded(part.masked_fill(padding, 0), most).to(home) for part in chosen
+    )
     return Candidates(rows, columns, edges, paths, count.int().to(home))
 
 
@@ -152,13 +181,18 @@ def mix_rows(
     if logits.dtype is not torch.float16 and (run := native.mix_rows[logits.device]):
         return run(logits, more, left, places, probabilities, normalized)
     require("logits: floating [rows, V]", logits)
-    for name, count, expected in (("left", len(left), len(logits)), ("probabilities", len(probabilities), len(places))):
+    for name, count, expected in (
+        ("left", len(left), len(logits)),
+        ("probabilities", len(probabilities), len(places)),
+    ):
         if count != expected:
             raise InputError(f"{name}: got {count}, accepted {expected}")
     if more < 0:
         raise InputError(f"more: got {more}, accepted 0 or more")
     columns, device = logits.shape[1], logits.device
-    logs = torch.tensor([math.log(share) for share in left], device=device, dtype=torch.float32)[:, None]
+    logs = torch.tensor([math.log(share) for share in left], device=device, dtype=torch.float32)[
+        :, None
+    ]
     if normalized:
         levels, filler = torch.zeros_like(logs), torch.full_like(logs, -math.inf)
         kept = logits + logs.to(logits.dtype)
@@ -192,14 +226,20 @@ class Drafted(NamedTuple):
         """Return the same with its copies mixed in, as they follow the nodes of the frontier."""
         if self.copies is None:
             return self
-        arrays, nodes, live = (tree[0].cpu(), tree[1].cpu()), frontier.ids.cpu(), frontier.live.cpu()
+        arrays, nodes, live = (
+            (tree[0].cpu(), tree[1].cpu()),
+            frontier.ids.cpu(),
+            frontier.live.cpu(),
+        )
         arguments = self.logits, arrays, nodes, live, self.normalized
         plain = self.logits.is_cpu and self.logits.dtype is not torch.float16
         changes = self.copies.mix(*arguments) if plain else mix_copies(self.copies, *arguments)
         if changes is None:
             return self._replace(copies=None)
         logits, marks, fresh = changes  # the columns that gain are marked with 1, which is COPIED
-        return Drafted(logits, ids_with(self, fresh) if fresh else self.token_ids, self.normalized, marks)
+        return Drafted(
+            logits, ids_with(self, fresh) if fresh else self.token_ids, self.normalized, marks
+        )
 
 
 def ids_with(step: Drafted | Step, new: list[int]) -> Tensor:
@@ -212,7 +252,12 @@ def ids_with(step: Drafted | Step, new: list[int]) -> Tensor:
 
 
 def mix_copies(
-    copies: Any, logits: Tensor, tree: tuple[Tensor, Tensor], nodes: Tensor, live: Tensor, normalized: bool
+    copies: Any,
+    logits: Tensor,
+    tree: tuple[Tensor, Tensor],
+    nodes: Tensor,
+    live: Tensor,
+    normalized: bool,
 ) -> tuple[Tensor, Tensor, list[int]] | None:
     """Return the rows and marks of `mix_rows` for the copies' plan, and the tokens of the columns added, or None."""
     plan = copies.plan(tree, nodes, live, logits.shape[1])
@@ -265,7 +310,9 @@ class Step:
     hidden: Tensor | None = None
     marks: Tensor | None = None
     further: Tensor | None = None
-    unmixed: ClassVar[Drafted | None] = None  # what an op may read instead, where copies are not mixed in yet
+    unmixed: ClassVar[Drafted | None] = (
+        None  # what an op may read instead, where copies are not mixed in yet
+    )
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row.
@@ -288,7 +335,9 @@ class Step:
         """Select the `most` best continuations of all frontier nodes together; see `best_candidates`."""
         scores = tree.path_log_probs.index_select(0, frontier.ids)
         options = {"limit": limit, "log_gate": log_gate, "bound": bound}
-        return best_candidates(self.logits, scores, frontier.live, most, **options, normalized=self.normalized)
+        return best_candidates(
+            self.logits, scores, frontier.live, most, **options, normalized=self.normalized
+        )
 
     def children(self, frontier: Nodes, found: Candidates) -> Children:
         """Return candidates as nodes under the frontier."""
@@ -300,7 +349,9 @@ class Step:
 
     def row(self, index: Tensor) -> Step:
         """Return the step of one of the nodes alone; index: int64 [1]."""
-        hidden, marks = (None if part is None else row_of(part, index) for part in (self.hidden, self.marks))
+        hidden, marks = (
+            None if part is None else row_of(part, index) for part in (self.hidden, self.marks)
+        )
         return Step(row_of(self.logits, index), self.token_ids, self.normalized, hidden, marks)
 
     def entropy(self, top: int | None = None) -> Tensor:

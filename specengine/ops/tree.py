@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine.errors import InputError, PolicyError
-from specengine.ops._meanings import HAS_NAN, WORD_BITS, describe, doubled, order_keys, own_bits, padded, require
+from specengine.ops._meanings import (
+    HAS_NAN,
+    WORD_BITS,
+    describe,
+    doubled,
+    order_keys,
+    own_bits,
+    padded,
+    require,
+)
 from specengine.ops._registry import kernels, native, op
 
 WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
@@ -61,7 +70,9 @@ def _constant(value: float, dtype: torch.dtype) -> Tensor:
 def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host on a device, without waiting for a CUDA device."""
     pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(
+        device, non_blocking=pinned
+    )
 
 
 def where(flag: Flag, one: Number, other: Number) -> Number:
@@ -72,7 +83,11 @@ def where(flag: Flag, one: Number, other: Number) -> Number:
 def row_of(values: Tensor, index: Tensor) -> Tensor:
     """Return one row, [1, ...]; where reading its index, int64 [1], is free, as a view."""
     at = number(index)
-    return values.index_select(0, at.to(values.device)) if isinstance(at, Tensor) else values[at : at + 1]
+    return (
+        values.index_select(0, at.to(values.device))
+        if isinstance(at, Tensor)
+        else values[at : at + 1]
+    )
 
 
 def at_most(value: Number, limit: float) -> Number:
@@ -117,7 +132,9 @@ class Nodes(NamedTuple):
 
     def padding(self) -> Tensor:
         """Return which of the ids are padding, bool [width]."""
-        return torch.arange(self.ids.shape[0], device=self.ids.device, dtype=torch.int64) >= self.live
+        return (
+            torch.arange(self.ids.shape[0], device=self.ids.device, dtype=torch.int64) >= self.live
+        )
 
 
 class Walked(NamedTuple):
@@ -142,7 +159,13 @@ def insist(holds: Tensor, message: str) -> None:
 
 @op
 def append_nodes(
-    tree: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
+    tree: Arrays,
+    size: Tensor,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    count: Tensor,
+    overflow: Tensor,
 ) -> Tensor:
     """Append the first `count` entries to a tree's arrays, at `size`, which grows; return their ids, int64 [m].
 
@@ -163,7 +186,10 @@ def append_nodes(
     capacity = all_tokens.shape[0]
     start, fits = size.long(), size + count <= capacity
     overflow |= ~fits
-    node, appended = torch.arange(capacity, device=size.device, dtype=torch.int64), count.long() * fits
+    node, appended = (
+        torch.arange(capacity, device=size.device, dtype=torch.int64),
+        count.long() * fits,
+    )
     new = (node >= start) & (node < start + appended)
     entry = (node - start).clamp(0, parents.shape[0] - 1)
     above = parents[entry].clamp(0, capacity - 1)
@@ -185,7 +211,9 @@ def append_nodes(
 
 
 @op
-def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+def subtree(
+    parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return parents of the first `live` nodes, renumbered in their order, and their ancestor words.
 
     parents: int64 [capacity]; ancestors: int64 [capacity, words], of the whole tree; nodes: int64 [m], ascending, with
@@ -201,10 +229,18 @@ def subtree(parents: Tensor, ancestors: Tensor, nodes: Tensor, live: Tensor) -> 
     there, inside = place < live, nodes.clamp(0, capacity - 1)
     spare = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
     # padding writes to the spare entry, which also stands for the root's parent
-    renumbered = spare.index_copy(0, inside.masked_fill(~there, capacity), place.masked_fill(~there, -1))
+    renumbered = spare.index_copy(
+        0, inside.masked_fill(~there, capacity), place.masked_fill(~there, -1)
+    )
     new_parents = renumbered[parents[inside]].masked_fill(~there, -1)
     rises = (nodes[1:] > nodes[:-1]) & (new_parents[1:] >= 0) | ~there[1:]
-    insist((nodes[:1] == 0).all() & rises.all() & ((inside == nodes) | ~there).all() & (live > 0).all(), WRONG_SUBTREE)
+    insist(
+        (nodes[:1] == 0).all()
+        & rises.all()
+        & ((inside == nodes) | ~there).all()
+        & (live > 0).all(),
+        WRONG_SUBTREE,
+    )
     bits = (ancestors[inside][:, inside // WORD_BITS] >> (inside % WORD_BITS)) & 1
     bits = bits * (there[:, None] & there)
     words = -(-rows // WORD_BITS)
@@ -223,7 +259,9 @@ def extract(tree: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
         require("nodes: int64 [m]; live: int32 [1]", nodes, live)
         return run(tree, nodes, live)
     parents, ancestors = subtree(parents, ancestors, nodes, live)
-    tokens, depths, edges, paths = (part.index_select(0, nodes) for part in (tokens, depths, edges, paths))
+    tokens, depths, edges, paths = (
+        part.index_select(0, nodes) for part in (tokens, depths, edges, paths)
+    )
     return tokens, parents, depths, edges, paths, ancestors
 
 
@@ -240,7 +278,10 @@ def ancestor_words(parents: Tensor) -> Tensor:
     # Pointer doubling: after round r a row knows its 2**r nearest ancestors. Row n stands for "above the root".
     n, device = parents.shape[0], parents.device
     nodes = torch.arange(n, device=device, dtype=torch.int64)
-    insist((parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(), WRONG_PARENTS)
+    insist(
+        (parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(),
+        WRONG_PARENTS,
+    )
     words = torch.zeros(n + 1, -(-n // WORD_BITS), dtype=torch.int64, device=device)
     words[nodes, nodes // WORD_BITS] = torch.ones_like(nodes) << (nodes % WORD_BITS)
     jump = torch.cat([parents, parents.new_tensor([n])])
@@ -327,8 +368,13 @@ def append_children(
         flags = flags.masked_fill(~chosen.reshape(-1), -math.inf)
     selected = select_best(flags, live, most, limit)
     parents = frontier.ids.index_select(0, selected.ids // children)
-    tokens, log_probs = tokens.index_select(0, selected.ids), log_probs.index_select(0, selected.ids)
-    return Nodes(append_nodes(tree, size, parents, tokens, log_probs, selected.live, overflow), selected.live)
+    tokens, log_probs = (
+        tokens.index_select(0, selected.ids),
+        log_probs.index_select(0, selected.ids),
+    )
+    return Nodes(
+        append_nodes(tree, size, parents, tokens, log_probs, selected.live, overflow), selected.live
+    )
 
 
 @op
@@ -346,7 +392,10 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
         return run(tokens, parents, chosen, size)
     # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
     # so there is one path, and its nodes ascend.
-    n, node = tokens.shape[0], torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64)
+    n, node = (
+        tokens.shape[0],
+        torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int64),
+    )
     above = parents.clamp(min=0)
     agreed = ((tokens == chosen[above]) | (node == 0)) & (chosen >= 0) & (node < size)
     jump = above
@@ -370,7 +419,9 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
         return run(slab, path, count, prefix)
     require("path: int64 [n]; count: int32 [1]; prefix: int32 [1]", path, count, prefix)
     if slab.dim() != 5:
-        raise InputError(f"slab: got {describe(slab)}, accepted [layers, 2, KV heads, capacity, head size]")
+        raise InputError(
+            f"slab: got {describe(slab)}, accepted [layers, 2, KV heads, capacity, head size]"
+        )
     if run := kernels.compact_kv[slab.device]:
         return run(slab, path, count, prefix)
     if not path.shape[0]:
@@ -409,7 +460,13 @@ class PassRows(NamedTuple):
 
 @op
 def root_rows(
-    root: Tensor, held: Tensor, taken: Tensor, filled: Tensor, causal: Tensor, width: int, factors: Tensor | None
+    root: Tensor,
+    held: Tensor,
+    taken: Tensor,
+    filled: Tensor,
+    causal: Tensor,
+    width: int,
+    factors: Tensor | None,
 ) -> PassRows:
     """Return the rows of a first pass: the tokens that wait, with the root in place of the last one.
 
@@ -425,7 +482,16 @@ def root_rows(
     last = (taken.long() - 1).clamp(min=0)
     tokens = held[1 : width + 1].scatter(0, last, root[:1])
     first = None if factors is None else factors[:1, None]
-    return PassRows(tokens, filled + place, causal[:width], filled.long(), place, torch.zeros_like(last), last, first)
+    return PassRows(
+        tokens,
+        filled + place,
+        causal[:width],
+        filled.long(),
+        place,
+        torch.zeros_like(last),
+        last,
+        first,
+    )
 
 
 @op
@@ -448,7 +514,10 @@ def level_rows(
         return PassRows(*run(tree, size, frontier, filled, used, seen, factors))
     signature = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
     require(f"{signature}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
-    spare, place = seen.shape[0] - 1, torch.arange(frontier.ids.shape[0], device=size.device, dtype=torch.int64)
+    spare, place = (
+        seen.shape[0] - 1,
+        torch.arange(frontier.ids.shape[0], device=size.device, dtype=torch.int64),
+    )
     padding = place >= frontier.live  # reads of the root, and writes where nothing is read
     nodes, into = frontier.ids.masked_fill(padding, 0), frontier.ids.masked_fill(padding, spare)
     parents, depths = tree[1].index_select(0, nodes).clamp(min=0), tree[2].index_select(0, nodes)
@@ -459,7 +528,16 @@ def level_rows(
     used += frontier.live
     if factors is not None:
         factors = factors.index_select(0, depths.clamp(max=factors.shape[0] - 1))[:, None]
-    return PassRows(tree[0].index_select(0, nodes), depths + (filled - 1), words, slot, parents, into, None, factors)
+    return PassRows(
+        tree[0].index_select(0, nodes),
+        depths + (filled - 1),
+        words,
+        slot,
+        parents,
+        into,
+        None,
+        factors,
+    )
 
 
 class Free(NamedTuple):
@@ -491,14 +569,18 @@ class Beside(NamedTuple):
     def __call__(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         return self.below(tree.arrays, tree.size, nodes, most, least)
 
-    def below(self, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float) -> Free | None:
+    def below(
+        self, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float
+    ) -> Free | None:
         """Return them as Drafter.free does."""
         arrays = tree[0].cpu(), tree[1].cpu(), tree[4].cpu(), size.cpu()
         parts = self.copies.free(arrays, nodes.ids.cpu(), nodes.live.cpu(), most, least, self.table)
         return None if parts is None else Free(*parts)
 
 
-def graft(tree: Arrays, size: Tensor, parents: list[int], tokens: list[int], log_probs: list[float]) -> Nodes:
+def graft(
+    tree: Arrays, size: Tensor, parents: list[int], tokens: list[int], log_probs: list[float]
+) -> Nodes:
     """Append entries as TokenTree.graft does."""
     first, end, capacity = int(size), int(size) + len(tokens), tree[0].shape[0]
     if end > capacity:
@@ -582,7 +664,11 @@ class TokenTree:
         log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
         size, passes, overflow = numbers.clone().unbind()
         tokens[:1].fill_(token)
-        _fill(self, (tokens, parents, depths, log_probs, paths, ancestors.clone()), (size, passes, overflow))
+        _fill(
+            self,
+            (tokens, parents, depths, log_probs, paths, ancestors.clone()),
+            (size, passes, overflow),
+        )
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
@@ -600,10 +686,18 @@ class TokenTree:
 
     @classmethod
     def of(
-        cls, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, path_log_probs: Tensor, passes: int = 0
+        cls,
+        tokens: Tensor,
+        parents: Tensor,
+        depths: Tensor,
+        log_probs: Tensor,
+        path_log_probs: Tensor,
+        passes: int = 0,
     ) -> TokenTree:
         """Return a tree of these nodes, which has no room for more; the arrays are as above, and kept."""
-        numbers = torch.tensor([[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device)
+        numbers = torch.tensor(
+            [[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device
+        )
         arrays = tokens, parents, depths, log_probs, path_log_probs, ancestor_words(parents)
         return _fill(cls.__new__(cls), arrays, (numbers[0], numbers[1], numbers[2]))
 
@@ -623,7 +717,9 @@ class TokenTree:
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Nodes(ids, torch.ones(1, dtype=torch.int32, device=self.device))
 
-    def add(self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None) -> Nodes:
+    def add(
+        self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None
+    ) -> Nodes:
         """Append the first `count` entries, or all, under existing nodes; siblings must carry distinct tokens.
 
         parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]. Returns the new nodes.
@@ -649,7 +745,14 @@ class TokenTree:
         """
         return self.appended(
             append_children(
-                self.arrays, self.counters, frontier, tokens, log_probs, chosen=chosen, most=most, limit=limit
+                self.arrays,
+                self.counters,
+                frontier,
+                tokens,
+                log_probs,
+                chosen=chosen,
+                most=most,
+                limit=limit,
             )
         )
 
@@ -677,7 +780,11 @@ class TokenTree:
     def best(self, nodes: Nodes, most: int) -> Nodes:
         """Select the `most` nodes of these with the largest path log-probabilities, in the order of `nodes`."""
         selected = select_best(self.path_log_probs.index_select(0, nodes.ids), nodes.live, most)
-        return Nodes(nodes.ids.index_select(0, selected.ids), selected.live) if nodes.ids.shape[0] else selected
+        return (
+            Nodes(nodes.ids.index_select(0, selected.ids), selected.live)
+            if nodes.ids.shape[0]
+            else selected
+        )
 
     def best_of_all(self, most: int, limit: Tensor | None = None) -> Nodes:
         """Select the nodes of the largest path log-probabilities, ascending; they are closed under parent."""
@@ -697,14 +804,25 @@ class TokenTree:
         if size == self.capacity:
             return self
         tokens, parents, depths, edges, paths, ancestors = self.arrays
-        arrays = tokens[:size], parents[:size], depths[:size], edges[:size], paths[:size], ancestors[:size]
+        arrays = (
+            tokens[:size],
+            parents[:size],
+            depths[:size],
+            edges[:size],
+            paths[:size],
+            ancestors[:size],
+        )
         return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
     def to(self, device: torch.device | str) -> TokenTree:
         """Return a copy of the tree on a device. Synchronises once with a device that the tree was made on."""
         if self.memory is not None:
-            return _divide(TokenTree.__new__(TokenTree), self.memory.to(device, copy=True), self.capacity)
-        tokens, parents, depths, edges, paths, ancestors = (part.to(device, copy=True) for part in self.arrays)
+            return _divide(
+                TokenTree.__new__(TokenTree), self.memory.to(device, copy=True), self.capacity
+            )
+        tokens, parents, depths, edges, paths, ancestors = (
+            part.to(device, copy=True) for part in self.arrays
+        )
         size, passes, overflow = (part.to(device, copy=True) for part in self.counters)
         arrays = tokens, parents, depths, edges, paths, ancestors
         return _fill(TokenTree.__new__(TokenTree), arrays, (size, passes, overflow))
@@ -718,7 +836,9 @@ class TokenTree:
         if self.memory is not None and not is_free(self.size) and is_free(tree.size):
             pinned = self.memory.device.type == "cuda"
             if self.staged is None:
-                memory = torch.zeros(self.memory.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+                memory = torch.zeros(
+                    self.memory.shape, dtype=torch.int64, device="cpu", pin_memory=pinned
+                )
                 self.staged = _divide(TokenTree.__new__(TokenTree), memory, self.capacity)
             self.staged.copy_(tree)
             assert self.staged.memory is not None
@@ -743,7 +863,9 @@ class TokenTree:
 
 def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
     tree.arrays, tree.counters = arrays, counters
-    tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors = arrays
+    tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors = (
+        arrays
+    )
     tree.size, tree.passes, tree.overflow = counters
     tree.capacity, tree.device, tree.free = tree.tokens.shape[0], tree.tokens.device, None
     tree.memory = tree.staged = None
@@ -756,7 +878,13 @@ def _divide(tree: TokenTree, memory: Tensor, capacity: int) -> TokenTree:
     sizes = [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
     tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(sizes)
     reals = (part.view(torch.float32)[:capacity] for part in (edges, paths))
-    arrays = tokens[:capacity], parents[:capacity], depths[:capacity], *reals, ancestors.view(room, words)[:capacity]
+    arrays = (
+        tokens[:capacity],
+        parents[:capacity],
+        depths[:capacity],
+        *reals,
+        ancestors.view(room, words)[:capacity],
+    )
     size, passes, overflow = (part.view(torch.int32)[:1] for part in counters)
     _fill(tree, arrays, (size, passes, overflow))
     tree.memory = memory
@@ -787,7 +915,13 @@ def _blank(capacity: int, device: torch.device | str) -> tuple[Tensor, Tensor, T
 def _blank_alone() -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Counters]:
     """Return what trees of a root alone on the host have in common: arrays but the tokens, and counters."""
     tree = TokenTree(1, torch.device(FREE))
-    return (tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.ancestors), tree.counters
+    return (
+        tree.parents,
+        tree.depths,
+        tree.log_probs,
+        tree.path_log_probs,
+        tree.ancestors,
+    ), tree.counters
 
 
 CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose

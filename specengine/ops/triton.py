@@ -14,7 +14,14 @@ from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
-from specengine_kernels import candidate_selection, coupling, entropy, frontier, kv_compaction, verification
+from specengine_kernels import (
+    candidate_selection,
+    coupling,
+    entropy,
+    frontier,
+    kv_compaction,
+    verification,
+)
 from specengine_kernels import rms_norm as norm_kernel
 from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import silu_mul as silu_kernel
@@ -26,7 +33,13 @@ from torch.nn.functional import pad
 
 from specengine.ops import _trial, attention, choose, networks, select, tree
 from specengine.ops._meanings import FLOATS, WORD_BITS
-from specengine.ops._registry import by_meaning, is_tried, meaning, refuse_in_captures, warn_of_fault
+from specengine.ops._registry import (
+    by_meaning,
+    is_tried,
+    meaning,
+    refuse_in_captures,
+    warn_of_fault,
+)
 from specengine.ops.attention import Paths, Rotation
 from specengine.ops.choose import MASK64
 from specengine.ops.select import LARGEST, Candidates
@@ -49,15 +62,25 @@ class Words(NamedTuple):
 
 
 def append_nodes(
-    arrays: Arrays, size: Tensor, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor, overflow: Tensor
+    arrays: Arrays,
+    size: Tensor,
+    parents: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    count: Tensor,
+    overflow: Tensor,
 ) -> Tensor:
     m = parents.shape[0]
     if not 0 < m <= frontier.MOST_APPENDED:
-        return by_meaning(tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow)
+        return by_meaning(
+            tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow
+        )
     parents = parents.contiguous()
     ids = torch.empty_like(parents)
     nodes = frontier.Tree(*arrays, size)
-    frontier.append_nodes(nodes, parents, tokens.contiguous(), log_probs.contiguous(), count, ids, overflow)
+    frontier.append_nodes(
+        nodes, parents, tokens.contiguous(), log_probs.contiguous(), count, ids, overflow
+    )
     return ids
 
 
@@ -72,34 +95,51 @@ def best_candidates(
     normalized: bool,
 ) -> Candidates:
     away, device = scores.device != logits.device, logits.device
-    if away or most > MAX_CANDIDATES or not len(logits) or not candidate_selection.fits(*logits.shape):
+    if (
+        away
+        or most > MAX_CANDIDATES
+        or not len(logits)
+        or not candidate_selection.fits(*logits.shape)
+    ):
         with meaning():
             numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
-            return select.best_candidates(logits, scores, live, most, **numbers, normalized=normalized)
+            return select.best_candidates(
+                logits, scores, live, most, **numbers, normalized=normalized
+            )
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    scores = scores.masked_fill(torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf)
+    scores = scores.masked_fill(
+        torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf
+    )
     bounds: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
     bounds = {name: number for name, number in bounds.items() if number is not None}
     budget = None if limit is None else limit.clamp(0, most)
     selected = candidate_selection.select_candidates(
         logits, scores, most, budget=budget, normalized=normalized, **bounds
     )
-    return Candidates(selected.rows, selected.tokens, selected.log_probs, selected.scores, selected.count)
+    return Candidates(
+        selected.rows, selected.tokens, selected.log_probs, selected.scores, selected.count
+    )
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     if k > MAX_CHILDREN or not 0 < logits.shape[0] <= MAX_ROWS:
         return by_meaning(select.top_children, logits, k, normalized)
-    return children_kernel.top_children(logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized)
+    return children_kernel.top_children(
+        logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized
+    )
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
     if not 0 < logits.shape[0] <= MAX_ROWS:
         return by_meaning(select.top_entropy, logits, top, normalized)
-    return entropy.top_entropy(logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized)
+    return entropy.top_entropy(
+        logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized
+    )
 
 
-def choose_tokens(logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None) -> Tensor:
+def choose_tokens(
+    logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None
+) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if not len(logits):
         return by_meaning(choose.choose_tokens, logits)
@@ -115,7 +155,9 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
 
 
-def couple(logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor) -> Tensor:
+def couple(
+    logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor
+) -> Tensor:
     dense = (token_ids is None or token_ids.stride(0) == 1) and logits.shape[0] > 0
     if not dense:
         return by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
@@ -131,8 +173,14 @@ def _signed(value: int) -> int:
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
     if tokens.shape[0] > verification.MOST_NODES:
         return by_meaning(tree.walk, tokens, parents, chosen, size)
-    path, count, bonus = torch.zeros_like(tokens), torch.empty_like(size), torch.empty_like(tokens[:1])
-    verification.walk(tokens.contiguous(), parents.contiguous(), chosen.contiguous(), size, path, count, bonus)
+    path, count, bonus = (
+        torch.zeros_like(tokens),
+        torch.empty_like(size),
+        torch.empty_like(tokens[:1]),
+    )
+    verification.walk(
+        tokens.contiguous(), parents.contiguous(), chosen.contiguous(), size, path, count, bonus
+    )
     return Walked(path, count, bonus)
 
 
@@ -148,50 +196,102 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
     behind = slots - prefix
     bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
     shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
-    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(-1)  # bits are distinct, so the sum is their union
+    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(
+        -1
+    )  # bits are distinct, so the sum is their union
     return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Words | Tensor | None, scale: float) -> Tensor:
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Words | Tensor | None, scale: float
+) -> Tensor:
     if isinstance(mask, Tensor) or not _takes("cached_attention", query, key, value, scale):
-        dense = mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
+        dense = (
+            mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
+        )
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     visible = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
     return _cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    words: Tensor,
+    prefix: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    scale: float,
 ) -> Tensor:
     if not _takes("cached_attention", query, key, value, scale):
-        return by_meaning(attention.cached_attention, query, key, value, words, prefix, live, seen, scale)
+        return by_meaning(
+            attention.cached_attention, query, key, value, words, prefix, live, seen, scale
+        )
     return _cached_attention(query, key, value, words, prefix, live, seen, scale)
 
 
 def _cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, words: Tensor, prefix: Tensor, live: Tensor, seen: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    words: Tensor,
+    prefix: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    scale: float,
 ) -> Tensor:
     rows = query.transpose(0, 1)[None]
     out = attention_kernel.tree_attention(
-        rows, key[None], value[None], words[None], prefix, live, seen, scale=scale, upcast=INTERPRETED
+        rows,
+        key[None],
+        value[None],
+        words[None],
+        prefix,
+        live,
+        seen,
+        scale=scale,
+        upcast=INTERPRETED,
     )
     return out[0].transpose(0, 1)
 
 
 def strict_cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paths: Paths,
+    prefix: Tensor,
+    live: Tensor,
+    scale: float,
 ) -> Tensor:
     if not _takes("strict_cached_attention", query, key, value, scale):
-        return by_meaning(attention.strict_cached_attention, query, key, value, paths, prefix, live, scale)
+        return by_meaning(
+            attention.strict_cached_attention, query, key, value, paths, prefix, live, scale
+        )
     return _strict_cached_attention(query, key, value, paths, prefix, live, scale)
 
 
 def _strict_cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, paths: Paths, prefix: Tensor, live: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paths: Paths,
+    prefix: Tensor,
+    live: Tensor,
+    scale: float,
 ) -> Tensor:
     rows, nodes = query.transpose(0, 1)[None], paths.nodes.contiguous()[None]
     out = strict_kernel.strict_attention(
-        rows, key[None], value[None], nodes, paths.counts[None], prefix, live, scale=scale, upcast=INTERPRETED
+        rows,
+        key[None],
+        value[None],
+        nodes,
+        paths.counts[None],
+        prefix,
+        live,
+        scale=scale,
+        upcast=INTERPRETED,
     )
     return out[0].transpose(0, 1)
 
@@ -213,7 +313,10 @@ def _serves(name: str, heads: _trial.Heads, device: torch.device) -> bool:
     The trial of the op itself knows no model: another head size is another program, and may not fit into the card.
     """
     refuse_in_captures(name, "triton")
-    names, run = (name,), {name: _cached_attention if name == "cached_attention" else _strict_cached_attention}
+    names, run = (
+        (name,),
+        {name: _cached_attention if name == "cached_attention" else _strict_cached_attention},
+    )
     inputs = _trial.OF_HEADS[name](heads, device)
     if torch.cuda.is_initialized():
         _trial.side_by_side([(names, run, arguments) for arguments in inputs], device)
@@ -236,16 +339,33 @@ def rope_store(
     weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
     dense = query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1
     if not dense or any(weight.stride(0) != 1 for weight in weights):
-        return by_meaning(attention.rope_store, query, key, value, positions, turn, slab, slot, live)
+        return by_meaning(
+            attention.rope_store, query, key, value, positions, turn, slab, slot, live
+        )
     rows = (states.transpose(0, 1) for states in (query, key, value))
     cosines, sines, *norms, eps, stepwise = turn
     return rope_kernel.rope_store(
-        *rows, positions, cosines, sines, slab[0], slab[1], slot, live, *norms, eps, stepwise=stepwise
+        *rows,
+        positions,
+        cosines,
+        sines,
+        slab[0],
+        slab[1],
+        slot,
+        live,
+        *norms,
+        eps,
+        stepwise=stepwise,
     ).transpose(0, 1)
 
 
-def add_rms_norm(states: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    dense = all(tensor.stride(-1) == 1 for tensor in (states, weight, states if residual is None else residual))
+def add_rms_norm(
+    states: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    dense = all(
+        tensor.stride(-1) == 1
+        for tensor in (states, weight, states if residual is None else residual)
+    )
     if not dense or not len(states) or states.shape[1] > norm_kernel.LARGEST_ROW:
         return by_meaning(networks.add_rms_norm, states, residual, weight, eps)
     return norm_kernel.add_rms_norm(states, residual, weight, eps)
@@ -257,7 +377,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return silu_kernel.silu_mul(gate, up)
 
 
-def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def gather_rows(
+    states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
     dense = states.stride(1) == table.stride(1) == sources.stride(0) == tokens.stride(0) == 1
     if not dense or states.shape[1] != table.shape[1] or not len(sources):
         return by_meaning(choose.gather_rows, states, sources, table, tokens)
@@ -270,17 +392,27 @@ def gather_rows(states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor) 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
 def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
     none = torch.zeros(1, rows, 1, dtype=torch.int64, device=device)
-    return Words(none, _lengths(slots, rows, 0, device), torch.ones(rows, slots, dtype=torch.bool, device=device))
+    return Words(
+        none,
+        _lengths(slots, rows, 0, device),
+        torch.ones(rows, slots, dtype=torch.bool, device=device),
+    )
 
 
-def _lengths(prefix: int, rows: int, behind: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _lengths(
+    prefix: int, rows: int, behind: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     sent = torch.tensor([[prefix], [rows], [behind]], dtype=torch.int32, device=device)
     return sent[0], sent[1], sent[2]
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Return the functions above, each named as its op."""
-    functions = {name: value for name, value in globals().items() if getattr(value, "__module__", None) == __name__}
+    functions = {
+        name: value
+        for name, value in globals().items()
+        if getattr(value, "__module__", None) == __name__
+    }
     return {
         name: _on_its_device(function)
         for name, function in functions.items()

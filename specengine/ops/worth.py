@@ -13,7 +13,18 @@ from specengine.errors import InputError
 from specengine.ops._meanings import describe, doubled, padded, precision, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Drafted, top_children
-from specengine.ops.tree import Arrays, Beside, Counters, Free, Nodes, Number, append_nodes, graft, held, select_best
+from specengine.ops.tree import (
+    Arrays,
+    Beside,
+    Counters,
+    Free,
+    Nodes,
+    Number,
+    append_nodes,
+    graft,
+    held,
+    select_best,
+)
 
 
 class Prices(NamedTuple):
@@ -90,7 +101,10 @@ RELATIONS = 6  # of nodes at depth 1, 2 and deeper: the first of its siblings, t
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
 MIN_CHANCE, MAX_CHANCE = 1e-4, 0.999  # chances
-WINDOW, PASSES = 150.0, 60.0  # tries that a knot remembers, nodes drafted from that a level of a profile does
+WINDOW, PASSES = (
+    150.0,
+    60.0,
+)  # tries that a knot remembers, nodes drafted from that a level of a profile does
 
 
 @op
@@ -102,7 +116,9 @@ def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
     """
     if run := native.chances[stated.device]:
         return run(stated, cells, table)
-    require("stated: float32 [n]; cells: int64 [n]; table: float32 [cells, knots]", stated, cells, table)
+    require(
+        "stated: float32 [n]; cells: int64 [n]; table: float32 [cells, knots]", stated, cells, table
+    )
     if table.shape[1] < 2:
         raise InputError(f"table: got {describe(table)}, accepted 2 knots or more")
     knots, flat = table.shape[1], table.reshape(-1)
@@ -127,7 +143,11 @@ def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tens
 
 def cell_of(group: int, source: int, depth: int, place: int) -> int:
     """Return the cell of one node."""
-    return int(_cell(group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1)))
+    return int(
+        _cell(
+            group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1)
+        )
+    )
 
 
 def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:
@@ -141,7 +161,11 @@ def relation_of(depth: int, later: bool) -> int:
 
 def level_of(chances: Tensor, levels: int) -> Tensor:
     """Return the levels, int64, of nodes in a profile of that many, by the chances of their edges, 0 to 1."""
-    return (chances * (levels - 1)).long().clamp(max=levels - 2) + 1 if levels > 1 else chances.long() * 0
+    return (
+        (chances * (levels - 1)).long().clamp(max=levels - 2) + 1
+        if levels > 1
+        else chances.long() * 0
+    )
 
 
 class Limits(NamedTuple):
@@ -190,7 +214,9 @@ def grow_likely(
     tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
     _append_likely(tree, counters, frontier, (tokens, stated, sources), counts, notes, limits)
     waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    selected = next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds)
+    selected = next_pass(
+        tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds
+    )
     return Nodes(selected.ids, selected.live * (passes < limits.max_passes))
 
 
@@ -219,7 +245,9 @@ def _append_likely(
     paths = torch.where(paths >= limits.least, paths, -math.inf)
     selected = select_best(paths, frontier.live * places, limits.budget)
     parents = under.index_select(0, selected.ids // places)
-    drawn, carried = (values.index_select(0, selected.ids) for values in (tokens.reshape(-1), edges))
+    drawn, carried = (
+        values.index_select(0, selected.ids) for values in (tokens.reshape(-1), edges)
+    )
     ids = append_nodes(tree, size, parents, drawn, carried, selected.live, overflow)
     appended = Nodes(ids, selected.live * (overflow == 0))
     at = _spared(appended, notes)
@@ -234,13 +262,20 @@ def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throu
     profile = f"float32 [{LEVELS}, {PLACES}]"
     signature = f"{signature}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
     require(signature, *counts)
-    require("stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]", *notes)
+    require(
+        "stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]",
+        *notes,
+    )
     if len(notes.stated) <= len(tree[0]):
-        raise InputError(f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more")
+        raise InputError(
+            f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more"
+        )
     require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
     require("experts: float32 [numbers]", throughput.experts)
     if len(throughput.experts) not in (0, 2 + RELATIONS):
-        raise InputError(f"experts: got {describe(throughput.experts)}, accepted {2 + RELATIONS} numbers or none")
+        raise InputError(
+            f"experts: got {describe(throughput.experts)}, accepted {2 + RELATIONS} numbers or none"
+        )
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -250,7 +285,13 @@ def _spared(nodes: Nodes, notes: Notes) -> Tensor:
 
 @op
 def count_outcomes(
-    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes, throughput: Throughput
+    tree: Arrays,
+    size: Tensor,
+    path: Nodes,
+    chosen: Tensor,
+    counts: Counts,
+    notes: Notes,
+    throughput: Throughput,
 ) -> None:
     """Take the outcome of a tree into counts and throughput: the target, at the nodes of `path`, chose these tokens.
 
@@ -270,15 +311,17 @@ def count_outcomes(
     return None
 
 
-def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes) -> None:
+def _count(
+    tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes
+) -> None:
     (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
     there = torch.arange(nodes, device=size.device, dtype=torch.int64)
     there = (there > 0) & (there < size)
     above = parents.masked_fill(~there, 0)
     chosen_tokens = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
-    chosen_tokens = chosen_tokens.index_copy(0, path.ids.masked_fill(path.padding(), nodes), chosen)[
-        :nodes
-    ].index_select(0, above)
+    chosen_tokens = chosen_tokens.index_copy(
+        0, path.ids.masked_fill(path.padding(), nodes), chosen
+    )[:nodes].index_select(0, above)
     tried = there & (chosen_tokens >= 0)
     at = knot_of(notes.stated[:nodes].masked_fill(~tried, -1.0), KNOTS)
     low = at.long().clamp(max=KNOTS - 2)
@@ -291,7 +334,9 @@ def _count(tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Coun
     counts.tries.mul_(decay)
     counts.hits.mul_(decay)
     torch.div(counts.hits, counts.tries, out=counts.table).clamp_(MIN_CHANCE, MAX_CHANCE)
-    drafted = notes.drafted[:nodes] & (there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0))
+    drafted = notes.drafted[:nodes] & (
+        there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0)
+    )
     shown = there & drafted.index_select(0, above)
     levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
     levels = levels.masked_fill(~drafted, 0).index_fill(0, levels.new_zeros(1), 0)
@@ -314,9 +359,15 @@ def update_throughput(throughput: Throughput, committed: Tensor) -> None:
     if run := native.update_throughput[throughput.recent.device]:
         return run(throughput, committed)
     require("committed: int32 [1]; verified: int32 [1]", committed, throughput.verified)
-    took = throughput.verify.index_select(0, throughput.verified) + throughput.drafting + throughput.overhead
+    took = (
+        throughput.verify.index_select(0, throughput.verified)
+        + throughput.drafting
+        + throughput.overhead
+    )
     entry = torch.cat([committed.float(), took])
-    throughput.recent.copy_(torch.where(committed > 0, throughput.recent * MEMORY + entry, throughput.recent))
+    throughput.recent.copy_(
+        torch.where(committed > 0, throughput.recent * MEMORY + entry, throughput.recent)
+    )
     rate = torch.maximum(throughput.recent[:1] / throughput.recent[1:], 1 / throughput.verify[1:2])
     torch.mul(throughput.verify, rate, out=throughput.prices.verify)
     torch.mul(throughput.draft, rate, out=throughput.prices.draft)
@@ -334,7 +385,9 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
         return Nodes(*run(paths, size, price, most))
     require("paths: float32 [m]; size: int32 [1]; price: float32 [n]", paths, size, price)
     if most < 1 or len(price) < 2:
-        raise InputError(f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more")
+        raise InputError(
+            f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more"
+        )
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = doubled(torch.where(there, paths, -math.inf).topk(considered).values)
@@ -366,11 +419,21 @@ def next_pass(
     if run := native.next_pass[paths.device]:
         return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
     signature = (
-        "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; profile: float32 [levels, places]"
+        "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; "
+        "profile: float32 [levels, places]"
     )
     require(signature, paths, edges, waiting, size, profile)
     require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
-    short = min(len(paths), profile.numel(), len(prices.verify) - 1, len(prices.draft) - 1, len(prices.widths)) < 1
+    short = (
+        min(
+            len(paths),
+            profile.numel(),
+            len(prices.verify) - 1,
+            len(prices.draft) - 1,
+            len(prices.widths),
+        )
+        < 1
+    )
     if short or rounds < 1:
         raise InputError(
             f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted 1 node, "
@@ -381,16 +444,18 @@ def next_pass(
     chances_known = torch.where(place < size, doubled(paths).exp(), 0.0)
     played = _Played(
         chances_known.expand(len(widths), -1),
-        torch.where(place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0).expand(
-            len(widths), -1
-        ),
+        torch.where(
+            place > 0, level_of(edges.masked_fill(place >= size, 0.0).exp(), len(profile)), 0
+        ).expand(len(widths), -1),
         (waiting & (place < size)).expand(len(widths), -1),
         torch.zeros_like(widths, dtype=precision(paths.device)),
     )
     ends, drawings = [], []
     for _ in range(rounds):
         chances = torch.where(played.waiting, played.chances, -1.0)
-        order = chances.sort(dim=1, descending=True, stable=True).indices[:, :most]  # the first of equals first
+        order = chances.sort(dim=1, descending=True, stable=True).indices[
+            :, :most
+        ]  # the first of equals first
         place = torch.arange(order.shape[1], device=paths.device, dtype=torch.int64)
         drawn = played.waiting.gather(1, order) & (place < widths)
         drawings.append((order, drawn))
@@ -401,12 +466,19 @@ def next_pass(
     pays = best.max() > _value(chances_known[None], prices.verify) + WORTH
     order, drawn = (part.index_select(0, taken)[0] for part in drawings[0])
     selected = drawn & pays
-    ids, live = torch.where(selected, order, paths.shape[0]).sort().values, selected.sum(0, keepdim=True).int()
+    ids, live = (
+        torch.where(selected, order, paths.shape[0]).sort().values,
+        selected.sum(0, keepdim=True).int(),
+    )
     ids = padded(ids, most)
-    return Nodes(ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live)
+    return Nodes(
+        ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live
+    )
 
 
-Source = Beside | Callable[[Nodes, int, float], Free | None] | None  # of continuations that need no draft pass
+Source = (
+    Beside | Callable[[Nodes, int, float], Free | None] | None
+)  # of continuations that need no draft pass
 
 
 @op
@@ -435,7 +507,10 @@ def start_search(
         part.zero_()
     notes.waiting[:1].fill_(True)
     waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    pays = (next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, rounds).live > 0).int()
+    pays = (
+        next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, rounds).live
+        > 0
+    ).int()
     if free is not None and pays:
         root = Nodes.of(torch.zeros(1, dtype=torch.int64, device=size.device))
         free_nodes = _free_below(free, tree, size, root, *asked)
@@ -444,14 +519,18 @@ def start_search(
     return pays
 
 
-def _free_below(free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float) -> Free | None:
+def _free_below(
+    free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float
+) -> Free | None:
     if isinstance(free, Beside):
         return free.below(tree, size, nodes, most, least)
     free_nodes = None if free is None else free(nodes, most, least)
     return None if free_nodes is None else Free(*free_nodes)
 
 
-def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, throughput: Throughput) -> bool:
+def _is_covered(
+    free: Free, tree: Arrays, size: Tensor, counts: Counts, throughput: Throughput
+) -> bool:
     edges = chances(*_read(free, tree, size, counts), counts.table).exp().tolist()
     paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
     for parent, edge in zip(free.parents, edges, strict=True):
@@ -461,7 +540,9 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, counts: Counts, throughp
         depths.append(depths[parent] + 1)
     share, price, gain = float(counts.profile[0].sum()), float(throughput.prices.draft[1]), 0.0
     for level in range(max(depths) + 1):
-        chances_there = (chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+        chances_there = (
+            chance for chance, depth in zip(missed, depths, strict=True) if depth == level
+        )
         gain += share * sum(chances_there) - price
         if gain > 0:
             return False
@@ -511,7 +592,9 @@ def keep_likely(
         if len(waiting) > leaves:
             best = select_best(tree[4].index_select(0, waiting), Nodes.of(waiting).live, leaves)
             waiting = waiting.index_select(0, best.ids[: int(best.live)])
-        free_nodes = _free_below(free, tree, size, Nodes.of(waiting), min(more, tree[0].shape[0] - int(size)), least)
+        free_nodes = _free_below(
+            free, tree, size, Nodes.of(waiting), min(more, tree[0].shape[0] - int(size)), least
+        )
         if free_nodes is not None:
             stated, cells = _read(free_nodes, tree, size, counts)
             edges = chances(stated, cells, counts.table).tolist()

@@ -81,7 +81,9 @@ class TreePolicy:
         """Return how to run the next cycle. By default it drafts."""
         return DRAFT
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
+    def begin(
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+    ) -> None:
         """Prepare for a generation.
 
         tokens: length of the prompt; sampled: whether the target draws its tokens, at a temperature above 0; costs:
@@ -116,7 +118,9 @@ class TreePolicy:
         return ()
 
 
-MOST_NODES = 1 << 14  # of a tree, as it is grown: its table of ancestors takes the square of that in bits
+MOST_NODES = (
+    1 << 14
+)  # of a tree, as it is grown: its table of ancestors takes the square of that in bits
 
 
 def names() -> list[str]:
@@ -132,7 +136,11 @@ def plugins() -> list[str]:
 def presets() -> dict[str, dict[str, Any]]:
     """Return the options of all presets by `policy/preset`."""
     classes = {name: find(name) for name in registry.names(sys.modules[__name__])}
-    return {f"{name}/{key}": dict(options) for name, cls in classes.items() for key, options in cls.presets.items()}
+    return {
+        f"{name}/{key}": dict(options)
+        for name, cls in classes.items()
+        for key, options in cls.presets.items()
+    }
 
 
 def find(name: str) -> type[TreePolicy]:
@@ -145,7 +153,9 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
     if isinstance(policy, str):
         return make(policy, **options)
     if not isinstance(policy, TreePolicy):
-        raise InputError(f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy")
+        raise InputError(
+            f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy"
+        )
     if options:
         raise InputError("policy_options: they need a policy given by name")
     return policy
@@ -165,7 +175,9 @@ def make(name: str, /, **options: Any) -> TreePolicy:
         )
     made = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
     if made.capacity > MOST_NODES:
-        raise InputError(f"policy {name}: its trees could have {made.capacity} nodes, accepted up to {MOST_NODES}")
+        raise InputError(
+            f"policy {name}: its trees could have {made.capacity} nodes, accepted up to {MOST_NODES}"
+        )
     return made
 
 
@@ -222,7 +234,9 @@ def require_sizes(policy: TreePolicy) -> None:
         try:
             value = getattr(policy, name)
         except NotImplementedError:
-            raise PolicyError(f"{name_of(policy)}.{name}: it states none; accepted {_SIZES}") from None
+            raise PolicyError(
+                f"{name_of(policy)}.{name}: it states none; accepted {_SIZES}"
+            ) from None
         if not _is_size(value):
             raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
 
@@ -240,7 +254,9 @@ def _is_size(value: Any) -> bool:
 def no_nodes(policy: TreePolicy, method: str, found: Any) -> PolicyError:
     """Return the error of a method that must return Nodes and returned something else."""
     ends = "" if method == "keep" else ", of which an empty one ends the tree"
-    return PolicyError(f"{name_of(policy)}: {method} returned {kind_of(found)}, accepted Nodes{ends}")
+    return PolicyError(
+        f"{name_of(policy)}: {method} returned {kind_of(found)}, accepted Nodes{ends}"
+    )
 
 
 def endless(policy: TreePolicy) -> PolicyError:
@@ -270,7 +286,9 @@ def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: 
     tokens: those of its nodes.
     """
     if len(tokens) > budget:
-        return PolicyError(f"{name_of(policy)}.budget: it states {budget} nodes, and keep returned {len(tokens)}")
+        return PolicyError(
+            f"{name_of(policy)}.budget: it states {budget} nodes, and keep returned {len(tokens)}"
+        )
     node = next(node for node, token in enumerate(tokens) if not 0 <= token < vocab_size)
     return PolicyError(
         f"{name_of(policy)}: node {node} of its tree carries token {tokens[node]}, accepted 0 to {vocab_size - 1}"
@@ -300,4 +318,6 @@ def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
 def named(policy: TreePolicy, error: Exception) -> PolicyError:
     """Return the error of a tree, a full one or one with twins, as that of the policy that grew it."""
     text = str(error)
-    return PolicyError(f"{name_of(policy)}.{text}" if text.startswith(CAPACITY) else f"{name_of(policy)}: {text}")
+    return PolicyError(
+        f"{name_of(policy)}.{text}" if text.startswith(CAPACITY) else f"{name_of(policy)}: {text}"
+    )

@@ -23,12 +23,19 @@ from specengine.files import atomic
 from specengine.policies import PerDevice
 
 FORMAT = 1
-METADATA = "specengine"  # of a safetensors file: one entry, as their order would change from file to file
-FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"  # what ships, and for which target
+METADATA = (
+    "specengine"  # of a safetensors file: one entry, as their order would change from file to file
+)
+FOLDER = (
+    Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"
+)  # what ships, and for which target
 TOP_PROBS = 10
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the process has as its defaults
+_PLAIN: dict[str, Any] = {
+    "dtype": torch.float32,
+    "device": "cpu",
+}  # whatever the process has as its defaults
 N = TypeVar("N", bound=nn.Module)
 
 
@@ -65,7 +72,9 @@ class AcceptanceHead(nn.Module):
     def __init__(self, hidden_size: int, width: int = 1024, blocks: int = 1) -> None:
         super().__init__()
         self.width = width
-        self.blocks = nn.ModuleList(nn.Linear(hidden_size if i == 0 else width, width, **_PLAIN) for i in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Linear(hidden_size if i == 0 else width, width, **_PLAIN) for i in range(blocks)
+        )
         self.output = nn.Linear(width, 1, **_PLAIN)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -79,7 +88,9 @@ class AcceptanceHead(nn.Module):
         return self.logits(states).sigmoid()
 
 
-def c2t_features(path_log_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int) -> Tensor:
+def c2t_features(
+    path_log_probs: Tensor, entropies: Tensor, depths: Tensor, depth_base: int
+) -> Tensor:
     """Return float32 [..., 3]: path probability, entropy of the parent's distribution in nats, depth.
 
     path_log_probs: float32 [...]; entropies, float32, and depths broadcast to it; depths: of the nodes, 1 for the
@@ -111,7 +122,8 @@ class ClassifierKind(NamedTuple):
 KINDS = {
     "c2t": ClassifierKind(("path probability", "entropy", "depth"), lambda facts: Mlp(3, 48)),
     "disco": ClassifierKind(
-        (*(f"probability {rank}" for rank in range(1, TOP_PROBS + 1)), "entropy", "depth"), lambda facts: Mlp(12, 128)
+        (*(f"probability {rank}" for rank in range(1, TOP_PROBS + 1)), "entropy", "depth"),
+        lambda facts: Mlp(12, 128),
     ),
     "specdecpp": ClassifierKind(
         ("hidden state",),
@@ -132,19 +144,38 @@ class Classifier:
         self.net = net
         self.facts = facts
         # the network by device; its parts, kept here because a module is slow to list them
-        self.on = PerDevice(lambda device: net if net.output.weight.device == device else copy.deepcopy(net).to(device))
+        self.on = PerDevice(
+            lambda device: (
+                net if net.output.weight.device == device else copy.deepcopy(net).to(device)
+            )
+        )
         self.parts = PerDevice(lambda device: self.on[device].parts)
 
 
-def save(file: Path, kind: str, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
+def save(
+    file: Path,
+    kind: str,
+    net: nn.Module,
+    facts: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Write a classifier; `facts` are JSON values and hold at least depth_base, top, beta and the kind's sizes."""
-    recorded = {"format": FORMAT, "kind": kind, "features": list(KINDS[kind].features), "log_base": "e", **facts}
+    recorded = {
+        "format": FORMAT,
+        "kind": kind,
+        "features": list(KINDS[kind].features),
+        "log_base": "e",
+        **facts,
+    }
     write(file, net, recorded, dtype)
 
 
 def write(file: Path, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Write a network with facts, JSON values, as `read` reads them. dtype: of the tensors in the file."""
-    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in net.state_dict().items()}
+    state = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in net.state_dict().items()
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic(file) as part:
         save_file(state, part, metadata={METADATA: json.dumps(facts)})
@@ -182,12 +213,17 @@ def training_command(kind: str) -> str:
 
 def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
     def whole(least: int) -> Callable[[Any], bool]:
-        return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return lambda value: (
+            isinstance(value, int) and not isinstance(value, bool) and value >= least
+        )
 
     holds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "format": (f"{FORMAT}", lambda value: value == FORMAT),
         "kind": (kind, lambda value: value == kind),
-        "features": (", ".join(KINDS[kind].features), lambda value: value == list(KINDS[kind].features)),
+        "features": (
+            ", ".join(KINDS[kind].features),
+            lambda value: value == list(KINDS[kind].features),
+        ),
         "log_base": ("e", lambda value: value == "e"),
         "depth_base": ("0 or more", whole(0)),
         "top": ("1 or more", whole(1)),
@@ -210,12 +246,18 @@ def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:
             for name, tensor in expected.items()
             if name in state and state[name].shape != tensor.shape
         ],
-        "not float32, bfloat16 or float16": [name for name, tensor in state.items() if tensor.dtype not in FLOATS],
+        "not float32, bfloat16 or float16": [
+            name for name, tensor in state.items() if tensor.dtype not in FLOATS
+        ],
     }
     if not any(wrong.values()):
-        wrong["not finite"] = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+        wrong["not finite"] = [
+            name for name, tensor in state.items() if not bool(tensor.isfinite().all())
+        ]
     found = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
     if found:
-        raise InputError(f"{where} holds other tensors than this policy's network; {'; '.join(found)}")
+        raise InputError(
+            f"{where} holds other tensors than this policy's network; {'; '.join(found)}"
+        )
     net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return net.eval().requires_grad_(False)

@@ -24,9 +24,14 @@ from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read, write
 
 FORMAT = 1
-FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"  # what ships, and for which target
+FOLDER = (
+    Path(__file__).parent / "networks" / "smollm2-135m-instruct"
+)  # what ships, and for which target
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
-REPEATS = {"depth": 14, "size": 29}  # of the context's length and of the number of expansions in an observation
+REPEATS = {
+    "depth": 14,
+    "size": 29,
+}  # of the context's length and of the number of expansions in an observation
 STOP, GO_ON = 0, 1
 
 
@@ -53,9 +58,21 @@ class LtdShape:
     def __post_init__(self) -> None:
         require_minimum("ltd", self, width=1, expansions=1, least=0, check_every=1)
         ever = any(self.asks(count) for count in range(self.expansions))
-        require("ltd", "least, check_every", (self.least, self.check_every), "a depth that is asked about", ever)
+        require(
+            "ltd",
+            "least, check_every",
+            (self.least, self.check_every),
+            "a depth that is asked about",
+            ever,
+        )
         ascending = all(a < b for a, b in pairwise((0, *self.sizes)))
-        require("ltd", "sizes", self.sizes, "one or more, ascending, above 0", bool(self.sizes) and ascending)
+        require(
+            "ltd",
+            "sizes",
+            self.sizes,
+            "one or more, ascending, above 0",
+            bool(self.sizes) and ascending,
+        )
         require("ltd", "pad", self.pad, "0 or less", self.pad <= 0)
 
     @property
@@ -89,16 +106,24 @@ class Networks(nn.Module):
     hidden: units of the hidden layers of each; activation: relu or tanh.
     """
 
-    def __init__(self, shape: LtdShape, hidden: Mapping[str, Sequence[int]], activation: str = "relu") -> None:
+    def __init__(
+        self, shape: LtdShape, hidden: Mapping[str, Sequence[int]], activation: str = "relu"
+    ) -> None:
         super().__init__()
         self.shape, self.activation = shape, activation
-        self.depth = perceptron(shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation)
-        self.size = perceptron(shape.inputs["size"], hidden["size"], shape.outputs["size"], activation)
+        self.depth = perceptron(
+            shape.inputs["depth"], hidden["depth"], shape.outputs["depth"], activation
+        )
+        self.size = perceptron(
+            shape.inputs["size"], hidden["size"], shape.outputs["size"], activation
+        )
 
         self._list_parameters()
 
     def _list_parameters(self) -> None:
-        self._parameters_of = {name: list(getattr(self, name).parameters()) for name in ("depth", "size")}
+        self._parameters_of = {
+            name: list(getattr(self, name).parameters()) for name in ("depth", "size")
+        }
 
     def on(self, device: torch.device) -> Networks:
         """Return the networks on a device, as a copy if they stand elsewhere."""
@@ -110,7 +135,10 @@ class Networks(nn.Module):
 
     @property
     def hidden(self) -> dict[str, list[int]]:
-        return {name: [layer.out_features for layer in _layers(getattr(self, name))[:-1]] for name in ("depth", "size")}
+        return {
+            name: [layer.out_features for layer in _layers(getattr(self, name))[:-1]]
+            for name in ("depth", "size")
+        }
 
     @property
     def device(self) -> torch.device:
@@ -148,7 +176,9 @@ class Trained(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def save(file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
+def save(
+    file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> None:
     """Write a pair; `facts` are JSON values, for the record."""
     stored = {
         "format": FORMAT,
@@ -174,7 +204,9 @@ def load(networks: str) -> Trained:
     depth, comma, size = networks.partition(",")
     if comma:
         return _load_released(Path(depth).expanduser(), Path(size).expanduser())
-    file = FOLDER / f"{networks}.safetensors" if networks in shipped() else Path(networks).expanduser()
+    file = (
+        FOLDER / f"{networks}.safetensors" if networks in shipped() else Path(networks).expanduser()
+    )
     where = f"policy ltd.networks: {file}"
     if not file.is_file():
         raise InputError(
@@ -188,13 +220,18 @@ def load(networks: str) -> Trained:
         shape = LtdShape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
         made = Networks(shape, facts["hidden"], facts["activation"])
     except UNREADABLE as error:
-        raise InputError(f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train") from error
+        raise InputError(
+            f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
+        ) from error
     return Trained(filled(made, state, where), facts)
 
 
 # ---------------------------------------------------------------------------------------------------- released files
 
-RELEASED_SIZES = {24: tuple(range(10, 241, 10)), 12: tuple(range(20, 241, 20))}  # the code's actions, the paper's
+RELEASED_SIZES = {
+    24: tuple(range(10, 241, 10)),
+    12: tuple(range(20, 241, 20)),
+}  # the code's actions, the paper's
 LAYERS = "mlp_extractor.policy_net."
 CRITIC = ("mlp_extractor.value_net.", "value_net.")
 
@@ -208,8 +245,14 @@ def _load_released(depth: Path, size: Path) -> Trained:
         raise InputError(f"policy ltd.networks: {size} has {actions} actions, accepted {known}")
     shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0)
     made = Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh")
-    state = {f"{name}.{key}": tensor for name, actor in actors.items() for key, tensor in as_network(actor).items()}
-    return Trained(filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"})
+    state = {
+        f"{name}.{key}": tensor
+        for name, actor in actors.items()
+        for key, tensor in as_network(actor).items()
+    }
+    return Trained(
+        filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"}
+    )
 
 
 def _actor(file: Path, name: str) -> dict[str, Tensor]:
@@ -217,12 +260,25 @@ def _actor(file: Path, name: str) -> dict[str, Tensor]:
     where = f"policy ltd.networks: {file} ({name})"
     try:
         with zipfile.ZipFile(file) as opened:
-            source = io.BytesIO(opened.read("policy.pth")) if "policy.pth" in opened.namelist() else file
+            source = (
+                io.BytesIO(opened.read("policy.pth")) if "policy.pth" in opened.namelist() else file
+            )
         state = torch.load(source, map_location="cpu", weights_only=True)
-        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        if not isinstance(state, Mapping) or not all(
+            isinstance(value, Tensor) for value in state.values()
+        ):
             raise ValueError("it holds other things than tensors")
-    except (OSError, zipfile.BadZipFile, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise InputError(f"{where} is not a policy saved by Stable-Baselines3 ({why_not_loaded(error)})") from error
+    except (
+        OSError,
+        zipfile.BadZipFile,
+        UnpicklingError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+    ) as error:
+        raise InputError(
+            f"{where} is not a policy saved by Stable-Baselines3 ({why_not_loaded(error)})"
+        ) from error
     return actor_of(state)
 
 
@@ -232,13 +288,20 @@ def actor_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hidden(actor: Mapping[str, Tensor]) -> list[int]:
-    return [len(actor[key]) for key in sorted(actor, key=_number) if key.startswith(LAYERS) and key.endswith(".bias")]
+    return [
+        len(actor[key])
+        for key in sorted(actor, key=_number)
+        if key.startswith(LAYERS) and key.endswith(".bias")
+    ]
 
 
 def as_network(actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an actor to those of a network here. Unknown ones keep their names, to be reported."""
     last = f"{2 * len(_hidden(actor))}."
-    return {key.removeprefix(LAYERS).replace("action_net.", last): tensor for key, tensor in actor.items()}
+    return {
+        key.removeprefix(LAYERS).replace("action_net.", last): tensor
+        for key, tensor in actor.items()
+    }
 
 
 def _number(key: str) -> int:

@@ -91,10 +91,15 @@ class C2t(TreePolicy):
         if step.normalized:  # only such rows are sparse, as in Step.add_best_children
             confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
         children = tokens.shape[1]
-        proposed, room = ops.held(ops.number(frontier.live) * children), ops.held(self.hard_cap - ops.number(tree.size))
+        proposed, room = (
+            ops.held(ops.number(frontier.live) * children),
+            ops.held(self.hard_cap - ops.number(tree.size)),
+        )
         kept = self.select(confidence.reshape(-1), proposed, tree.passes, room)
         parents = frontier.ids.index_select(0, kept.ids // children)
-        tokens, log_probs = (part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs))
+        tokens, log_probs = (
+            part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs)
+        )
         nodes = tree.add(parents, tokens, log_probs, kept.live)
         return nodes.where((passes < self.max_depth) & (ops.number(tree.size) < self.hard_cap))
 
@@ -111,4 +116,7 @@ class C2t(TreePolicy):
         if is_down(few):
             return kept
         least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
-        return Nodes(ops.held(ops.where(few, least.ids, kept.ids)), ops.held(ops.where(few, least.live, kept.live)))
+        return Nodes(
+            ops.held(ops.where(few, least.ids, kept.ids)),
+            ops.held(ops.where(few, least.live, kept.live)),
+        )

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from specengine.records import Outcome
 
 LEAST_HISTORY = 5  # cycles
-DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = 2, (0.5, 0.95), (0.3, 0.8)  # where the history may move its three settings
+DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = (
+    2,
+    (0.5, 0.95),
+    (0.3, 0.8),
+)  # where the history may move its three settings
 
 
 @dataclass
@@ -84,7 +88,13 @@ class DynaTree(TreePolicy):
 
     def _check(self) -> None:
         depths = 1 <= self.base_depth < self.max_depth
-        require("dynatree", "base_depth, max_depth", (self.base_depth, self.max_depth), "1 <= base < max", depths)
+        require(
+            "dynatree",
+            "base_depth, max_depth",
+            (self.base_depth, self.max_depth),
+            "1 <= base < max",
+            depths,
+        )
         branches = (self.branch_min, self.branch_mid, self.branch_max)
         require(
             "dynatree",
@@ -93,10 +103,22 @@ class DynaTree(TreePolicy):
             "1 or more, ascending",
             branches[0] >= 1 and list(branches) == sorted(branches),
         )
-        require("dynatree", "low, high", (self.low, self.high), "0 < low < high < 1", 0 < self.low < self.high < 1)
+        require(
+            "dynatree",
+            "low, high",
+            (self.low, self.high),
+            "0 < low < high < 1",
+            0 < self.low < self.high < 1,
+        )
         # Both 0 gives the ablation without dynamic depth.
         gates = 0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0
-        require("dynatree", "stop, deep", (self.stop, self.deep), "0 <= stop < deep <= 1, or both 0", gates)
+        require(
+            "dynatree",
+            "stop, deep",
+            (self.stop, self.deep),
+            "0 <= stop < deep <= 1, or both 0",
+            gates,
+        )
         require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
         require_minimum("dynatree", self, nodes=1, window=LEAST_HISTORY)
         for name in ("target", "band", "step"):
@@ -125,7 +147,9 @@ class DynaTree(TreePolicy):
         # by parent, best first: the order of the paper's queue
         room = ops.held(self.capacity - ops.number(tree.size))
         nodes = tree.add_children(frontier, tokens, log_probs, chosen, self.nodes, room)
-        depths, paths = (part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs))
+        depths, paths = (
+            part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs)
+        )
         shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
         found = ops.select_best(drafted.float().log(), nodes.live, self.rows)  # 0 or -inf

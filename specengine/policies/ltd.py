@@ -57,7 +57,10 @@ class Ltd(Beam):
     expansions: int = field(default=0, init=False, repr=False)
     budget: int = field(default=0, init=False, repr=False)
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"networks": "paper"}, "cpu": {"networks": "cpu"}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"networks": "paper"},
+        "cpu": {"networks": "cpu"},
+    }
 
     def __post_init__(self) -> None:
         networks = _ltd.load(self.networks).networks
@@ -67,7 +70,11 @@ class Ltd(Beam):
         """Grow trees of this shape by these decisions, instead of those of `networks`."""
         deepest = shape.expansions
         require(
-            "ltd", "depth", self.depth, f"0 to {deepest}, or none", self.depth is None or 0 <= self.depth <= deepest
+            "ltd",
+            "depth",
+            self.depth,
+            f"0 to {deepest}, or none",
+            self.depth is None or 0 <= self.depth <= deepest,
         )
         require("ltd", "size", self.size, "1 or more, or none", self.size is None or self.size >= 1)
         if self.check_every is not None:
@@ -75,9 +82,13 @@ class Ltd(Beam):
         sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
         self._shape, self._tokens = shape, 0
         # int32: nodes verified, by action
-        self._sizes = PerDevice(lambda device: torch.tensor(sizes, dtype=torch.int32, device=device))
+        self._sizes = PerDevice(
+            lambda device: torch.tensor(sizes, dtype=torch.int32, device=device)
+        )
         # int64 [1]: tokens committed
-        self._context = PerDevice(lambda device: torch.tensor([self._tokens], device=device, dtype=torch.int64))
+        self._context = PerDevice(
+            lambda device: torch.tensor([self._tokens], device=device, dtype=torch.int64)
+        )
         self._decisions = PerDevice(
             lambda device: decisions.on(device) if isinstance(decisions, Networks) else decisions
         )
@@ -85,7 +96,9 @@ class Ltd(Beam):
         most = shape.sizes[-1] if self.size is None else self.size
         self.budget = min(1 + most, self.capacity)
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
+    def begin(
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+    ) -> None:
         self._tokens = tokens
         self._tell()
 
@@ -106,12 +119,16 @@ class Ltd(Beam):
         if is_down(asked):
             return asked
         expansions = ops.held(done)
-        return asked & ~self._decisions[tree.device].goes_on(self._observed("depth", tree, expansions), expansions)
+        return asked & ~self._decisions[tree.device].goes_on(
+            self._observed("depth", tree, expansions), expansions
+        )
 
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes[tree.device]
         if self.size is None:
-            expansions = (tree.passes - 1).clamp(min=0)  # a capture may run over a tree without a pass
+            expansions = (tree.passes - 1).clamp(
+                min=0
+            )  # a capture may run over a tree without a pass
             observation = self._observed("size", tree, expansions)
             sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
@@ -120,7 +137,9 @@ class Ltd(Beam):
         return observed(which, tree, self._context[tree.device], expansions, self._shape)
 
 
-def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: LtdShape) -> Tensor:
+def observed(
+    which: str, tree: TokenTree, context: Tensor, expansions: Tensor, shape: LtdShape
+) -> Tensor:
     """Return the input of network `which` for a running beam: float32 [shape.inputs[which]].
 
     The depth network sees the last level's candidates, the size network all; then the context's length and the number
@@ -129,5 +148,9 @@ def observed(which: str, tree: TokenTree, context: Tensor, expansions: Tensor, s
     """
     repeats = REPEATS[which]
     room = shape.inputs[which] - 2 * repeats
-    window = ops.Window(shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT))
-    return ops.beam_observation(tree.path_log_probs, tree.depths, tree.size, expansions, context, window)
+    window = ops.Window(
+        shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT)
+    )
+    return ops.beam_observation(
+        tree.path_log_probs, tree.depths, tree.size, expansions, context, window
+    )

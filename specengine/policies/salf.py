@@ -73,12 +73,19 @@ class Salf(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         queues = self._queues[tree.device]
         begins = ops.number(tree.passes) == 1
-        bound = ops.where(begins, -math.inf, queues.bound)  # those of the tree before are still there
+        bound = ops.where(
+            begins, -math.inf, queues.bound
+        )  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         search = ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill)
-        drawn = ops.step_queues(queues, found, frontier, tree.depths, step.token_ids, tree.passes, search)
+        drawn = ops.step_queues(
+            queues, found, frontier, tree.depths, step.token_ids, tree.passes, search
+        )
         nodes = tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live)
-        return Nodes(nodes.ids.index_select(0, drawn.expand.ids), torch.minimum(drawn.expand.live, nodes.live))
+        return Nodes(
+            nodes.ids.index_select(0, drawn.expand.ids),
+            torch.minimum(drawn.expand.live, nodes.live),
+        )
 
     def keep(self, tree: TokenTree) -> Nodes:
         return tree.best_of_all(self.budget)

@@ -67,9 +67,15 @@ class _Asked(WithTools, Unread):
     system: Blocks | None = None
     tools: list[ToolOffered] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: ToolChoice | None = None
-    thinking: dict[str, Any] | None = Field(None, description="type disabled: without thoughts, if the model can")
-    output_config: dict[str, Any] | None = Field(None, description="`format`: a JSON schema that the answer meets")
-    output_format: dict[str, Any] | None = Field(None, description="the same, as it was called before")
+    thinking: dict[str, Any] | None = Field(
+        None, description="type disabled: without thoughts, if the model can"
+    )
+    output_config: dict[str, Any] | None = Field(
+        None, description="`format`: a JSON schema that the answer meets"
+    )
+    output_format: dict[str, Any] | None = Field(
+        None, description="the same, as it was called before"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -145,10 +151,15 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
         where, kind = f"{place}.content[{at}]", block.get("type")
         if kind == "tool_result" and turn.role == "user":
             result = _text(f"{where}.content", block.get("content") or "")
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            messages.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            )
         elif kind == "tool_use" and turn.role == "assistant":
             calls.append(
-                {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+                {
+                    "id": block.get("id"),
+                    "function": {"name": block.get("name"), "arguments": block.get("input")},
+                }
             )
         elif kind in _HINTS:
             thoughts += str(block.get("thinking") or "")
@@ -190,7 +201,10 @@ def _format(body: _Asked) -> dict[str, Any] | None:
         return None
     if not isinstance(stated, dict) or stated.get("type") != "json_schema":
         raise refused("output_config.format", "accepted type 'json_schema'")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": stated.get("schema")}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": stated.get("schema")},
+    }
 
 
 def _thinking(body: _Asked) -> dict[str, Any]:
@@ -210,7 +224,9 @@ class MessagesReply(OneReply):
     ping = sse({"type": "ping"}, "ping")
     path = "/v1/messages"
 
-    def __init__(self, body: MessagesRequest, request: Sampling, model: str, tokenizer: Any) -> None:
+    def __init__(
+        self, body: MessagesRequest, request: Sampling, model: str, tokenizer: Any
+    ) -> None:
         super().__init__(body, request, model, tokenizer)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._open: type | None = None  # kind of the block that grows
@@ -238,7 +254,9 @@ class MessagesReply(OneReply):
         for part in parts:
             if self._open is not type(part) or isinstance(part, ToolCall):
                 yield from self._close()
-                yield _event("content_block_start", index=self._count, content_block=_block(part, begun=True))
+                yield _event(
+                    "content_block_start", index=self._count, content_block=_block(part, begun=True)
+                )
                 self._open = type(part)
             delta = {"type": "text_delta", "text": part}
             if isinstance(part, ToolCall):
@@ -260,7 +278,10 @@ class MessagesReply(OneReply):
         stopped, reason = self.parts.stopped, _REASONS[self.parts.reason(answer)]
         if stopped is not None and reason == "end_turn":
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stopped if reason == "stop_sequence" else None}
+        return {
+            "stop_reason": reason,
+            "stop_sequence": stopped if reason == "stop_sequence" else None,
+        }
 
 
 def _block(part: Part, begun: bool = False) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class Completion:
             "prompt_per_second": prompt_n / prompt_s if prompt_s else 0.0,
             "predicted_n": stats.num_generated_tokens,
             "predicted_ms": 1000 * predicted_s,
-            "predicted_per_second": stats.num_generated_tokens / predicted_s if predicted_s else 0.0,
+            "predicted_per_second": stats.num_generated_tokens / predicted_s
+            if predicted_s
+            else 0.0,
             "draft_n": stats.num_draft_tokens,
             "draft_n_accepted": stats.num_accepted_draft_tokens,
         }
@@ -96,7 +98,9 @@ class Completion:
         figures = {name: getattr(stats, name) for name in names}
         if not stats.num_plain_steps:
             figures["plain_reason"] = ""
-        return {"speculative_decoding": figures | {"acceptance_histogram_by_draft_length": by_length}}
+        return {
+            "speculative_decoding": figures | {"acceptance_histogram_by_draft_length": by_length}
+        }
 
 
 class Piece(NamedTuple):

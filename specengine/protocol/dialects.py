@@ -68,10 +68,18 @@ DIALECTS: dict[str, Dialect[Any]] = {
         "Answer a conversation, as Anthropic's Messages",
     ),
     "/api/chat": Dialect(
-        ollama.ChatBody, ollama.chat_of, ollama.OllamaReply, ollama.NAMES, "Answer a conversation, as Ollama does"
+        ollama.ChatBody,
+        ollama.chat_of,
+        ollama.OllamaReply,
+        ollama.NAMES,
+        "Answer a conversation, as Ollama does",
     ),
     "/api/generate": Dialect(
-        ollama.GenerateBody, ollama.generation_of, ollama.OllamaReply, ollama.NAMES, "Answer a text, as Ollama does"
+        ollama.GenerateBody,
+        ollama.generation_of,
+        ollama.OllamaReply,
+        ollama.NAMES,
+        "Answer a text, as Ollama does",
     ),
     "/infill": Dialect(
         llamacpp.InfillBody,

@@ -11,7 +11,14 @@ from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.messages import Body
 from specengine.protocol.parts import text_of_parts
 from specengine.protocol.replies import OneReply, sse
-from specengine.protocol.requests import CommonFields, CompletionRequest, Declared, Infill, base_of, declared_values
+from specengine.protocol.requests import (
+    CommonFields,
+    CompletionRequest,
+    Declared,
+    Infill,
+    base_of,
+    declared_values,
+)
 
 
 class TokenizeBody(Body):
@@ -22,9 +29,13 @@ class TokenizeBody(Body):
     model: str | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
-    parse_special: bool | None = Field(None, description="false: the text of special tokens is plain text")
+    parse_special: bool | None = Field(
+        None, description="false: the text of special tokens is plain text"
+    )
     with_pieces: bool | None = Field(None, description="the text of each token too")
-    return_token_strs: bool | None = Field(None, description="the text of each token too, as `token_strs`")
+    return_token_strs: bool | None = Field(
+        None, description="the text of each token too, as `token_strs`"
+    )
 
 
 class DetokenizeBody(Body):
@@ -62,7 +73,12 @@ class InfillBody(Declared, CommonFields, Unread):
     response_fields: list[str] | None = None
 
 
-NAMES = {"suffix": "input_suffix", "prompt": "input_prefix", "max_tokens": "n_predict", "max_new_tokens": "n_predict"}
+NAMES = {
+    "suffix": "input_suffix",
+    "prompt": "input_prefix",
+    "max_tokens": "n_predict",
+    "max_new_tokens": "n_predict",
+}
 
 
 def completion_of(body: InfillBody) -> CompletionRequest:
@@ -108,7 +124,11 @@ class InfillReply(OneReply):
             "tokens": answer.token_ids,
             "stop": True,
             "model": self.model,
-            "stop_type": "limit" if answer.reason == "length" else "eos" if stopped is None else "word",
+            "stop_type": "limit"
+            if answer.reason == "length"
+            else "eos"
+            if stopped is None
+            else "word",
             "stopping_word": stopped or "",
             "tokens_cached": answer.cached_tokens,
             "tokens_evaluated": usage["prompt_tokens"],

@@ -29,7 +29,9 @@ class TokenTexts:
     def _read(self, token: int) -> bytes:
         """Return a token's text; it is empty where the tokenizer has none."""
         once, twice = self._decoded([token]), self._decoded([token, token])
-        text = twice[len(once) :] if twice.startswith(once) else once  # a first token may lose its blank
+        text = (
+            twice[len(once) :] if twice.startswith(once) else once
+        )  # a first token may lose its blank
         if REPLACEMENT not in text:
             return text.encode(errors="replace")
         piece = self._decoded.name(token)
@@ -50,14 +52,19 @@ class ChatLogprobs:
 
     def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
         content = [
-            self._one(each.token, each.logprob) | {"top_logprobs": [self._one(*likely) for likely in each.top]}
+            self._one(each.token, each.logprob)
+            | {"top_logprobs": [self._one(*likely) for likely in each.top]}
             for each in rated
         ]
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         written = self._texts.written(token)
-        return {"token": written.decode(errors="replace"), "logprob": bounded(logprob), "bytes": list(written)}
+        return {
+            "token": written.decode(errors="replace"),
+            "logprob": bounded(logprob),
+            "bytes": list(written),
+        }
 
 
 class TextLogprobs:
@@ -101,7 +108,9 @@ class TextLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
     def _place(self, token: int) -> int:
-        place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))  # what may become a character later
+        place = self._offset + len(
+            self._stream.rest.rstrip(REPLACEMENT)
+        )  # what may become a character later
         self._offset += len(self._stream.push([token]))
         return place
 

@@ -50,7 +50,9 @@ def _of_text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 Content = Annotated[str | list[dict[str, Any]], AfterValidator(_of_text)]
 
 
-def text_at(place: str, content: Any, fields: Mapping[str, str], accepted: str, noun: str = "parts") -> str:
+def text_at(
+    place: str, content: Any, fields: Mapping[str, str], accepted: str, noun: str = "parts"
+) -> str:
     """Return the text of a string, or of a list of parts; RequestError names the place of what is none.
 
     fields: where each type of part has its text; accepted: what parts may be
@@ -59,7 +61,9 @@ def text_at(place: str, content: Any, fields: Mapping[str, str], accepted: str, 
         return content
     if not isinstance(content, list):
         raise refused(place, f"accepted a string or a list of {noun}")
-    return "".join(text_of_part(f"{place}[{at}]", part, fields, accepted) for at, part in enumerate(content))
+    return "".join(
+        text_of_part(f"{place}[{at}]", part, fields, accepted) for at, part in enumerate(content)
+    )
 
 
 def text_of_part(place: str, part: Any, fields: Mapping[str, str], accepted: str) -> str:
@@ -121,7 +125,9 @@ class Message(Body, extra="allow"):
         for name, value in (self.model_extra or {}).items():
             if name in _THOUGHTS and isinstance(value, str):
                 continue
-            if name not in _NOTES and not any(value is nothing or value == nothing for nothing in _NOTHING):
+            if name not in _NOTES and not any(
+                value is nothing or value == nothing for nothing in _NOTHING
+            ):
                 raise ValueError(f"{name:.60}: not supported by this server")
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content: needed")
@@ -152,8 +158,18 @@ class Message(Body, extra="allow"):
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:
     """Return whether a function has no parameters: they are left out, or an object without properties."""
-    keywords = {"type", "properties", "required", "title", "description", "$schema", "additionalProperties"}
+    keywords = {
+        "type",
+        "properties",
+        "required",
+        "title",
+        "description",
+        "$schema",
+        "additionalProperties",
+    }
     if not schema:
         return True
-    named = schema.keys() <= keywords and schema.get("properties") == {} and not schema.get("required")
+    named = (
+        schema.keys() <= keywords and schema.get("properties") == {} and not schema.get("required")
+    )
     return named and schema.get("additionalProperties") in (None, False)

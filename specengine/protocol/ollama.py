@@ -143,7 +143,9 @@ def generation_of(body: GenerateBody) -> Sampling:
     if body.raw or body.suffix:
         suffix = {"suffix": body.suffix} if body.suffix else {}
         rated = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-        return CompletionRequest.model_validate(_fields(body) | {"prompt": body.prompt or "", **rated, **suffix})
+        return CompletionRequest.model_validate(
+            _fields(body) | {"prompt": body.prompt or "", **rated, **suffix}
+        )
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
     return ChatRequest.model_validate(_chat_fields(body) | {"messages": messages})
@@ -151,7 +153,11 @@ def generation_of(body: GenerateBody) -> Sampling:
 
 def is_empty(body: _Asked) -> bool:
     """Return whether a request asks for nothing but that the model be there."""
-    return not (body.messages if isinstance(body, ChatBody) else isinstance(body, GenerateBody) and body.prompt)
+    return not (
+        body.messages
+        if isinstance(body, ChatBody)
+        else isinstance(body, GenerateBody) and body.prompt
+    )
 
 
 def loaded(body: _Asked, model: str) -> dict[str, Any]:
@@ -166,7 +172,9 @@ def _message(turn: Turn) -> dict[str, Any]:
     if turn.thinking:
         message["reasoning_content"] = turn.thinking
     if turn.tool_calls:
-        message["tool_calls"] = [{"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls]
+        message["tool_calls"] = [
+            {"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls
+        ]
     if turn.tool_name:
         message["name"] = turn.tool_name
     return message | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
@@ -182,7 +190,9 @@ def _fields(body: _Asked) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLED}
     schema = body.format if isinstance(body.format, dict) else None
     if body.format and schema is None and body.format != "json":
-        raise RequestError(400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format")
+        raise RequestError(
+            400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format"
+        )
     if schema is not None:
         fields["response_format"] = {"type": "json_schema", "schema": schema}
     elif body.format:
@@ -198,7 +208,11 @@ def _fields(body: _Asked) -> dict[str, Any]:
 
 def _chat_fields(body: _Asked) -> dict[str, Any]:
     rated = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    thinks = {} if body.think is None else {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
+    thinks = (
+        {}
+        if body.think is None
+        else {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
+    )
     effort = {"reasoning_effort": body.think} if body.think and isinstance(body.think, str) else {}
     return _fields(body) | rated | thinks | effort
 
@@ -231,13 +245,18 @@ class OllamaReply(OneReply):
         extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if calls:
             extra["tool_calls"] = [
-                {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                {
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
                 for call in calls
             ]
         fields: Mapping[str, Any] = {"response": text, **extra}
         if isinstance(self.body, ChatBody):
             fields = {"message": {"role": "assistant", "content": text, **extra}}
-        return {"model": self.model, "created_at": now(), **fields} | ({"logprobs": rated} if rated else {})
+        return {"model": self.model, "created_at": now(), **fields} | (
+            {"logprobs": rated} if rated else {}
+        )
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         timings, usage = answer.timings, answer.usage

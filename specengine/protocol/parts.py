@@ -115,7 +115,9 @@ class AnswerParts:
         self._stop = StopText(request.stops)
         self._tokenizer = tokenizer
         self._tools = ToolReader(Format(), {})
-        self._thoughts = ThoughtReader(isinstance(request, ChatRequest) and request.separate_reasoning is not False)
+        self._thoughts = ThoughtReader(
+            isinstance(request, ChatRequest) and request.separate_reasoning is not False
+        )
         if isinstance(request, ChatRequest) and (offered := request.template_tools):
             most = 1 if request.parallel_tool_calls is False else sys.maxsize
             self._tools = ToolReader(format_of(tokenizer), schemas_of(offered), most)
@@ -130,7 +132,10 @@ class AnswerParts:
 
     def end(self) -> list[Part]:
         """Return what was held back."""
-        return self._read(self._thoughts.push(self._stop.end()) + self._thoughts.end()) + self._tools.end()
+        return (
+            self._read(self._thoughts.push(self._stop.end()) + self._thoughts.end())
+            + self._tools.end()
+        )
 
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""

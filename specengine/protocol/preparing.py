@@ -15,10 +15,24 @@ from specengine.errors import ContextLengthError, InputError
 from specengine.protocol.messages import is_empty
 from specengine.protocol.parts import THOUGHT_MARKS
 from specengine.protocol.problems import RequestError
-from specengine.protocol.requests import ChatRequest, CompletionRequest, Infill, NamedChoice, Sampling, Tool
+from specengine.protocol.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Infill,
+    NamedChoice,
+    Sampling,
+    Tool,
+)
 from specengine.protocol.settings import Settings
 from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
-from specengine.protocol.tools import OneCall, ToolReader, format_of, schemas_of, special_tokens, tools_for
+from specengine.protocol.tools import (
+    OneCall,
+    ToolReader,
+    format_of,
+    schemas_of,
+    special_tokens,
+    tools_for,
+)
 from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
@@ -52,7 +66,15 @@ KNOWN = (
     FimTokens("[PREFIX]", "[SUFFIX]", "", suffix_first=True),
     FimTokens("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
 )
-_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "▁<EOT>", "<EOT>")
+_ENDS = (
+    "<|endoftext|>",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+    "<file_sep>",
+    "▁<EOT>",
+    "<EOT>",
+)
 _FILES = ("<|file_sep|>", "<file_sep>")
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -72,7 +94,11 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     tokens, vocabulary = fim_tokens(tokenizer), _vocabulary(tokenizer)
 
     def text(written: str) -> list[int]:
-        ids = tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"] if written else []
+        ids = (
+            tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if written
+            else []
+        )
         return list(ids)
 
     def mark(name: str) -> list[int]:
@@ -84,7 +110,11 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     if start is not None and getattr(tokenizer, "add_bos_token", False):
         ids.append(start)
     for name, content in around.others:
-        ids += text(_SNIPPET + content) if separator is None else [*mark(separator), *text(f"{name}\n{content}")]
+        ids += (
+            text(_SNIPPET + content)
+            if separator is None
+            else [*mark(separator), *text(f"{name}\n{content}")]
+        )
     if around.others and separator is not None:
         ids += mark(separator)
     before = [*mark(tokens.prefix), *text(around.prefix)]
@@ -154,7 +184,9 @@ class CheckedRequest:
     def __post_init__(self) -> None:
         most, requested = self.settings.max_tokens, self.request.wanted_tokens
         if most is not None and requested is not None and requested > most:
-            raise InputError(f"max_new_tokens: got {requested}, accepted up to {most} on this server")
+            raise InputError(
+                f"max_new_tokens: got {requested}, accepted up to {most} on this server"
+            )
         object.__setattr__(self, "options", _options(self.request))
         GenerationOptions.check(dict(self.options))
 
@@ -179,7 +211,9 @@ class CheckedRequest:
     @cached_property
     def letters(self) -> int:
         """Return the number of characters of the prompt's source, tools and template variables included."""
-        return sum(map(len, texts_in([self.conversation, self._functions, self._template, self._around])))
+        return sum(
+            map(len, texts_in([self.conversation, self._functions, self._template, self._around]))
+        )
 
     @property
     def quick(self) -> bool:
@@ -192,7 +226,11 @@ class CheckedRequest:
     def constrains(self) -> bool:
         """Return whether there is a schema or a grammar to read."""
         request = self.request
-        forced = isinstance(request, ChatRequest) and bool(request.tools) and request.tool_choice != "none"
+        forced = (
+            isinstance(request, ChatRequest)
+            and bool(request.tools)
+            and request.tool_choice != "none"
+        )
         return bool(request.constraints) or forced
 
     @property
@@ -237,32 +275,50 @@ class CheckedRequest:
             message = f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server"
             raise ContextLengthError.of(message, len(ids), most, most)
         constrained = constraint_options(self.request, tokenizer)
-        defaults = {name: value for name, value in self.defaults.items() if not (constrained and name in CONSTRAINTS)}
+        defaults = {
+            name: value
+            for name, value in self.defaults.items()
+            if not (constrained and name in CONSTRAINTS)
+        }
         options = defaults | self.options | constrained
         self._require_known_tokens(engine.target.vocab_size)
         options |= self._ends(engine)
         maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
         if self.request.wanted_tokens or "max_new_tokens" not in options:
-            options["max_new_tokens"] = self.request.wanted_tokens or min(most for most in maxima if most is not None)
+            options["max_new_tokens"] = self.request.wanted_tokens or min(
+                most for most in maxima if most is not None
+            )
         if self.request.echoes and options["max_new_tokens"] == 1:
             options["policy"] = "plain"  # the draft would read the prompt for one token
         if self.prediction is not None:
             with limits.lock:
                 self._room(limits, still_wanted).require("prediction", [self.prediction], tokenizer)
-                options["prediction"] = predicted_ids(self.prediction, tokenizer, engine.target.vocab_size)
+                options["prediction"] = predicted_ids(
+                    self.prediction, tokenizer, engine.target.vocab_size
+                )
         tool_format = format_of(tokenizer) if self._functions else None
         shown = special_tokens(tokenizer, tool_format.marks) if tool_format is not None else []
-        shown += special_tokens(tokenizer, THOUGHT_MARKS) if isinstance(self.request, ChatRequest) else []
+        shown += (
+            special_tokens(tokenizer, THOUGHT_MARKS)
+            if isinstance(self.request, ChatRequest)
+            else []
+        )
         if (
             tool_format is not None
             and isinstance(self.request, ChatRequest)
             and self.request.parallel_tool_calls is False
         ):
             schemas = schemas_of(self._functions or [])
-            options["stopping_criteria"] = [OneCall(ToolReader(tool_format, schemas), decoder(engine.tokenizer, shown))]
+            options["stopping_criteria"] = [
+                OneCall(ToolReader(tool_format, schemas), decoder(engine.tokenizer, shown))
+            ]
         target = engine.target
-        checked = GenerationOptions.of(options, target.generation_config, len(ids), target.max_context)
-        checked.stops_after = checked.min_new_tokens or 0  # as vLLM does, where transformers' generate would stop
+        checked = GenerationOptions.of(
+            options, target.generation_config, len(ids), target.max_context
+        )
+        checked.stops_after = (
+            checked.min_new_tokens or 0
+        )  # as vLLM does, where transformers' generate would stop
         still_wanted()
         return PreparedRequest(ids, checked, shown, engine.constraint(checked))
 
@@ -274,7 +330,11 @@ class CheckedRequest:
     def _around(self) -> list[str] | None:
         """Return the texts around an answer that stands between two."""
         around = self.request.infill if isinstance(self.request, CompletionRequest) else None
-        return None if around is None else [around.suffix, *(text for other in around.others for text in other)]
+        return (
+            None
+            if around is None
+            else [around.suffix, *(text for other in around.others for text in other)]
+        )
 
     @property
     def _template(self) -> dict[str, Any]:
@@ -284,7 +344,9 @@ class CheckedRequest:
         most = min(limits.max_context, self.settings.max_prompt_tokens or limits.max_context)
         return Room(most, limits.longest, still_wanted)
 
-    def _prompt_ids(self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]) -> list[int]:
+    def _prompt_ids(
+        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]
+    ) -> list[int]:
         if self._functions:
             format_of(limits.tokenizer)
         tools = self._functions
@@ -292,7 +354,10 @@ class CheckedRequest:
             tools = tools_for(limits.tokenizer, self.conversation, tools)
         room = self._room(limits, still_wanted)
         prompt = self.conversation
-        if isinstance(self.request, CompletionRequest) and (around := self.request.infill) is not None:
+        if (
+            isinstance(self.request, CompletionRequest)
+            and (around := self.request.infill) is not None
+        ):
             room.require("prompt", [around.prefix, *(self._around or ())], limits.tokenizer)
             prompt = fim_prompt(around, limits.tokenizer)
         live = self.request.allow_special_text
@@ -313,10 +378,17 @@ class CheckedRequest:
     def _require_known_tokens(self, vocabulary_size: int) -> None:
         for name in ("logit_bias", "stop_token_ids"):
             outside = next(
-                (token for token in getattr(self.request, name) or () if int(token) >= vocabulary_size), None
+                (
+                    token
+                    for token in getattr(self.request, name) or ()
+                    if int(token) >= vocabulary_size
+                ),
+                None,
             )
             if outside is not None:
-                raise InputError(f"{name}: token id {outside} is out of range, accepted 0 to {vocabulary_size - 1}")
+                raise InputError(
+                    f"{name}: token id {outside} is out of range, accepted 0 to {vocabulary_size - 1}"
+                )
 
     def _ends(self, engine: Engine) -> dict[str, Any]:
         """Return the tokens that end the answer, if they are not the model's own alone."""
@@ -327,13 +399,26 @@ class CheckedRequest:
             return {}
         config = engine.target.generation_config
         model_ends = None if config is None or self.request.ignore_eos else config.eos_token_id
-        return {"eos_token_id": [*([model_ends] if isinstance(model_ends, int) else model_ends or []), *more]}
+        return {
+            "eos_token_id": [
+                *([model_ends] if isinstance(model_ends, int) else model_ends or []),
+                *more,
+            ]
+        }
 
 
 def _options(request: Sampling) -> dict[str, Any]:
     """Return the options of GenerationOptions that the request gives."""
-    plain = [each for each in declarations().values() if each.field is not None and not each.field.written]
-    options = {each.name: value for each in plain if (value := getattr(request, each.field_name)) is not None}
+    plain = [
+        each
+        for each in declarations().values()
+        if each.field is not None and not each.field.written
+    ]
+    options = {
+        each.name: value
+        for each in plain
+        if (value := getattr(request, each.field_name)) is not None
+    }
     if request.policy is not None:
         options["policy"] = request.policy
     if request.stops:
@@ -343,7 +428,9 @@ def _options(request: Sampling) -> dict[str, Any]:
     if request.wanted_logprobs is not None:
         options["logprobs"] = request.wanted_logprobs
     if request.logit_bias:
-        options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in request.logit_bias.items()]
+        options["sequence_bias"] = [
+            [[int(token)], float(bias)] for token, bias in request.logit_bias.items()
+        ]
     return options
 
 
@@ -359,7 +446,9 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     constraints = request.constraints
     if len(constraints) > 1:
         name, other = sorted(constraints)[:2]
-        raise RequestError(400, f"{name}: {other} constrains the answer too; leave one of them out", name)
+        raise RequestError(
+            400, f"{name}: {other} constrains the answer too; leave one of them out", name
+        )
     schema = next(iter(constraints.values()), {})
     if not isinstance(request, ChatRequest):
         return schema
@@ -369,12 +458,16 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     if calls is not None and constraints.keys() - {"response_format"}:
         name = next(iter(constraints))
         raise RequestError(
-            400, f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out", name
+            400,
+            f"{name}: tool_choice, or a strict tool, constrains the answer too; leave one out",
+            name,
         )
     return schema if calls is None else {"grammar": calls}
 
 
-def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any] | None = None) -> str | None:
+def calls_grammar(
+    request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any] | None = None
+) -> str | None:
     """Return a Lark grammar of the calls that `tool_choice` and strict tools allow, or None where any text is allowed.
 
     In it arguments meet the schema of their tool; of a tool that is not strict, where that schema can be read.
@@ -387,7 +480,11 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
     elif not tools or choice == "none":
         return None
     hermes = isinstance(format_of(tokenizer), Hermes)
-    if choice in (None, "auto") and not any(tool.function.strict for tool in tools) and (answer is None or not hermes):
+    if (
+        choice in (None, "auto")
+        and not any(tool.function.strict for tool in tools)
+        and (answer is None or not hermes)
+    ):
         return None
     if not hermes:
         name = "tool_choice" if choice not in (None, "auto") else "tools"
@@ -406,7 +503,9 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
         text_schema = json.dumps({**(answer or {}), "x-guidance": WRITTEN | STRICT})
         rules.append(f"start: {opening} body {more} {f'| %json {text_schema}' if free else ''}")
     elif OPENING in added:
-        others = [token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)]
+        others = [
+            token for token in added if _TAG.fullmatch(token) and token not in (OPENING, CLOSING)
+        ]
         written = [token for token in others if token not in tokenizer.all_special_tokens]
         between = f"(({' | '.join(written)}) TEXT?)*" if written else ""
         rules += [f"start: (text {opening} body)* text", f"text: TEXT? {between}"]
@@ -418,7 +517,11 @@ def calls_grammar(request: ChatRequest, tokenizer: Any, answer: Mapping[str, Any
 
 def _call(tool: Tool, end: float) -> str:
     function = tool.function
-    schema = NO_ARGUMENTS if is_empty(function.parameters) else (function.parameters or {}) | {"type": "object"}
+    schema = (
+        NO_ARGUMENTS
+        if is_empty(function.parameters)
+        else (function.parameters or {}) | {"type": "object"}
+    )
     if not function.strict and not _readable(schema, end):
         schema = {"type": "object"}
     name = json.dumps(function.name, ensure_ascii=False)

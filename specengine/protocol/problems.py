@@ -41,7 +41,9 @@ class RequestError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the body in the shape of the protocol that has this path."""
@@ -59,7 +61,9 @@ class PromptTooLongError(RequestError):
     def __init__(self, error: ContextLengthError, field: str) -> None:
         tokens = f"at least {error.tokens}" if error.at_least else f"{error.tokens}"
         message = f"This model's maximum context length is {error.context} tokens. However, your {field} resulted in "
-        message += f"{tokens} tokens, and an answer needs room. Please reduce the length of the {field}."
+        message += (
+            f"{tokens} tokens, and an answer needs room. Please reduce the length of the {field}."
+        )
         super().__init__(400, message, field, "context_length_exceeded")
         self.error = error
 
@@ -76,7 +80,14 @@ class PromptTooLongError(RequestError):
         message = f"request ({error.tokens} tokens) exceeds the available context size ({error.context} tokens)"
         message += ", try increasing it"
         figures = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
-        return {"error": {"code": 400, "message": message, "type": "exceed_context_size_error", **figures}}
+        return {
+            "error": {
+                "code": 400,
+                "message": message,
+                "type": "exceed_context_size_error",
+                **figures,
+            }
+        }
 
 
 _ANTHROPIC = {
@@ -91,7 +102,9 @@ _ANTHROPIC = {
 
 def anthropic_error(problem: RequestError) -> dict[str, Any]:
     """Return an error in the shape of Anthropic's errors."""
-    kind = _ANTHROPIC.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+    kind = _ANTHROPIC.get(
+        problem.status, "api_error" if problem.status >= 500 else "invalid_request_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
 
@@ -105,7 +118,9 @@ def unavailable(state: str) -> RequestError:
     return RequestError(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
 
 
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Return a response in ASCII, so that it can name the halves of characters that a client sent."""
     from starlette.responses import Response  # which a batch has no need of
 
@@ -133,7 +148,9 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Reques
         return RequestError(400, field + message[match.end() :], field)
     if isinstance(error, SpecEngineError):
         return RequestError(500, str(error), code=type(error).__name__)
-    return RequestError(500, f"the server failed over this request ({type(error).__name__}); its log says where")
+    return RequestError(
+        500, f"the server failed over this request ({type(error).__name__}); its log says where"
+    )
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) -> RequestError:
@@ -145,14 +162,23 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
         name = shown(place)[1:-1]
         choices = f", accepted {', '.join(accepted)}" if len(first["loc"]) <= 2 else ""
         return RequestError(
-            400, f"{name}: unknown, or not supported by this server{choices}", name, "unsupported_field"
+            400,
+            f"{name}: unknown, or not supported by this server{choices}",
+            name,
+            "unsupported_field",
         )
     if first["type"] == "json_invalid":
-        return RequestError(400, f"the body is not JSON ({first.get('ctx', {}).get('error', '')})", code="invalid_json")
+        return RequestError(
+            400,
+            f"the body is not JSON ({first.get('ctx', {}).get('error', '')})",
+            code="invalid_json",
+        )
     if first["type"] == "value_error" and not place:
         return RequestError(400, message, message.partition(":")[0])
     if not place:
-        return RequestError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+        return RequestError(
+            400, "the body must be a JSON object, sent as application/json", code="invalid_json"
+        )
     inner = _INNER.match(message) if first["type"] == "value_error" else None
     if inner is not None:  # a check of a whole object names the field within it
         joined = "" if inner[1].startswith("[") else "."
@@ -167,6 +193,8 @@ def _place(parts: Sequence[Any], named: bool) -> str:
         is_last = named and index == len(parts) - 1
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part != "body" and (is_last or (part not in _KINDS and (part.isidentifier() or part.isdecimal()))):
+        elif part != "body" and (
+            is_last or (part not in _KINDS and (part.isidentifier() or part.isdecimal()))
+        ):
             place += f".{part}" if place else part
     return place

@@ -11,7 +11,15 @@ from typing import Any
 import specengine
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
-from specengine.protocol.parts import AnswerParts, Part, Thought, calls_of, text_of_parts, thought_tokens, thoughts_of
+from specengine.protocol.parts import (
+    AnswerParts,
+    Part,
+    Thought,
+    calls_of,
+    text_of_parts,
+    thought_tokens,
+    thoughts_of,
+)
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.protocol.tool_formats import ToolCall
@@ -87,7 +95,9 @@ class OneReply(Reply):
         yield from ()
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
-        yield from self.told(self.parts.push(piece.text, piece.answer.passed), self.rated(piece.logprobs or ()))
+        yield from self.told(
+            self.parts.push(piece.text, piece.answer.passed), self.rated(piece.logprobs or ())
+        )
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from self.told(self.parts.end(), [])
@@ -98,7 +108,11 @@ class OneReply(Reply):
 
     def rated(self, logprobs: Sequence[TokenLogprob]) -> list[Any]:
         """Return tokens with their log-probabilities, if the request asks for them."""
-        return [] if self.request.wanted_logprobs is None else list(self._logprobs.of(logprobs)["content"])
+        return (
+            []
+            if self.request.wanted_logprobs is None
+            else list(self._logprobs.of(logprobs)["content"])
+        )
 
     def failed(self, problem: RequestError) -> bytes:
         return last_words(problem, self.media_type, self.path)
@@ -109,7 +123,9 @@ def last_words(problem: RequestError, media_type: str, path: str) -> bytes:
     body = problem.body_for(path)
     if media_type == LINES:
         return line(body)
-    return sse(body, "error" if body.get("type") == "error" else "") if media_type == EVENTS else b""
+    return (
+        sse(body, "error" if body.get("type") == "error" else "") if media_type == EVENTS else b""
+    )
 
 
 Choice = dict[str, Any]
@@ -148,13 +164,18 @@ class ChatChoice:
         """Return the choice of a whole answer."""
         parts = self.parts.of(answer)
         calls, text, thoughts = calls_of(parts), text_of_parts(parts), thoughts_of(parts)
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text.strip() else text}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not text.strip() else text,
+        }
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [call.to_dict() for call in calls]
         ended = {"finish_reason": self.parts.reason(answer), "logprobs": None}
-        return {"index": self.index, "message": message, **ended} | self._of_tokens(answer.token_ids, answer.logprobs)
+        return {"index": self.index, "message": message, **ended} | self._of_tokens(
+            answer.token_ids, answer.logprobs
+        )
 
     def _rating(self, texts: TokenTexts) -> Any:
         return ChatLogprobs(texts)
@@ -162,12 +183,18 @@ class ChatChoice:
     def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
         """Return the fields of a choice that describe its tokens, if the request asks for them."""
         ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
-        rated = {} if self.request.wanted_logprobs is None else {"logprobs": self._logprobs.of(logprobs or [])}
+        rated = (
+            {}
+            if self.request.wanted_logprobs is None
+            else {"logprobs": self._logprobs.of(logprobs or [])}
+        )
         return ids | rated
 
     def _delta(self, part: Part) -> Any:
         if not isinstance(part, ToolCall):
-            return {"reasoning_content": part.text} if isinstance(part, Thought) else {"content": part}
+            return (
+                {"reasoning_content": part.text} if isinstance(part, Thought) else {"content": part}
+            )
         self._calls += 1
         return {"tool_calls": [{"index": self._calls - 1} | part.to_dict()]}
 
@@ -182,7 +209,9 @@ class TextChoice(ChatChoice):
         token_fields: Choice = {}
         prompt = self._echo(answer)
         if self.request.echoes and self.request.wanted_logprobs is not None:
-            token_fields = {"logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])}
+            token_fields = {
+                "logprobs": self._logprobs.of(answer.prompt_logprobs, answer.prompt_ids[0])
+            }
         return [self._choice(prompt) | token_fields] if prompt or token_fields else []
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
@@ -193,9 +222,13 @@ class TextChoice(ChatChoice):
         token_fields = self._of_tokens(answer.token_ids, answer.logprobs)
         if opening["logprobs"] is not None:
             token_fields["logprobs"] = {
-                name: opening["logprobs"][name] + rated for name, rated in token_fields["logprobs"].items()
+                name: opening["logprobs"][name] + rated
+                for name, rated in token_fields["logprobs"].items()
             }
-        return self._choice(opening["text"] + text_of_parts(self.parts.of(answer)), answer.reason) | token_fields
+        return (
+            self._choice(opening["text"] + text_of_parts(self.parts.of(answer)), answer.reason)
+            | token_fields
+        )
 
     def _echo(self, answer: Completion) -> str:
         if not self.request.echoes:
@@ -227,13 +260,23 @@ class OpenAIReply(Reply):
         self._chunk_kind = "chat.completion.chunk" if chat else "text_completion"
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         shaper = ChatChoice if chat else TextChoice
-        self._choices = [shaper(place, each, tokenizer) for place, each in enumerate(request.each())]
+        self._choices = [
+            shaper(place, each, tokenizer) for place, each in enumerate(request.each())
+        ]
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        choices = [choice.message(answer) for choice, answer in zip(self._choices, answers, strict=True)]
-        body = self._envelope(self._kind) | self.notes | {"choices": choices, "usage": self._usage(answers)}
+        choices = [
+            choice.message(answer) for choice, answer in zip(self._choices, answers, strict=True)
+        ]
+        body = (
+            self._envelope(self._kind)
+            | self.notes
+            | {"choices": choices, "usage": self._usage(answers)}
+        )
         if self.request.return_token_ids:
-            for place, answer in zip([body] if len(answers) == 1 else choices, answers, strict=True):
+            for place, answer in zip(
+                [body] if len(answers) == 1 else choices, answers, strict=True
+            ):
                 place["prompt_token_ids"] = answer.prompt_ids
         return body | self._figures(answers)
 
@@ -241,7 +284,9 @@ class OpenAIReply(Reply):
         for choice in self._choices[place].begin(answer):
             chunk = self._chunk([choice], answer) | self.notes
             if self.request.return_token_ids:
-                (choice if len(self._choices) > 1 else chunk)["prompt_token_ids"] = answer.prompt_ids
+                (choice if len(self._choices) > 1 else chunk)["prompt_token_ids"] = (
+                    answer.prompt_ids
+                )
             yield sse(chunk)
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
@@ -277,7 +322,11 @@ class OpenAIReply(Reply):
         return usage_of(answers, self.request, self.tokenizer)
 
     def _figures(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        return {"timings": answers[0].timings, "metrics": answers[0].metrics} if len(answers) == 1 else {}
+        return (
+            {"timings": answers[0].timings, "metrics": answers[0].metrics}
+            if len(answers) == 1
+            else {}
+        )
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -291,14 +340,21 @@ class OpenAIReply(Reply):
 
 def usage_of(answers: Sequence[Completion], request: Sampling, tokenizer: Any) -> dict[str, Any]:
     """Return OpenAI's usage of all answers; a prompt with several answers counts once."""
-    prompts, usages = [answer.usage for answer in answers[:: request.n or 1]], [answer.usage for answer in answers]
+    prompts, usages = (
+        [answer.usage for answer in answers[:: request.n or 1]],
+        [answer.usage for answer in answers],
+    )
     read = sum(usage["prompt_tokens"] for usage in prompts)
     written = sum(usage["completion_tokens"] for usage in usages)
     details = {
         name: sum(usage["completion_tokens_details"][name] for usage in usages)
         for name in usages[0]["completion_tokens_details"]
     }
-    thoughts = [thought_tokens(answer.token_ids, tokenizer) for answer in answers if isinstance(request, ChatRequest)]
+    thoughts = [
+        thought_tokens(answer.token_ids, tokenizer)
+        for answer in answers
+        if isinstance(request, ChatRequest)
+    ]
     if any(thoughts):
         details["reasoning_tokens"] = sum(thoughts)
     return {
@@ -306,7 +362,9 @@ def usage_of(answers: Sequence[Completion], request: Sampling, tokenizer: Any) -
         "completion_tokens": written,
         "total_tokens": read + written,
         "prompt_tokens_details": {
-            "cached_tokens": sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in prompts)
+            "cached_tokens": sum(
+                usage["prompt_tokens_details"]["cached_tokens"] for usage in prompts
+            )
         },
         "completion_tokens_details": details,
     }

@@ -64,7 +64,9 @@ class FunctionTool(Body, extra="allow"):
     def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         kinds = (schema or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name")
+            raise ValueError(
+                f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name"
+            )
         return schema
 
 
@@ -103,7 +105,9 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_where_named(self) -> ResponseFormat:
         if self.json_schema is not None and (self.type != "json_schema" or self.given is not None):
-            raise ValueError("a json_schema is accepted with type 'json_schema', without another schema")
+            raise ValueError(
+                "a json_schema is accepted with type 'json_schema', without another schema"
+            )
         if self.type == "json_schema" and self.json_schema is None and self.given is None:
             raise ValueError("a json_schema is needed with type 'json_schema'")
         if self.type == "text" and self.given is not None:
@@ -141,12 +145,16 @@ class StructuredOutputs(Body):
         grammars = [
             self.grammar,
             None if self.regex is None else _lark(f"/{_SLASH.sub(_escaped, self.regex)}/"),
-            None if self.choice is None else _lark(" | ".join(json.dumps(text) for text in self.choice)),
+            None
+            if self.choice is None
+            else _lark(" | ".join(json.dumps(text) for text in self.choice)),
         ]
         constraints: dict[str, Any] = {} if self.json_ is None else {"json_schema": self.json_}
         for grammar in grammars:
             if grammar is not None:
-                constraints["grammar" if "grammar" not in constraints else "another grammar"] = grammar
+                constraints["grammar" if "grammar" not in constraints else "another grammar"] = (
+                    grammar
+                )
         return constraints | ({"json_object": True} if self.json_object else {})
 
 
@@ -174,7 +182,10 @@ def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
 
     It is for fields that nothing here reads: what gives one its place is its type, by which values are refused.
     """
-    defined = {field: (kind | None, Field(None, description=about)) for field, (kind, about) in fields.items()}
+    defined = {
+        field: (kind | None, Field(None, description=about))
+        for field, (kind, about) in fields.items()
+    }
     return create_model(name, __base__=Body, **defined)  # type: ignore[call-overload]
 
 
@@ -208,7 +219,9 @@ class CommonFields(Unread):
     stream: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(None, description="for the chat template; none: without thoughts, if it can")
+    reasoning_effort: str | None = Field(
+        None, description="for the chat template; none: without thoughts, if it can"
+    )
 
 
 class WithTools(BaseModel):
@@ -225,11 +238,15 @@ class WithTools(BaseModel):
         return self._notes
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, described: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core: Any, described: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         found = described(core)  # in which tools may be of types that are left out
         tools = described.resolve_ref_schema(found)["properties"]["tools"]["anyOf"][0]
         other = {"properties": {"type": {"type": "string", "not": {"enum": [*cls.functions_are]}}}}
-        tools["items"] = {"anyOf": [tools["items"], {"type": "object", "required": ["type"], **other}]}
+        tools["items"] = {
+            "anyOf": [tools["items"], {"type": "object", "required": ["type"], **other}]
+        }
         return found
 
     @model_validator(mode="wrap")
@@ -237,14 +254,24 @@ class WithTools(BaseModel):
     def _leave_out(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         tools = value.get("tools") if isinstance(value, dict) else None
         kinds = (
-            [tool.get("type") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else []
+            [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+            if isinstance(tools, list)
+            else []
         )
-        other = {at: kind for at, kind in enumerate(kinds) if isinstance(kind, str) and kind not in cls.functions_are}
+        other = {
+            at: kind
+            for at, kind in enumerate(kinds)
+            if isinstance(kind, str) and kind not in cls.functions_are
+        }
         if other and isinstance(tools, list):
-            value = {**value, "tools": [tool for at, tool in enumerate(tools) if at not in other] or None}
+            value = {
+                **value,
+                "tools": [tool for at, tool in enumerate(tools) if at not in other] or None,
+            }
         read_tool = read(value)
         read_tool._notes = [  # noqa: SLF001
-            f"tools[{at}]: type {kind!r:.60} is left out, accepted functions" for at, kind in other.items()
+            f"tools[{at}]: type {kind!r:.60} is left out, accepted functions"
+            for at, kind in other.items()
         ]
         return read_tool
 
@@ -275,12 +302,19 @@ def _declared_fields() -> dict[str, Any]:
     for declared in declarations().values():
         if (api_field := declared.field) is None or api_field.written or declared.reader is None:
             continue
-        limits: Mapping[str, Any] = declared.reader.limits if api_field.limits is None else api_field.limits
+        limits: Mapping[str, Any] = (
+            declared.reader.limits if api_field.limits is None else api_field.limits
+        )
         kind: Any = declared.reader.kind
         annotation = (
-            kind | None if api_field.read is None else Annotated[kind | None, AfterValidator(_if_any(api_field.read))]
+            kind | None
+            if api_field.read is None
+            else Annotated[kind | None, AfterValidator(_if_any(api_field.read))]
         )
-        fields[declared.field_name] = (annotation, Field(None, description=api_field.about, **limits))
+        fields[declared.field_name] = (
+            annotation,
+            Field(None, description=api_field.about, **limits),
+        )
     return fields
 
 
@@ -293,7 +327,9 @@ Declared: Any = create_model("Declared", __base__=Body, **_declared_fields())
 
 def declared_values(body: Any) -> dict[str, Any]:
     """Return the fields of declared options that a request of another protocol gives."""
-    return {name: value for name in Declared.model_fields if (value := getattr(body, name)) is not None}
+    return {
+        name: value for name in Declared.model_fields if (value := getattr(body, name)) is not None
+    }
 
 
 class Sampling(Declared, CommonFields, Neutral):
@@ -302,7 +338,9 @@ class Sampling(Declared, CommonFields, Neutral):
     max_tokens: int | None = Field(
         None, ge=-1, le=MAX_TOKENS, description="1 or more; -1 is the same as leaving it out"
     )
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
@@ -315,10 +353,15 @@ class Sampling(Declared, CommonFields, Neutral):
     guided_choice: list[str] | None = Field(None, min_length=1, max_length=1024)
     guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
     allow_special_text: bool | None = Field(
-        None, description="whether the text of special tokens in the prompt is those tokens; by default in completions"
+        None,
+        description="whether the text of special tokens in the prompt is those tokens; by default in completions",
     )
-    return_token_ids: bool | None = Field(None, description="vLLM's: the ids of the prompt and of the answer's tokens")
-    return_cycles: bool | None = Field(None, description="in a stream: each cycle's tree, as trace files hold it")
+    return_token_ids: bool | None = Field(
+        None, description="vLLM's: the ids of the prompt and of the answer's tokens"
+    )
+    return_cycles: bool | None = Field(
+        None, description="in a stream: each cycle's tree, as trace files hold it"
+    )
     policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
 
     @field_validator("stop")
@@ -326,7 +369,9 @@ class Sampling(Declared, CommonFields, Neutral):
     def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOPS or not all(len(text) <= MAX_STOP_LETTERS for text in stops):
-            raise ValueError(f"accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters")
+            raise ValueError(
+                f"accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters"
+            )
         return stop
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
@@ -356,12 +401,16 @@ class Sampling(Declared, CommonFields, Neutral):
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
         """Return the options that constrain the answer, by the field that asks for them."""
-        constraints = {name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None}
+        constraints = {
+            name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None
+        }
         if self.grammar is not None:
             constraints["grammar"] = {"grammar": self.grammar}
         for name in _GUIDED:
             if (value := getattr(self, f"guided_{name}")) is not None:
-                constraints[f"guided_{name}"] = StructuredOutputs.model_validate({name: value}).options
+                constraints[f"guided_{name}"] = StructuredOutputs.model_validate(
+                    {name: value}
+                ).options
         return {name: options for name, options in constraints.items() if options}
 
     def each(self) -> list[Self]:
@@ -369,7 +418,10 @@ class Sampling(Declared, CommonFields, Neutral):
         count = self.n or 1
         if count == 1:
             return [self]
-        seeds = [self.seed if self.seed is None else (self.seed + more) % MAX_SEEDS for more in range(count)]
+        seeds = [
+            self.seed if self.seed is None else (self.seed + more) % MAX_SEEDS
+            for more in range(count)
+        ]
         return [self.model_copy(update={"n": None, "seed": seed}) for seed in seeds]
 
     @property
@@ -399,11 +451,16 @@ class ChatRequest(WithTools, Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     function_call: Literal["none", "auto"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="given to the chat template")
-    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="given to the chat template"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on with the last message"
+    )
     add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = Field(
-        None, description="false: thoughts between <think> and </think> stay in the content; else they are told apart"
+        None,
+        description="false: thoughts between <think> and </think> stay in the content; else they are told apart",
     )
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
@@ -425,8 +482,13 @@ class ChatRequest(WithTools, Sampling):
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_completion_tokens: max_tokens has another value; leave one of them out")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ValueError(
+                "max_completion_tokens: max_tokens has another value; leave one of them out"
+            )
         if self.tool_choice not in (None, "auto", "none") and not self.tools:
             raise ValueError("tool_choice: only with tools")
         if self.top_logprobs and not self.logprobs:
@@ -434,7 +496,9 @@ class ChatRequest(WithTools, Sampling):
         if isinstance(chosen := self.tool_choice, NamedChoice):
             names = [tool.function.name for tool in self.tools or []]
             if chosen.function.name not in names:
-                raise ValueError(f"tool_choice: {chosen.function.name!r:.60} is not among the tools")
+                raise ValueError(
+                    f"tool_choice: {chosen.function.name!r:.60} is not among the tools"
+                )
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: accepted without add_generation_prompt")
         return self
@@ -451,7 +515,10 @@ class ChatRequest(WithTools, Sampling):
     def template_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+            for tool in self.tools
+        ]
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -467,7 +534,11 @@ class ChatRequest(WithTools, Sampling):
     def _effort(self) -> dict[str, Any]:
         effort = self.reasoning_effort
         return (
-            {} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+            {}
+            if effort is None
+            else {"enable_thinking": False}
+            if effort == "none"
+            else {"reasoning_effort": effort}
         )
 
 
@@ -484,15 +555,24 @@ class CompletionRequest(Sampling):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     _infill: Infill | None = PrivateAttr(None)  # set by protocols that have further texts
-    echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0")
+    echo: bool | None = Field(
+        None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0"
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    suffix: str | None = Field(None, description="text behind the answer, for models with tokens for it")
+    suffix: str | None = Field(
+        None, description="text behind the answer, for models with tokens for it"
+    )
     add_special_tokens: Literal[True] | None = None
 
     @field_validator("prompt")
     @classmethod
     def _few_prompts(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
+        if (
+            isinstance(prompt, list)
+            and prompt
+            and isinstance(prompt[0], str | list)
+            and len(prompt) > MAX_PROMPTS
+        ):
             raise ValueError(f"got {len(prompt)} prompts, accepted up to {MAX_PROMPTS}")
         return prompt
 
@@ -531,7 +611,9 @@ class CompletionRequest(Sampling):
 
     @property
     def _prompts(self) -> list[Any]:
-        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
+        several = (
+            isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
+        )
         return self.prompt if several else [self.prompt]  # type: ignore[return-value]
 
     @property

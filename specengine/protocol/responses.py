@@ -75,8 +75,12 @@ class ResponsesRequest(WithTools, Declared, CommonFields):
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     policy: Literal["plain"] | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(None, description="no effect: what is too long is refused")
-    max_tool_calls: int | None = Field(None, description="no effect: it counts calls of OpenAI's own tools")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="no effect: what is too long is refused"
+    )
+    max_tool_calls: int | None = Field(
+        None, description="no effect: it counts calls of OpenAI's own tools"
+    )
     context_management: list[Any] | None = Field(None, max_length=0)
     background: bool | None = Field(None, description="accepted: false")
     previous_response_id: None = None
@@ -112,7 +116,9 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
-    items: Any = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items: Any = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
     _Conversation(messages).add_all(items)
     tools: list[Any] = [
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -150,7 +156,11 @@ def _format(text: TextConfig | None) -> dict[str, Any] | None:
         return None
     if text.format.type != "json_schema":
         return {"type": text.format.type}
-    schema = {"name": text.format.name or "answer", "schema": text.format.given or {}, "strict": text.format.strict}
+    schema = {
+        "name": text.format.name or "answer",
+        "schema": text.format.given or {},
+        "strict": text.format.strict,
+    }
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -159,7 +169,9 @@ class _Conversation:
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self._messages = messages
-        self._open: dict[str, Any] | None = None  # the assistant's message that further items belong to
+        self._open: dict[str, Any] | None = (
+            None  # the assistant's message that further items belong to
+        )
 
     def add_all(self, items: Sequence[dict[str, Any]]) -> None:
         for at, item in enumerate(items):
@@ -180,7 +192,9 @@ class _Conversation:
     def _message(self, place: str, item: dict[str, Any]) -> None:
         role, content = item.get("role"), item.get("content")
         if role not in ("system", "developer", "user", "assistant"):
-            raise refused(f"{place}.role", f"got {role!r:.60}, accepted system, developer, user, assistant")
+            raise refused(
+                f"{place}.role", f"got {role!r:.60}, accepted system, developer, user, assistant"
+            )
         text = text_at(f"{place}.content", content, TEXT_PARTS, "parts of text")
         if (
             role == "assistant"
@@ -196,7 +210,9 @@ class _Conversation:
     def _call(self, place: str, item: dict[str, Any]) -> None:
         name, arguments = item.get("name"), item.get("arguments", "")
         if not isinstance(name, str) or not isinstance(arguments, str | dict):
-            raise refused(f"{place}.name", "accepted a name, and the text of a JSON object as arguments")
+            raise refused(
+                f"{place}.name", "accepted a name, and the text of a JSON object as arguments"
+            )
         call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
         self._own().setdefault("tool_calls", []).append(call)
 
@@ -210,7 +226,11 @@ class _Conversation:
 
     def _reasoning(self, place: str, item: dict[str, Any]) -> None:
         parts = item.get("content") or ()
-        text = "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+        text = "".join(
+            part["text"]
+            for part in parts
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
         if text:
             self._open = None
             self._own()["reasoning_content"] = text
@@ -228,7 +248,9 @@ class _Conversation:
 class ResponsesReply(OneReply):
     """One response, whose items are thoughts, a message, and calls of functions."""
 
-    def __init__(self, body: ResponsesRequest, request: Sampling, model: str, tokenizer: Any) -> None:
+    def __init__(
+        self, body: ResponsesRequest, request: Sampling, model: str, tokenizer: Any
+    ) -> None:
         super().__init__(body, request, model, tokenizer)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -271,9 +293,15 @@ class ResponsesReply(OneReply):
             if new:
                 if len(self._items) > 1:
                     yield from self._close(self._items[-2])
-                yield self._event("response.output_item.added", output_index=item.place, item=item.shape("in_progress"))
+                yield self._event(
+                    "response.output_item.added",
+                    output_index=item.place,
+                    item=item.shape("in_progress"),
+                )
                 if item.part is not None:
-                    yield self._event("response.content_part.added", **item.where, part=item.part(""))
+                    yield self._event(
+                        "response.content_part.added", **item.where, part=item.part("")
+                    )
             delta = item.add(part)
             logprobs = {}
             if item.kind == "message":
@@ -287,7 +315,9 @@ class ResponsesReply(OneReply):
             yield self._event(f"response.{item.told}.done", **item.where, **arguments)
         else:
             logprobs = {"logprobs": item.rated} if item.kind == "message" else {}
-            yield self._event(f"response.{item.told}.done", **item.where, text=item.text, **logprobs)
+            yield self._event(
+                f"response.{item.told}.done", **item.where, text=item.text, **logprobs
+            )
             yield self._event("response.content_part.done", **item.where, part=item.part(item.text))
         yield self._event("response.output_item.done", output_index=item.place, item=item.done)
 
@@ -296,7 +326,9 @@ class ResponsesReply(OneReply):
         kind = {ToolCall: "function_call", Thought: "reasoning"}.get(type(part), "message")
         if self._items and kind == self._items[-1].kind != "function_call":
             return self._items[-1], False
-        self._items.append(_Item(len(self._items), kind, part if isinstance(part, ToolCall) else None))
+        self._items.append(
+            _Item(len(self._items), kind, part if isinstance(part, ToolCall) else None)
+        )
         return self._items[-1], True
 
     def _status(self, answer: Completion) -> str:
@@ -315,7 +347,9 @@ class ResponsesReply(OneReply):
                 "input_tokens": read,
                 "input_tokens_details": {"cached_tokens": answer.cached_tokens},
                 "output_tokens": written,
-                "output_tokens_details": {"reasoning_tokens": thought_tokens(answer.token_ids, self.tokenizer)},
+                "output_tokens_details": {
+                    "reasoning_tokens": thought_tokens(answer.token_ids, self.tokenizer)
+                },
                 "total_tokens": read + written,
             }
         ended = {} if answer is None else {"timings": answer.timings, "metrics": answer.metrics}
@@ -327,7 +361,9 @@ class ResponsesReply(OneReply):
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -339,7 +375,9 @@ class ResponsesReply(OneReply):
             "store": False,
             "temperature": body.temperature,
             "text": {
-                "format": text.format.model_dump(by_alias=True, exclude_none=True) if text.format else {"type": "text"}
+                "format": text.format.model_dump(by_alias=True, exclude_none=True)
+                if text.format
+                else {"type": "text"}
             },
             "tool_choice": _dumped(body.tool_choice or "auto"),
             "tools": [_dumped(tool) for tool in body.tools or ()],
@@ -357,7 +395,11 @@ def _dumped(value: Any) -> Any:
 
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
-_TOLD = {"message": "output_text", "function_call": "function_call_arguments", "reasoning": "reasoning_text"}
+_TOLD = {
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "reasoning": "reasoning_text",
+}
 
 
 class _Item:
@@ -377,7 +419,13 @@ class _Item:
 
     def add(self, part: Part) -> str:
         """Take a part; return the text by which this has grown."""
-        delta = part if isinstance(part, str) else part.text if isinstance(part, Thought) else part.arguments
+        delta = (
+            part
+            if isinstance(part, str)
+            else part.text
+            if isinstance(part, Thought)
+            else part.arguments
+        )
         self.text += delta
         return delta
 
@@ -391,7 +439,12 @@ class _Item:
         return self.shape(self.status, self.text)
 
     def _text_part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.rated if text else []}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self.rated if text else [],
+        }
 
     def shape(self, status: str, text: str | None = None) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}

@@ -63,7 +63,9 @@ class Settings:
         At an address of this machine alone, a page of elsewhere whose name was pointed to it would be told everything:
         its requests come with its own name. With keys it is told nothing anyway.
         """
-        if "*" in self.allowed_hosts or not (self.allowed_hosts or (is_loopback(self.host) and not self.api_keys)):
+        if "*" in self.allowed_hosts or not (
+            self.allowed_hosts or (is_loopback(self.host) and not self.api_keys)
+        ):
             return ()
         return ("localhost", self.host, *self.allowed_hosts)
 
@@ -74,13 +76,26 @@ class Settings:
         for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
             value = getattr(self, field)
             require(field, value, "1 or more", value is None or value >= 1)
-        for field in ("max_seconds", "request_seconds", "keep_alive_seconds", "ping_seconds", "drain_seconds"):
+        for field in (
+            "max_seconds",
+            "request_seconds",
+            "keep_alive_seconds",
+            "ping_seconds",
+            "drain_seconds",
+        ):
             value = getattr(self, field)
             require(field, value, "above 0", 0 < value < math.inf)
         for key in self.api_keys:
-            require("api_key", "an empty one", "a key of visible ASCII characters", bool(key.strip()))
+            require(
+                "api_key", "an empty one", "a key of visible ASCII characters", bool(key.strip())
+            )
             shown = "one with other characters"
-            require("api_key", shown, "a key of visible ASCII characters", all("!" <= char <= "~" for char in key))
+            require(
+                "api_key",
+                shown,
+                "a key of visible ASCII characters",
+                all("!" <= char <= "~" for char in key),
+            )
 
 
 def is_loopback(host: str) -> bool:

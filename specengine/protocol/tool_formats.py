@@ -40,7 +40,11 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 class Read(NamedTuple):
@@ -89,7 +93,9 @@ class Hermes(Format):
             return None
         if not rest.startswith(CLOSING):
             raise ValueError("something follows the call")
-        return Read([call_of(loaded(text[len(OPENING) : end]))], len(text) - len(rest) + len(CLOSING))
+        return Read(
+            [call_of(loaded(text[len(OPENING) : end]))], len(text) - len(rest) + len(CLOSING)
+        )
 
 
 class Coder(Format):
@@ -129,7 +135,9 @@ class Coder(Format):
             if found is None:
                 raise ValueError("something stands between parameters")
             value = found[2].removeprefix("\n").removesuffix("\n")
-            arguments[found[1]] = typed(value, properties.get(found[1]) if isinstance(properties, Mapping) else None)
+            arguments[found[1]] = typed(
+                value, properties.get(found[1]) if isinstance(properties, Mapping) else None
+            )
             at = found.end()
         return call_of({"name": name, "arguments": arguments})
 
@@ -162,10 +170,14 @@ class Mistral(Format):
         end = json_end(text, start)
         if end is None:
             return None
-        return Read([self._named(call_of({"name": name[1], "arguments": loaded(text[start:end])}))], end)
+        return Read(
+            [self._named(call_of({"name": name[1], "arguments": loaded(text[start:end])}))], end
+        )
 
     def _named(self, call: ToolCall) -> ToolCall:
-        return ToolCall(call.name, call.arguments, uuid.uuid4().hex[:9])  # what its templates take back
+        return ToolCall(
+            call.name, call.arguments, uuid.uuid4().hex[:9]
+        )  # what its templates take back
 
 
 class Llama(Format):
@@ -183,7 +195,10 @@ class Llama(Format):
             return None
         loaded_call = loaded(text[start:end])
         call = call_of(
-            loaded_call, "parameters" if isinstance(loaded_call, dict) and "parameters" in loaded_call else "arguments"
+            loaded_call,
+            "parameters"
+            if isinstance(loaded_call, dict) and "parameters" in loaded_call
+            else "arguments",
         )
         if not tagged and call.name not in schemas:
             raise ValueError("no tool has this name")

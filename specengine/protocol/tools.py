@@ -19,7 +19,11 @@ from specengine.request.text import TextStream
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may be the beginning of one of `marks`."""
     longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
-    ends = (count for count in range(longest, 0, -1) if any(mark.startswith(text[-count:]) for mark in marks))
+    ends = (
+        count
+        for count in range(longest, 0, -1)
+        if any(mark.startswith(text[-count:]) for mark in marks)
+    )
     return next(ends, 0)
 
 
@@ -37,13 +41,19 @@ class StopText:
         if self.found is not None:
             return ""
         self._rest += text
-        matches = [(self._rest.find(stop, max(passed - self._sent - len(stop) + 1, 0)), stop) for stop in self.stops]
+        matches = [
+            (self._rest.find(stop, max(passed - self._sent - len(stop) + 1, 0)), stop)
+            for stop in self.stops
+        ]
         if places := [(place, stop) for place, stop in matches if place >= 0]:
             end, self.found = min(places)
             sent, self._rest = self._rest[:end], ""
             return sent
         keep = held_back(self._rest, self.stops)
-        sent, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
+        sent, self._rest = (
+            self._rest[: len(self._rest) - keep],
+            self._rest[len(self._rest) - keep :],
+        )
         self._sent += len(sent)
         return sent
 
@@ -59,7 +69,10 @@ _TOOL = {
     "function": {
         "name": "probe",
         "description": "A probe",
-        "parameters": {"type": "object", "properties": {"of": {"type": "string", "description": "What"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"of": {"type": "string", "description": "What"}},
+        },
     },
 }
 _USER = {"role": "user", "content": "Hello"}
@@ -76,16 +89,29 @@ def format_of(tokenizer: Any) -> Format:
     RequestError where it does not take tools, or writes calls in a way that is not read here.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise RequestError(400, "tools: this model has no chat template", "tools", "unsupported_field")
+        raise RequestError(
+            400, "tools: this model has no chat template", "tools", "unsupported_field"
+        )
 
     try:
-        without, with_tools = filled(tokenizer, [_USER]), filled(tokenizer, [_USER], [_TOOL], "tools")
+        without, with_tools = (
+            filled(tokenizer, [_USER]),
+            filled(tokenizer, [_USER], [_TOOL], "tools"),
+        )
         called = filled(tokenizer, [_USER, _SAID], [_TOOL], "tools")
     except InputError as error:
         raise RequestError(400, str(error), "tools") from error
     if without == with_tools:
-        raise RequestError(400, "tools: this model's chat template does not take them", "tools", "unsupported_field")
-    same = next((at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b), len(with_tools))
+        raise RequestError(
+            400,
+            "tools: this model's chat template does not take them",
+            "tools",
+            "unsupported_field",
+        )
+    same = next(
+        (at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b),
+        len(with_tools),
+    )
     for candidate in FORMATS:
         if _reads(candidate, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
             return candidate
@@ -115,8 +141,12 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
     [] selects a template for tools that stands next to the plain one: clients leave `tools` out after a tool's answer.
     RequestError for calls of tools, and their results, that no template of the tokenizer writes.
     """
-    called = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
-    result = next((place for place, message in enumerate(messages) if message["role"] == "tool"), None)
+    called = next(
+        (place for place, message in enumerate(messages) if message.get("tool_calls")), None
+    )
+    result = next(
+        (place for place, message in enumerate(messages) if message["role"] == "tool"), None
+    )
     template = getattr(tokenizer, "chat_template", None)
     if (called is None and result is None) or not template:
         return tools
@@ -130,20 +160,30 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
 
     for given in (tools, []) if tools is None and isinstance(template, dict) else (tools,):
         answer = {"role": "tool", "tool_call_id": "callprobe", "name": "probe"}
-        if called is not None and same(given, [_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]):
+        if called is not None and same(
+            given, [_USER, _SAID], [_USER, {"role": "assistant", "content": ""}]
+        ):
             place, kind = f"messages[{called}].tool_calls", "calls"
         elif result is not None and same(
-            given, [_USER, _SAID, answer | {"content": "one"}], [_USER, _SAID, answer | {"content": "two"}]
+            given,
+            [_USER, _SAID, answer | {"content": "one"}],
+            [_USER, _SAID, answer | {"content": "two"}],
         ):
             place, kind = f"messages[{result}].role", "results"
         else:
             return given
-    raise RequestError(400, f"{place}: this model's chat template does not write {kind} of tools", place)
+    raise RequestError(
+        400, f"{place}: this model's chat template does not write {kind} of tools", place
+    )
 
 
 def special_tokens(tokenizer: Any, marks: Sequence[str]) -> list[int]:
     """Return the marks that are special tokens, so that an answer must show their text."""
-    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
+    special = zip(
+        getattr(tokenizer, "all_special_ids", ()),
+        getattr(tokenizer, "all_special_tokens", ()),
+        strict=False,
+    )
     return [token for token, name in special if str(name) in marks]
 
 
@@ -197,7 +237,9 @@ class ToolReader:
                 return 0, ""
             if begun[0] == "{":
                 return 0, self._rest[: len(self._rest) - len(begun) + 1]
-        places = [(self._rest.find(mark), mark) for mark in self.format.openings if mark in self._rest]
+        places = [
+            (self._rest.find(mark), mark) for mark in self.format.openings if mark in self._rest
+        ]
         if places:
             return min(places)
         return len(self._rest) - held_back(self._rest, self.format.openings), ""

@@ -28,7 +28,9 @@ class Scale:
         require("replicas", self.replicas, "1 or more", self.replicas >= 1)
         require("threads", self.threads, "1 or more", self.threads is None or self.threads >= 1)
         most = self.max_replicas
-        require("max_replicas", most, f"{self.replicas} or more", most is None or most >= self.replicas)
+        require(
+            "max_replicas", most, f"{self.replicas} or more", most is None or most >= self.replicas
+        )
 
     @property
     def most(self) -> int:

@@ -48,7 +48,11 @@ def running(scale: Scale) -> Iterator[None]:
                 **({} if scale.address else local_cluster),
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        place = f"no Ray cluster was found at {scale.address}" if scale.address else "Ray does not start"
+        place = (
+            f"no Ray cluster was found at {scale.address}"
+            if scale.address
+            else "Ray does not start"
+        )
         raise InputError(f"ray_address: {place} ({' '.join(str(error).split()):.200})") from error
     try:
         _require_room(scale)
@@ -92,7 +96,10 @@ def needs(scale: Scale) -> dict[str, Any]:
 def _require_room(scale: Scale) -> None:
     """Raise InputError where replicas would wait for ever for processors or GPUs that no machine has."""
     there = ray.cluster_resources()
-    for name, each, field in (("CPU", threads(scale), "threads"), ("GPU", int(scale.gpu), "device")):
+    for name, each, field in (
+        ("CPU", threads(scale), "threads"),
+        ("GPU", int(scale.gpu), "device"),
+    ):
         room = int(there.get(name, 0))
         if each * scale.replicas > room:
             raise InputError(

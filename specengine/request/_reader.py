@@ -20,7 +20,9 @@ MAX_TEXT = 1 << 24  # characters of a filled template
 def main() -> None:
     limits = json.loads(sys.argv[1])
     sys.path += [folder for folder in limits["path"] if folder not in sys.path]
-    answer = {"llguidance": read_grammars, "transformers": fill_templates}[limits["package"]](limits["folder"])
+    answer = {"llguidance": read_grammars, "transformers": fill_templates}[limits["package"]](
+        limits["folder"]
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
     _limit(limits["memory"] + limits["stack"])
     if limits["niceness"] and hasattr(os, "nice"):
@@ -43,7 +45,9 @@ def read_grammars(folder: str) -> Callable[..., str]:
     from llguidance._lib import LLMatcher, LLParserLimits
 
     def read(grammar: str, limits: dict[str, Any]) -> str:
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(**limits))
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(
+            grammar, limits=LLParserLimits(**limits)
+        )
         return str(messages[0]) if is_wrong else ""
 
     return read
@@ -69,7 +73,9 @@ def fill_templates(folder: str) -> Callable[..., dict[str, str]]:
         except Exception as error:  # a template raises what it likes
             return {"fault": str(error) or type(error).__name__}
         if len(text) > MAX_TEXT:
-            return {"fault": f"it makes a text of {len(text)} characters, accepted up to {MAX_TEXT}"}
+            return {
+                "fault": f"it makes a text of {len(text)} characters, accepted up to {MAX_TEXT}"
+            }
         return {"text": text}
 
     return fill
@@ -84,7 +90,9 @@ def _skip_module(name: str, folder: str) -> None:
 
 def _limit(more: int) -> None:
     """Limit the address space to `more` bytes than there are, where the system has such a limit."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # a Mac has no such limit, Windows no such module
+    with contextlib.suppress(
+        ImportError, OSError, ValueError
+    ):  # a Mac has no such limit, Windows no such module
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -24,7 +24,16 @@ from specengine.request.sampling import Processor
 Makers = Mapping[str, Callable[..., Processor | None]]
 
 DEFAULT_TOP_K = 50  # of transformers, where do_sample=True asks for sampling
-SHAPES_DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+SHAPES_DRAWS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)
 
 # Outputs that a call may ask for, and that are not given.
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -60,7 +69,9 @@ _NEUTRAL: dict[str, Any] = {
     "encoder_repetition_penalty": 1,
     "guidance_scale": 1,
 }
-_REMEDIES = {"watermarking_config": "leave it out, in the model's generation config too"}  # no value is neutral
+_REMEDIES = {
+    "watermarking_config": "leave it out, in the model's generation config too"
+}  # no value is neutral
 MIN_TOP_P = 1e-30  # of which the likeliest token is left, as of transformers' 0
 _NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
 
@@ -72,7 +83,9 @@ class Configured:
     Fields that transformers' GenerationConfig does not define mean nothing there, and here.
     """
 
-    def __init__(self, call: GenerationConfig | None = None, model: GenerationConfig | None = None) -> None:
+    def __init__(
+        self, call: GenerationConfig | None = None, model: GenerationConfig | None = None
+    ) -> None:
         of_call = {} if call is None else _set_fields(call)
         for name in _OUTPUTS:
             if of_call.get(name):
@@ -92,7 +105,9 @@ class Configured:
         """Raise InputError for fields that are not supported; known: fields that are read by name."""
         if self.values.get("cache_implementation") == "quantized":
             raise _unsupported(
-                "cache_implementation", "quantized", "its numbers differ, and so do tokens; leave it out"
+                "cache_implementation",
+                "quantized",
+                "its numbers differ, and so do tokens; leave it out",
             )
         for name, value in self.values.items():
             if name in (*known, *WITHOUT_EFFECT, *BEFORE, *BEGINNING, *SHAPES_DRAWS):
@@ -121,7 +136,14 @@ class Configured:
                 continue
             try:
                 processors.append(make(value, **context))
-            except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+            except (
+                TypeError,
+                ValueError,
+                AttributeError,
+                KeyError,
+                IndexError,
+                RuntimeError,
+            ) as error:
                 raise InputError(
                     f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
                 ) from error
@@ -169,7 +191,9 @@ def _decay(value: Any, eos: list[int], prompt_length: int, **_: Any) -> Processo
     return ExponentialDecayLengthPenalty(tuple(value), eos, prompt_length)
 
 
-def _begin_suppress(value: Any, prompt_length: int, forces_first: bool, device: Any, **_: Any) -> Processor | None:
+def _begin_suppress(
+    value: Any, prompt_length: int, forces_first: bool, device: Any, **_: Any
+) -> Processor | None:
     begin = prompt_length + (prompt_length == 1 and forces_first)
     return SuppressTokensAtBeginLogitsProcessor(value, begin, device=device) if value else None
 
@@ -189,5 +213,7 @@ BEGINNING: Makers = {"begin_suppress_tokens": _begin_suppress}
 ABOVE_TOP_K: Makers = {"top_h": lambda value, **_: logits_process.TopHLogitsWarper(value)}
 CUTOFFS: Makers = {  # the last ones of sampling
     "epsilon_cutoff": lambda value, **_: EpsilonLogitsWarper(value) if 0 < value < 1 else None,
-    "eta_cutoff": lambda value, device, **_: EtaLogitsWarper(value, device=device) if 0 < value < 1 else None,
+    "eta_cutoff": lambda value, device, **_: (
+        EtaLogitsWarper(value, device=device) if 0 < value < 1 else None
+    ),
 }

@@ -16,7 +16,14 @@ from specengine.request.sampling import Sampler, Stopper
 from specengine.request.text import decoder
 
 # Transformers prepares these for any model; `_check` reads them where they can say something else.
-_PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+_PREPARED = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
 
 
 class CustomGenerate:
@@ -47,16 +54,26 @@ class CustomGenerate:
         prompt = input_ids[0].tolist()
         seed = None
         if config.do_sample:
-            seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")) if self.seed is None else self.seed
+            seed = (
+                int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+                if self.seed is None
+                else self.seed
+            )
         # transformers' criteria hold the end-of-sequence and length limits too; the length bounds the cache here
-        room = min(config.max_length or self.engine.target.max_context, self.engine.target.max_context) - len(prompt)
-        stopper = Stopper(room, (), (), list(stopping_criteria or []), decoder(self.engine.tokenizer))
+        room = min(
+            config.max_length or self.engine.target.max_context, self.engine.target.max_context
+        ) - len(prompt)
+        stopper = Stopper(
+            room, (), (), list(stopping_criteria or []), decoder(self.engine.tokenizer)
+        )
         self.stats = Stats()
         tokens: list[int] = []
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            for cycle in self.engine.cycles(prompt, Sampler(logits_processor or (), seed), stopper, self.stats):
+            for cycle in self.engine.cycles(
+                prompt, Sampler(logits_processor or (), seed), stopper, self.stats
+            ):
                 tokens += cycle.tokens
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
@@ -67,17 +84,26 @@ class CustomGenerate:
         if not config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(
-            sequences=sequences, token_ids=tokens, finish_reason=stopper.last_reason, stats=self.stats
+            sequences=sequences,
+            token_ids=tokens,
+            finish_reason=stopper.last_reason,
+            stats=self.stats,
         )
 
-    def _check(self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]) -> None:
+    def _check(
+        self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]
+    ) -> None:
         if model is not getattr(self.engine.target, "model", None):
-            raise InputError("model: custom_generate was called by another model than the engine's target")
+            raise InputError(
+                "model: custom_generate was called by another model than the engine's target"
+            )
         # before the batch, which transformers makes of beams
         Configured(config).refuse_unsupported(IN_CONFIGS | PROCESSED)
         _check_inputs(input_ids, inputs)
         if config.prompt_lookup_num_tokens:
-            raise InputError("prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that")
+            raise InputError(
+                "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that"
+            )
 
 
 def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
@@ -85,16 +111,24 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     if inputs.get("inputs_embeds") is not None:
         raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
     if input_ids.shape[0] != 1:
-        raise InputError(f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence")
+        raise InputError(
+            f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence"
+        )
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
-        raise InputError("attention_mask: padded prompts are not supported, pass the prompt without padding")
+        raise InputError(
+            "attention_mask: padded prompts are not supported, pass the prompt without padding"
+        )
     positions = inputs.get("position_ids")
     if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
-        raise InputError("position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding")
+        raise InputError(
+            "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding"
+        )
     past = inputs.get("past_key_values")
     if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
-        raise InputError("past_key_values: not supported, the engine has a cache of its own; sessions reuse it")
+        raise InputError(
+            "past_key_values: not supported, the engine has a cache of its own; sessions reuse it"
+        )
     for name, value in inputs.items():
         if name not in _PREPARED and value is not None:
             raise InputError(f"{name}: not supported by speculative decoding here")

@@ -40,19 +40,25 @@ MIN_PENALTY = 1 / MAX_NUMBER  # logits divided by it stay finite
 
 
 def _check_ends(name: str, value: Any) -> None:
-    require_value(name, value, "a token id or a list of them", isinstance(value, int | list | tuple))
+    require_value(
+        name, value, "a token id or a list of them", isinstance(value, int | list | tuple)
+    )
     for token in [value] if isinstance(value, int) else value:
         whole(0).check(name, token)
 
 
 def _check_stops(name: str, value: Any) -> None:
-    require_value(name, value, "a string or a list of strings", isinstance(value, str | list | tuple))
+    require_value(
+        name, value, "a string or a list of strings", isinstance(value, str | list | tuple)
+    )
     for text in [value] if isinstance(value, str) else value:
         require_value(name, text, "non-empty strings", isinstance(text, str) and bool(text))
 
 
 def _check_callables(name: str, value: Any) -> None:
-    require_value(name, value, "a list of callables as in transformers", isinstance(value, Iterable))
+    require_value(
+        name, value, "a list of callables as in transformers", isinstance(value, Iterable)
+    )
     for item in value:
         require_value(name, item, "callables as in transformers", callable(item))
 
@@ -143,7 +149,9 @@ class DeclaredOptions:
         whole(0),
         neutral=(0, 50),
         help="sample from the K most likely tokens",
-        field=RequestField(about="0 and -1 are no limit", limits={"ge": -1}, read=lambda count: max(count, 0)),
+        field=RequestField(
+            about="0 and -1 are no limit", limits={"ge": -1}, read=lambda count: max(count, 0)
+        ),
     )
     """as in transformers; matters when sampling"""
     top_p: float | None = option(
@@ -202,7 +210,9 @@ class DeclaredOptions:
         whole(0, (1 << 64) - 1),
         help="seed of the sampling noise; it gives the same answer with any draft and policy",
         field=RequestField(
-            about="-1 is the same as leaving it out", limits={"ge": -1, "lt": 1 << 64}, read=_unless(-1)
+            about="-1 is the same as leaving it out",
+            limits={"ge": -1, "lt": 1 << 64},
+            read=_unless(-1),
         ),
     )
     """of the sampling noise; the same seed gives the same answer, with any draft and policy. By default it is drawn
@@ -214,7 +224,9 @@ class DeclaredOptions:
     )
     """when sampling: drafts know the noise that the seed gives, so that they guess the draw itself. Never changes the
     answer; False for trees that do not depend on it, as the papers have them"""
-    eos_token_id: int | list[int] | None = option(Reader(_check_ends), field=RequestField("ignore_eos", written=True))
+    eos_token_id: int | list[int] | None = option(
+        Reader(_check_ends), field=RequestField("ignore_eos", written=True)
+    )
     """one id, or several; [] to ignore the model's own"""
     stop_strings: str | list[str] | None = option(
         Reader(_check_stops, str),
@@ -228,9 +240,13 @@ class DeclaredOptions:
     which ends the answer and writes nothing"""
     max_time: float | None = option(number(0, math.inf, "above 0", open_low=True), line=False)
     """seconds after which the answer ends"""
-    logits_processor: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
+    logits_processor: Iterable[Callable[..., Any]] | None = option(
+        Reader(_check_callables), line=False, as_is=True
+    )
     """as in transformers"""
-    stopping_criteria: Iterable[Callable[..., Any]] | None = option(Reader(_check_callables), line=False, as_is=True)
+    stopping_criteria: Iterable[Callable[..., Any]] | None = option(
+        Reader(_check_callables), line=False, as_is=True
+    )
     """as in transformers"""
     streamer: Any = option(
         reader(
@@ -241,7 +257,9 @@ class DeclaredOptions:
         as_is=True,
     )
     """as in transformers"""
-    generation_config: GenerationConfig | None = option(Reader(_check_config), line=False, as_is=True)
+    generation_config: GenerationConfig | None = option(
+        Reader(_check_config), line=False, as_is=True
+    )
     """as in transformers"""
     return_dict_in_generate: bool | None = option(line=False)
     """as in transformers"""

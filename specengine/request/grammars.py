@@ -35,7 +35,9 @@ LIMITS = {"max_grammar_size": 100_000, "verbose_errors": False}
 MAX_SECONDS = 3.0  # of reading a schema or a grammar
 _LARGE = 1 << 14  # characters that take more than a few milliseconds to read
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-_INTERNAL = re.compile(r"<(non-verbose|backtrace|state)>?.*", re.DOTALL)  # of the library's messages
+_INTERNAL = re.compile(
+    r"<(non-verbose|backtrace|state)>?.*", re.DOTALL
+)  # of the library's messages
 _setting_stack = threading.Lock()
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,8 @@ def _fault(grammar: str) -> str:
     except NoReaderError:
         log.warning("schemas and grammars are read in this process, as no other can be started")
         is_wrong, messages = _deeply(
-            lambda: library().LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits()), len(grammar)
+            lambda: library().LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits()),
+            len(grammar),
         )
         return str(messages[0]) if is_wrong else ""
 
@@ -103,7 +106,9 @@ def _text_of(field: str, value: Any) -> str:
     value = value.removeprefix(MARK) if isinstance(value, str) else value
     if not isinstance(value, str) or not value.strip():
         accepted = (
-            "a schema, as a dict or as JSON text" if field == "json_schema" else "a grammar, as Lark or GBNF text"
+            "a schema, as a dict or as JSON text"
+            if field == "json_schema"
+            else "a grammar, as Lark or GBNF text"
         )
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
     if len(value) > MAX_TEXT:
@@ -141,13 +146,17 @@ def _check_size(field: str, parts: list[Any]) -> None:
         schema_part = parts.pop()
         if isinstance(schema_part, dict):
             for name in most:
-                counted[name] += len(value) if isinstance(value := schema_part.get(name), dict) else 0
+                counted[name] += (
+                    len(value) if isinstance(value := schema_part.get(name), dict) else 0
+                )
             parts += schema_part.values()
         elif isinstance(schema_part, list):
             parts += schema_part
     for name, accepted in most.items():
         if counted[name] > accepted:
-            raise InputError(f"{field}: got {counted[name]} {name}, accepted up to {accepted} in all")
+            raise InputError(
+                f"{field}: got {counted[name]} {name}, accepted up to {accepted} in all"
+            )
 
 
 def _limits() -> Any:
@@ -164,7 +173,9 @@ def _deeply(call: Callable[[], T], size: int) -> T:
 
     def run() -> None:
         try:
-            if size > _LARGE and sys.platform == "linux":  # where a thread has a niceness of its own
+            if (
+                size > _LARGE and sys.platform == "linux"
+            ):  # where a thread has a niceness of its own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             results.append(call())
         except BaseException as error:
@@ -198,10 +209,15 @@ class Vocabularies:
         InputError where the grammar does not fit the tokenizer, or is met by no text.
         """
         vocabulary = self._vocabulary(field, tuple(ends))
-        matcher = _deeply(lambda: library().LLMatcher(vocabulary, grammar, log_level=0, limits=_limits()), len(grammar))
+        matcher = _deeply(
+            lambda: library().LLMatcher(vocabulary, grammar, log_level=0, limits=_limits()),
+            len(grammar),
+        )
         if matcher.is_error():
             raise refused(field, matcher.get_error())
-        constraint = Constraint(field, matcher, vocabulary, self._size, None if ends else self._stand_in)
+        constraint = Constraint(
+            field, matcher, vocabulary, self._size, None if ends else self._stand_in
+        )
         for beginning in ([], constraint.forced([])):
             allowed, fault = constraint.allowed(beginning).any(), constraint.fault
             if fault is not None or not (allowed or constraint.complete(beginning)):
@@ -215,14 +231,20 @@ class Vocabularies:
 
     def _vocabulary(self, field: str, ends: tuple[int, ...]) -> Any:
         if self._tokenizer is None:
-            raise InputError(f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine")
+            raise InputError(
+                f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine"
+            )
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
             end_ids = list(ends) or [self._stand_in]
             try:
-                self._made[ends] = library().hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=end_ids)
+                self._made[ends] = library().hf.from_tokenizer(
+                    self._tokenizer, n_vocab=size, eos_token=end_ids
+                )
             except ValueError as error:
-                raise InputError(f"{field}: the tokenizer cannot be read for it ({error!s:.200})") from error
+                raise InputError(
+                    f"{field}: the tokenizer cannot be read for it ({error!s:.200})"
+                ) from error
         return self._made[ends]
 
 
@@ -233,13 +255,17 @@ class Constraint:
     field: that it was given by; size: of the target's logits; never: a token that is not allowed anywhere.
     """
 
-    def __init__(self, field: str, matcher: Any, vocabulary: Any, size: int, never: int | None = None) -> None:
+    def __init__(
+        self, field: str, matcher: Any, vocabulary: Any, size: int, never: int | None = None
+    ) -> None:
         self._field, self._new, self._vocabulary = field, matcher, vocabulary
         self._matcher = matcher.deep_copy()
         self._size, self._never = size, never
         self._tokens: list[int] = []
         self._asked = 0
-        self.fault: InputError | None = None  # why the last call found nothing, where the library gave up
+        self.fault: InputError | None = (
+            None  # why the last call found nothing, where the library gave up
+        )
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
         """Return bool [vocabulary]: the tokens that may follow; none after a text that the grammar does not allow."""
@@ -251,7 +277,11 @@ class Constraint:
             return none
         mask = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
         mask = np.pad(mask, (0, self._size - len(mask)))
-        if mask.sum() == 1 and not self._matcher.is_stopped() and not self._takes(int(mask.argmax())):
+        if (
+            mask.sum() == 1
+            and not self._matcher.is_stopped()
+            and not self._takes(int(mask.argmax()))
+        ):
             # Text like a special token's must follow: the library offers that token, and would not take it.
             mask[:] = False
             letter = self._vocabulary.tokenize_bytes(self._matcher.compute_ff_bytes()[:1])
@@ -267,11 +297,15 @@ class Constraint:
         forced_ids = list(self._matcher.compute_ff_tokens())
         if self._gave_up():
             return []
-        return forced_ids[: self._matcher.validate_tokens(forced_ids)]  # text like a special token's is not that token
+        return forced_ids[
+            : self._matcher.validate_tokens(forced_ids)
+        ]  # text like a special token's is not that token
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Return whether this token may follow these."""
-        return token != self._never and self._go(tokens) and self._takes(token) and not self._gave_up()
+        return (
+            token != self._never and self._go(tokens) and self._takes(token) and not self._gave_up()
+        )
 
     def complete(self, tokens: Sequence[int]) -> bool:
         """Return whether nothing can follow."""
@@ -297,7 +331,9 @@ class Constraint:
             return False
         place = f"behind {self._asked} tokens: " if self._asked else ""
         why = self._matcher.get_error()
-        self.fault = refused(self._field, place + ("no text meets it" if why.startswith("NoExtension") else why))
+        self.fault = refused(
+            self._field, place + ("no text meets it" if why.startswith("NoExtension") else why)
+        )
         self._matcher, self._tokens = self._new.deep_copy(), []
         return True
 
@@ -309,7 +345,9 @@ class ConstraintProcessor(LogitsProcessor):
         self.constraint, self.prompt_length = constraint, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        allowed = torch.from_numpy(self.constraint.allowed(input_ids[0, self.prompt_length :].tolist()))
+        allowed = torch.from_numpy(
+            self.constraint.allowed(input_ids[0, self.prompt_length :].tolist())
+        )
         if self.constraint.fault is not None:
             raise self.constraint.fault
         return scores.masked_fill(~allowed.to(scores.device), -float("inf"))

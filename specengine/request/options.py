@@ -35,7 +35,9 @@ from specengine.request.grammars import Constraint, ConstraintProcessor, compile
 from specengine.request.prompts import CONTEXT_SOURCES
 from specengine.request.sampling import PresenceFrequencyPenalty, Processor, Sampler, Stopper, TopP
 
-MIN_TEMPERATURE = 1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
+MIN_TEMPERATURE = (
+    1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
+)
 
 
 @dataclass
@@ -50,7 +52,11 @@ class GenerationOptions(DeclaredOptions):
 
     @classmethod
     def of(
-        cls, options: dict[str, Any], model_config: GenerationConfig | None, prompt_length: int, max_context: int
+        cls,
+        options: dict[str, Any],
+        model_config: GenerationConfig | None,
+        prompt_length: int,
+        max_context: int,
     ) -> GenerationOptions:
         """Complete and check `options`; InputError names the field and what it accepts."""
         self = cls.check(options)
@@ -64,7 +70,11 @@ class GenerationOptions(DeclaredOptions):
         self._fill_from(configured.values)
         configured.take(vars(self))
         check(self)
-        if self.samples and self.top_k is None and (configured.values.get("do_sample") if asked is None else asked):
+        if (
+            self.samples
+            and self.top_k is None
+            and (configured.values.get("do_sample") if asked is None else asked)
+        ):
             self.top_k = DEFAULT_TOP_K
         self._check_processors(prompt_length)
         if self.samples and self.seed is None:
@@ -74,7 +84,9 @@ class GenerationOptions(DeclaredOptions):
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
         if (self.min_new_tokens or 0) > self.max_new_tokens:
-            raise InputError(f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}")
+            raise InputError(
+                f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}"
+            )
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
             ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
@@ -93,7 +105,12 @@ class GenerationOptions(DeclaredOptions):
                 raise InputError(
                     f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, list(declared))}"
                 )
-        self = cls(**{name: value if declared[name].as_is else plain(value) for name, value in options.items()})
+        self = cls(
+            **{
+                name: value if declared[name].as_is else plain(value)
+                for name, value in options.items()
+            }
+        )
         check(self)
         if self.constrains is not None:
             compiled(*self.constrains)
@@ -101,7 +118,9 @@ class GenerationOptions(DeclaredOptions):
 
     @property
     def samples(self) -> bool:
-        return bool(self.do_sample) and (self.temperature is None or self.temperature >= MIN_TEMPERATURE)
+        return bool(self.do_sample) and (
+            self.temperature is None or self.temperature >= MIN_TEMPERATURE
+        )
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -110,26 +129,45 @@ class GenerationOptions(DeclaredOptions):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings or [])
+        return (
+            [self.stop_strings]
+            if isinstance(self.stop_strings, str)
+            else list(self.stop_strings or [])
+        )
 
     @property
     def constrains(self) -> tuple[str, Any] | None:
         """Return the name and value of the option that constrains the answer."""
         return next(
-            ((name, value) for name in CONSTRAINTS if (value := getattr(self, name)) not in (None, False)), None
+            (
+                (name, value)
+                for name in CONSTRAINTS
+                if (value := getattr(self, name)) not in (None, False)
+            ),
+            None,
         )
 
-    def stopper(self, decode: Callable[[list[int]], str], constraint: Constraint | None = None) -> Stopper:
+    def stopper(
+        self, decode: Callable[[list[int]], str], constraint: Constraint | None = None
+    ) -> Stopper:
         assert self.max_new_tokens is not None
         criteria = list(self.stopping_criteria or [])
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
         complete = None if constraint is None else constraint.complete
         return Stopper(
-            self.max_new_tokens, self.eos_token_ids, self.stops, criteria, decode, complete, self.stops_after
+            self.max_new_tokens,
+            self.eos_token_ids,
+            self.stops,
+            criteria,
+            decode,
+            complete,
+            self.stops_after,
         )
 
-    def sampler(self, prompt_length: int, device: Any, constraint: Constraint | None = None) -> Sampler:
+    def sampler(
+        self, prompt_length: int, device: Any, constraint: Constraint | None = None
+    ) -> Sampler:
         """Return the sampler with all processors, in transformers' order: penalties and bans, then the user's own, the
         constraint, and truncation."""
         chain = list(self._penalties(prompt_length, device))
@@ -148,13 +186,17 @@ class GenerationOptions(DeclaredOptions):
         if self.repetition_penalty not in (None, 1.0):
             yield RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))
         if self.presence_penalty or self.frequency_penalty:
-            yield PresenceFrequencyPenalty(self.presence_penalty, self.frequency_penalty, prompt_length)
+            yield PresenceFrequencyPenalty(
+                self.presence_penalty, self.frequency_penalty, prompt_length
+            )
         if self.no_repeat_ngram_size:
             yield NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size)
         if self.bad_words_ids:
             yield NoBadWordsLogitsProcessor(self.bad_words_ids, eos or None)
         if self.min_new_tokens and eos:
-            yield MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos, device=device)
+            yield MinNewTokensLengthLogitsProcessor(
+                prompt_length, self.min_new_tokens, eos, device=device
+            )
         context = self._context(prompt_length, device)
         yield from self._configured.processors(configs.BEFORE, context)
         if self.suppress_tokens:
@@ -187,7 +229,9 @@ class GenerationOptions(DeclaredOptions):
 
     def _imply_sampling(self) -> None:
         """Sample where a temperature or a truncation is given; a temperature of 0 is the greedy answer."""
-        neutral = {name: declared.neutral for name, declared in declarations().items() if declared.neutral}
+        neutral = {
+            name: declared.neutral for name, declared in declarations().items() if declared.neutral
+        }
         if self.temperature is not None and self.temperature < MIN_TEMPERATURE:
             self.do_sample = False
         elif self.temperature is not None or any(
@@ -200,8 +244,15 @@ class GenerationOptions(DeclaredOptions):
         for name, declared in declarations().items():
             value = getattr(self, name)
             greedy = name == "temperature" and value is not None and value < MIN_TEMPERATURE
-            if declared.neutral and value is not None and value not in declared.neutral and not greedy:
-                raise InputError(f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out")
+            if (
+                declared.neutral
+                and value is not None
+                and value not in declared.neutral
+                and not greedy
+            ):
+                raise InputError(
+                    f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out"
+                )
 
     def _fill_from(self, values: Mapping[str, Any]) -> None:
         """Take over what is still None; what shapes a draw means nothing where none is asked for."""
@@ -229,9 +280,18 @@ class GenerationOptions(DeclaredOptions):
             alone = GenerationOptions(**{name: getattr(self, name)})
             try:
                 alone.sampler(prompt_length, "cpu")
-            except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+            except (
+                TypeError,
+                ValueError,
+                AttributeError,
+                KeyError,
+                IndexError,
+                RuntimeError,
+            ) as error:
                 text = shown(getattr(self, name))
-                raise InputError(f"{name}: got {text}, which transformers refuses ({error!s:.300})") from error
+                raise InputError(
+                    f"{name}: got {text}, which transformers refuses ({error!s:.300})"
+                ) from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
         fits = all(value <= MAX_NUMBER for value in values)  # which NaN is not

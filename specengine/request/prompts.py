@@ -20,7 +20,9 @@ _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _ENDED = {"add_generation_prompt": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
-_PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]  # of Unicode, for private use: hardly ever in a text
+_PRIVATE = [
+    chr(code) for code in range(0xE000, 0xE100)
+]  # of Unicode, for private use: hardly ever in a text
 ACCEPTED = "accepted a string, a list of chat messages (role, content) or a list of token ids"
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
@@ -64,7 +66,9 @@ def token_ids(  # noqa: PLR0913
     return ids
 
 
-CONTEXT_SOURCES = "it is the config's max_position_embeddings unless the option context says otherwise"
+CONTEXT_SOURCES = (
+    "it is the config's max_position_embeddings unless the option context says otherwise"
+)
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -76,11 +80,17 @@ def texts_in(value: Any) -> Iterator[str]:
             yield part
         elif depth <= MAX_NESTED + 1 and isinstance(part, Mapping):
             waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
-        elif depth <= MAX_NESTED + 1 and isinstance(part, list | tuple) and not (part and type(part[0]) is int):
+        elif (
+            depth <= MAX_NESTED + 1
+            and isinstance(part, list | tuple)
+            and not (part and type(part[0]) is int)
+        ):
             waiting += [(inner, depth + 1) for inner in part]
 
 
-def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int) -> list[int]:
+def predicted_ids(
+    prediction: str | Sequence[int] | None, tokenizer: Any, vocab_size: int
+) -> list[int]:
     """Return the ids of a prediction, a text or ids, without special tokens; [] for None.
 
     InputError for anything else, ids outside the vocabulary and text without a tokenizer.
@@ -93,14 +103,24 @@ def predicted_ids(prediction: str | Sequence[int] | None, tokenizer: Any, vocab_
         return _tokenized(tokenizer, prediction, add_special_tokens=False)
     if is_array(prediction):
         prediction = _from_array(prediction, "prediction")
-    if not isinstance(prediction, list | tuple) or not all(type(token) is int for token in prediction):
-        raise InputError(f"prediction: got {shown(prediction)}, accepted a string or a list of token ids")
+    if not isinstance(prediction, list | tuple) or not all(
+        type(token) is int for token in prediction
+    ):
+        raise InputError(
+            f"prediction: got {shown(prediction)}, accepted a string or a list of token ids"
+        )
     _require_known("prediction", prediction, vocab_size)
     return list(prediction)
 
 
 def _encode(
-    prompt: Prompt, tokenizer: Any, raw: bool, live: bool, room: Room, tools: Tools, template: Template
+    prompt: Prompt,
+    tokenizer: Any,
+    raw: bool,
+    live: bool,
+    room: Room,
+    tools: Tools,
+    template: Template,
 ) -> list[int]:
     if is_array(prompt):
         return _from_array(prompt)
@@ -129,7 +149,9 @@ def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
     if callable(tokenizer):
         return list(tokenizer(text, **options)["input_ids"])
     if "split_special_tokens" in options:
-        raise InputError("allow_special_text: this tokenizer cannot tell special tokens from text, accepted True")
+        raise InputError(
+            "allow_special_text: this tokenizer cannot tell special tokens from text, accepted True"
+        )
     ids = tokenizer.encode(text)
     return list(getattr(ids, "ids", ids))  # those of the library tokenizers say more than ids
 
@@ -138,9 +160,17 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     """Return the ids of a tensor or an array of whole numbers, on any device."""
     shape, dtype = tuple(prompt.shape), str(prompt.dtype)
     if len(shape) == 2 and shape[0] != 1:
-        raise InputError(f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each")
-    if len(shape) not in (1, 2) or not _WHOLE_DTYPE.fullmatch(dtype) or not isinstance(plain(prompt), list):
-        raise InputError(f"{field}: got {dtype} {shape}, accepted int64 [length] or [1, length], or narrower integers")
+        raise InputError(
+            f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each"
+        )
+    if (
+        len(shape) not in (1, 2)
+        or not _WHOLE_DTYPE.fullmatch(dtype)
+        or not isinstance(plain(prompt), list)
+    ):
+        raise InputError(
+            f"{field}: got {dtype} {shape}, accepted int64 [length] or [1, length], or narrower integers"
+        )
     return list(plain(prompt.reshape(-1)))
 
 
@@ -156,10 +186,14 @@ def _from_messages(
         raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
     for message in messages:
         if not {"role", "content"} <= message.keys():
-            raise InputError(f"prompt: each message needs role and content, got {shown(list(message))}")
+            raise InputError(
+                f"prompt: each message needs role and content, got {shown(list(message))}"
+            )
         role = message["role"]
         require_value("prompt: a message's role", role, "a string", isinstance(role, str))
-        harmless = live or _ROLE.fullmatch(role) is not None  # another one could make marks of the template
+        harmless = (
+            live or _ROLE.fullmatch(role) is not None
+        )  # another one could make marks of the template
         require_value("prompt: a message's role", role, "letters, digits, _ and -", harmless)
         for text in _strings(message):
             _require_unicode("prompt", text)
@@ -188,7 +222,9 @@ def _text_of(content: Any) -> str:
             if kind != "text":
                 raise InputError(f"prompt: a content part: got type {shown(kind)}, accepted 'text'")
             if not isinstance(part.get("text"), str):
-                raise InputError("prompt: a content part: got type 'text' without a text, accepted a string in it")
+                raise InputError(
+                    "prompt: a content part: got type 'text' without a text, accepted a string in it"
+                )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(
@@ -233,17 +269,24 @@ class SpecialText(NamedTuple):
     def stands_in(self, text: str) -> bool:
         return self.pattern.search(text) is not None
 
-    def encode(self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template) -> list[int]:
+    def encode(
+        self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template
+    ) -> list[int]:
         """Return the ids of the filled template, with special tokens only where the template has put them."""
         options = dict(template or {})
         strings = list(_strings([*messages, *(tools or []), options]))
         mark = next((char for char in _PRIVATE if not any(char in text for text in strings)), None)
         if mark is None:
-            raise InputError("prompt: allow_special_text=False needs a private-use character that no message holds")
+            raise InputError(
+                "prompt: allow_special_text=False needs a private-use character that no message holds"
+            )
 
         def marked(value: Any) -> Any:
             return _with(
-                value, lambda text: self.pattern.sub(lambda match: f"{mark}{self.texts.index(match[0])}{mark}", text)
+                value,
+                lambda text: self.pattern.sub(
+                    lambda match: f"{mark}{self.texts.index(match[0])}{mark}", text
+                ),
             )
 
         tools = tools and marked(list(tools))
@@ -251,16 +294,22 @@ class SpecialText(NamedTuple):
         room.require("prompt", [text], self.tokenizer)
         if self._pieces(text) != list(self.tokenizer(text, add_special_tokens=False)["input_ids"]):
             found = next(text for text in self.texts if any(text in part for part in strings))
-            raise InputError(f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True")
+            raise InputError(
+                f"prompt: this tokenizer cannot write {found!r} as text; pass allow_special_text=True"
+            )
         names = re.compile(f"{mark}(\\d+){mark}")
-        return self._pieces(text, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece))
+        return self._pieces(
+            text, lambda piece: names.sub(lambda found: self.texts[int(found[1])], piece)
+        )
 
     def _pieces(self, text: str, restored: Callable[[str], str] = str) -> list[int]:
         ids, end = [], 0
         for match in [*self.pattern.finditer(text), None]:
             piece = text[end:] if match is None else text[end : match.start()]
             if piece:
-                ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)["input_ids"]
+                ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)[
+                    "input_ids"
+                ]
             if match is not None:
                 ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
                 end = match.end()
@@ -288,7 +337,9 @@ def _require_unicode(field: str, text: str) -> None:
 def _require_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise InputError(f"{field}: token id {outside} is out of range, accepted 0 to {vocab_size - 1}")
+        raise InputError(
+            f"{field}: token id {outside} is out of range, accepted 0 to {vocab_size - 1}"
+        )
 
 
 def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
@@ -297,7 +348,9 @@ def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
 
 
 LETTERS = 8  # for each token of the room: texts up to that are read at once
-MARGIN = 1.25  # more tokens than this for each of the room's are too many, however pieces are joined
+MARGIN = (
+    1.25  # more tokens than this for each of the room's are too many, however pieces are joined
+)
 PIECE = 1 << 14  # characters that are read without looking up
 
 
@@ -332,7 +385,8 @@ class Room:
             read += len(piece)
             if count > MARGIN * self.tokens:
                 message = (
-                    f"its first {read} of {letters} characters have {count} tokens, accepted at most {self.tokens}"
+                    f"its first {read} of {letters} characters have {count} tokens, "
+                    f"accepted at most {self.tokens}"
                 )
                 raise self._too_long(field, message, count)
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 28
-STACK_BYTES = 1 << 28  # reading the text afterwards needs more, so that nothing fails there that did not here
+STACK_BYTES = (
+    1 << 28
+)  # reading the text afterwards needs more, so that nothing fails there that did not here
 _START_SECONDS = 120.0  # on a machine that has much else to do
 _QUICK_READERS, _SLOW_READERS = 4, 2  # texts read at once
 _NICENESS = 10  # of slow ones, so that answers go first
@@ -41,7 +43,10 @@ class ReaderKind(NamedTuple):
     quick_seconds: float
 
 
-GRAMMARS, TEMPLATES = ReaderKind("llguidance", "reading it", 0.1), ReaderKind("transformers", "filling it", 1.0)
+GRAMMARS, TEMPLATES = (
+    ReaderKind("llguidance", "reading it", 0.1),
+    ReaderKind("transformers", "filling it", 1.0),
+)
 
 
 class NoReaderError(Exception):
@@ -120,7 +125,10 @@ class Readers:
     def __init__(self, kind: ReaderKind) -> None:
         self.kind = kind
         self._idle: list[ReadingProcess] = []
-        self._quick, self._slow = threading.Semaphore(_QUICK_READERS), threading.Semaphore(_SLOW_READERS)
+        self._quick, self._slow = (
+            threading.Semaphore(_QUICK_READERS),
+            threading.Semaphore(_SLOW_READERS),
+        )
 
     def start(self) -> None:
         """Start a process, without waiting for it."""

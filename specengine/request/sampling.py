@@ -32,7 +32,9 @@ class History:
     capacity: the number of tokens that there is room for; it doubles when they fill it.
     """
 
-    def __init__(self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, tokens: Sequence[int], capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
         self._ids = torch.empty(1, max(capacity, len(tokens), 1), dtype=torch.int64, device=device)
         self._ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         self.length = len(tokens)
@@ -106,7 +108,9 @@ class Sampler:
         row_filter, rank = RowFilter(), -1
         for item in self.processors:
             before, rank = rank, RANKS.get(type(item), -1)
-            if rank <= before or any(getattr(item, name, value) != value for name, value in USUAL.items()):
+            if rank <= before or any(
+                getattr(item, name, value) != value for name, value in USUAL.items()
+            ):
                 return None
             name = RowFilter._fields[rank]
             row_filter = row_filter._replace(**{name: getattr(item, name)})
@@ -118,7 +122,9 @@ class Sampler:
         if self.seed is None:
             return 0.0
         return math.prod(
-            float(item.temperature) for item in self.processors if isinstance(item, TemperatureLogitsWarper)
+            float(item.temperature)
+            for item in self.processors
+            if isinstance(item, TemperatureLogitsWarper)
         )
 
     @property
@@ -131,7 +137,9 @@ class Sampler:
         """Return whether a choice is the largest logit, and nothing else of the logits is read."""
         return self.seed is None and not self.processors and self.logprobs is None
 
-    def chooser_of_tree(self, logits: Tensor, history: History, depths: Tensor) -> Callable[[int], int | None]:
+    def chooser_of_tree(
+        self, logits: Tensor, history: History, depths: Tensor
+    ) -> Callable[[int], int | None]:
         """Return a `chooser` that may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
         if self.seed is None or self.reads_history or logits.device.type == "cpu":
             return self.chooser(logits, history)
@@ -152,7 +160,10 @@ class Sampler:
         shares = [filters.temperature, filters.top_p, filters.min_p, 1.0]
         divisor, top_p, min_p, one = ops.sent(shares, torch.float32, logits.device).split(1)
         if filters.truncates:
-            logits, divisor = ops.truncate(logits, divisor, ops.Truncation(whole[1:2], top_p, min_p)), one
+            logits, divisor = (
+                ops.truncate(logits, divisor, ops.Truncation(whole[1:2], top_p, min_p)),
+                one,
+            )
         return ops.choose_tokens(logits, whole[2:], whole[:1], divisor).tolist()
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
@@ -192,15 +203,27 @@ class Sampler:
             except InputError:
                 raise
             except Exception as error:
-                raise ProcessorError(f"logits processor {name} raised {type(error).__name__}: {error}") from error
+                raise ProcessorError(
+                    f"logits processor {name} raised {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(rows, Tensor) or rows.shape != (1, *scores.shape):
-                got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-                raise ProcessorError(f"logits processor {name} returned {got}, not shape {(1, *scores.shape)}")
+                got = (
+                    f"shape {tuple(rows.shape)}"
+                    if isinstance(rows, Tensor)
+                    else type(rows).__name__
+                )
+                raise ProcessorError(
+                    f"logits processor {name} returned {got}, not shape {(1, *scores.shape)}"
+                )
             best = float(rows.max())
             if best != best or best == float("inf"):
-                raise ProcessorError(f"logits processor {name} returned NaN or infinity at position {history.length}")
+                raise ProcessorError(
+                    f"logits processor {name} returned NaN or infinity at position {history.length}"
+                )
             if best == MINUS_INF:
-                raise ProcessorError(f"logits processor {name} left no token at position {history.length}")
+                raise ProcessorError(
+                    f"logits processor {name} left no token at position {history.length}"
+                )
         return rows[0]
 
 
@@ -212,7 +235,9 @@ def signed(value: int) -> int:
 def refuse_no_choice(token: int | None, position: int) -> int:
     """Return `token`; raise NumericalError if it is None: the logits at `position` were all NaN or infinite."""
     if token is None:
-        raise NumericalError(f"the target's logits at position {position} are NaN or infinite throughout")
+        raise NumericalError(
+            f"the target's logits at position {position} are NaN or infinite throughout"
+        )
     return token
 
 
@@ -249,18 +274,25 @@ class TopP(LogitsProcessor):
         while True:
             values, ids = row.topk(count)
             probabilities = (values - total).exp()
-            before = probabilities.cumsum(-1) - probabilities  # probability of the more likely tokens
+            before = (
+                probabilities.cumsum(-1) - probabilities
+            )  # probability of the more likely tokens
             if before[-1] >= self.top_p or count == row.shape[0]:
                 break
             count = min(8 * count, row.shape[0])
-        inside = (before < self.top_p) | (torch.arange(count, device=row.device, dtype=torch.int64) == 0)
+        inside = (before < self.top_p) | (
+            torch.arange(count, device=row.device, dtype=torch.int64) == 0
+        )
         result = torch.full_like(scores, MINUS_INF)
         result[0, ids[inside]] = values[inside]
         return result
 
 
 # processors of a row alone, in the order in which they are applied
-RANKS = {kind: rank for rank, kind in enumerate((TemperatureLogitsWarper, TopKLogitsWarper, TopP, MinPLogitsWarper))}
+RANKS = {
+    kind: rank
+    for rank, kind in enumerate((TemperatureLogitsWarper, TopKLogitsWarper, TopP, MinPLogitsWarper))
+}
 USUAL = {"filter_value": MINUS_INF, "min_tokens_to_keep": 1}  # of these processors
 TRUNCATIONS = (TopP, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper)
 
@@ -289,15 +321,21 @@ class Stopper:
         self.decode, self.complete, self.stops_after = decode, complete, stops_after
         self.tokens: list[int] = []
         self.last_reason: str | None = None
-        self.overhang = 0  # characters of the text after a stop string that holds a special token's text
-        self._texts = _Tail(decode, self.stop_strings) if decode is not None and self.stop_strings else None
+        self.overhang = (
+            0  # characters of the text after a stop string that holds a special token's text
+        )
+        self._texts = (
+            _Tail(decode, self.stop_strings) if decode is not None and self.stop_strings else None
+        )
         self._shown = self._showing(decode) if self._texts is not None else None
 
     def reason(self, token: int, history: History) -> str | None:
         """Return the reason to end after `token`, which `history` already holds; None to continue."""
         self.tokens.append(token)
         self.left -= 1
-        ends = token in self.eos_token_ids or (self.complete is not None and self.complete(self.tokens))
+        ends = token in self.eos_token_ids or (
+            self.complete is not None and self.complete(self.tokens)
+        )
         if ends or (self.stop_strings and self._hit_stop_string()):
             self.last_reason = "stop"
         elif self.criteria and any(
@@ -336,7 +374,12 @@ class _Tail:
     shown: special tokens that the text shows; passed: characters from the beginning that no stop string ends in.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str], shown: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        strings: Sequence[str],
+        shown: Collection[int] = (),
+    ) -> None:
         self.shown, self.passed, self._count = shown, 0, 0
         self._strings, self._stream, self._text = strings, TextStream(decode), ""
         self._longest = max(map(len, strings))
@@ -360,7 +403,9 @@ class _Tail:
 
 def first_stop_end(text: str, stop_strings: Sequence[str], passed: int = 0) -> int | None:
     """Return where the stop string ends that ends first, after the first `passed` characters; None without one."""
-    places = [(text.find(string, max(passed - len(string) + 1, 0)), string) for string in stop_strings]
+    places = [
+        (text.find(string, max(passed - len(string) + 1, 0)), string) for string in stop_strings
+    ]
     return min((place + len(string) for place, string in places if place >= 0), default=None)
 
 
@@ -374,7 +419,9 @@ def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
     scores = logits.float()
     scores = scores.masked_fill(~torch.isfinite(scores), -math.inf)
     rated = scores.log_softmax(-1)
-    chosen = rated.gather(1, torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None])[:, 0].tolist()
+    chosen = rated.gather(
+        1, torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
+    )[:, 0].tolist()
     if not count:
         return [TokenLogprob(token, value, []) for token, value in zip(tokens, chosen, strict=True)]
     best = ops.top_children(scores, count, normalized=True)[1]

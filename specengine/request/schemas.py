@@ -17,12 +17,17 @@ from urllib.parse import unquote
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
 _SIDES = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
-_MIN_INT, _MAX_INT = -(2**63) + 1024, 2**63 - 1  # the farthest bounds of integers that float64 holds or saturates to
+_MIN_INT, _MAX_INT = (
+    -(2**63) + 1024,
+    2**63 - 1,
+)  # the farthest bounds of integers that float64 holds or saturates to
 _MAX_DIVISOR = 10_000  # digits are counted modulo it, in as many states
 _DIGITS = 14  # after the first one, of the number that is written next to an end that is open
 _TINY = 18  # decimals of the number that is written next to 0
 _INTEGERS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)}
-_INTEGERS |= {f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)} | {"uint": (0, 2**64 - 1)}
+_INTEGERS |= {f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)} | {
+    "uint": (0, 2**64 - 1)
+}
 _FLOATS = ("float", "double")
 
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -34,7 +39,9 @@ _TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"  # without leap s
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _SUFFIX = "[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-_PATTERNS["hostname"] = rf"({_LABEL}\.){{0,2}}{_SUFFIX}"  # with which it is never longer than 253 letters
+_PATTERNS["hostname"] = (
+    rf"({_LABEL}\.){{0,2}}{_SUFFIX}"  # with which it is never longer than 253 letters
+)
 _STRINGS = ("duration", "email", "ipv4", "ipv6", "uuid", "uri", *_PATTERNS)
 
 
@@ -82,7 +89,9 @@ def _rewritten(node: Any, divisors: list[Fraction]) -> Any:
     if _is_number(schema.get("multipleOf")):
         divisors.append(_divisor(schema["multipleOf"]))
         schema["multipleOf"] = float(schema["multipleOf"])
-    return {key: float(value) if isinstance(value, Decimal) else value for key, value in schema.items()}
+    return {
+        key: float(value) if isinstance(value, Decimal) else value for key, value in schema.items()
+    }
 
 
 def _member(key: str, value: Any, divisors: list[Fraction]) -> Any:
@@ -95,7 +104,9 @@ def _member(key: str, value: Any, divisors: list[Fraction]) -> Any:
     if key == "$ref" and isinstance(value, str):
         steps = unquote(value).split("/")
         if any(step in _VALUES and before not in _MAPS for before, step in pairwise(steps)):
-            raise ValueError(f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema")
+            raise ValueError(
+                f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema"
+            )
     return value if _is_number(value) else _rewritten(value, divisors)
 
 
@@ -114,7 +125,9 @@ def _exact_values(key: str, value: Any) -> Any:
 
 
 def _refusal(key: str, value: Any) -> ValueError:
-    return ValueError(f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64")
+    return ValueError(
+        f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64"
+    )
 
 
 def _exact_integer(key: str, value: int) -> int:
@@ -144,7 +157,9 @@ def _as_read(number: float) -> float:
 
 def _keep_bounds(schema: dict[str, Any], *, integer: bool) -> None:
     """Write the bounds of a schema as inclusive ones: an open end becomes the next number of 15 digits."""
-    ends = [Decimal(schema[key]) for _, *keys in _SIDES for key in keys if _is_number(schema.get(key))]
+    ends = [
+        Decimal(schema[key]) for _, *keys in _SIDES for key in keys if _is_number(schema.get(key))
+    ]
     nearest = min((abs(end) for end in ends if end), default=Decimal(1))
     for sign, closed, opened in _SIDES:
         bounds = []
@@ -153,21 +168,28 @@ def _keep_bounds(schema: dict[str, Any], *, integer: bool) -> None:
         for key in (closed, opened):
             bound = schema.pop(key, None)
             if _is_number(bound):
-                bounds.append(_bound(key, bound, sign, opened=key == opened, integer=integer, nearest=nearest))
+                bounds.append(
+                    _bound(key, bound, sign, opened=key == opened, integer=integer, nearest=nearest)
+                )
             elif bound is not None and not isinstance(bound, bool):
                 raise ValueError(f"{key}: it must be a number")
         if bounds:
             schema[closed] = max(bounds) if sign > 0 else min(bounds)
 
 
-def _bound(key: str, value: Decimal | int, sign: int, *, opened: bool, integer: bool, nearest: Decimal) -> float | int:
+def _bound(
+    key: str, value: Decimal | int, sign: int, *, opened: bool, integer: bool, nearest: Decimal
+) -> float | int:
     """Return the inclusive bound; sign: 1 of a lower one, -1 of an upper one; nearest: the bound next to 0."""
     if not integer:
         exact = Decimal(value)
         if not opened or abs(exact) >= 2**63:
             return _exact_number(key, exact)
         last = exact.adjusted() - _DIGITS if exact else -max(_TINY, 4 - nearest.adjusted())
-        steps = (exact + sign * Decimal(1).scaleb(last + fewer) for fewer in (range(7) if exact else (0,)))
+        steps = (
+            exact + sign * Decimal(1).scaleb(last + fewer)
+            for fewer in (range(7) if exact else (0,))
+        )
         step = next((step for step in steps if float(step) == _as_read(float(step))), None)
         if step is None:
             raise _refusal(key, value)
@@ -196,11 +218,20 @@ def _divisor(value: Decimal | int) -> Fraction:
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
     """Return the least number that both divide; ValueError where the library takes seconds for it, or overflows."""
-    scale = next((10**places for places in range(10) if not one * 10**places % 1 and not other * 10**places % 1), 0)
+    scale = next(
+        (
+            10**places
+            for places in range(10)
+            if not one * 10**places % 1 and not other * 10**places % 1
+        ),
+        0,
+    )
     result = Fraction(math.lcm(int(one * scale), int(other * scale)), scale or 1)
     steps = next((result * 10**places for places in range(10) if not result * 10**places % 1), 0)
     if not 0 < steps <= _MAX_DIVISOR or one * other * scale**2 >= 2**32:
-        raise ValueError(f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together")
+        raise ValueError(
+            f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together"
+        )
     return result
 
 
@@ -217,9 +248,14 @@ def _keep_format(schema: dict[str, Any], types: list[Any] | None) -> None:
             added = {"type": "integer", "minimum": least, "maximum": greatest}
             _keep_bounds(added, integer=True)
             others = [{"type": kind} for kind in types or () if kind not in ("integer", "number")]
-            schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": [added, *others]} if others else added]
+            schema["allOf"] = [
+                *schema.get("allOf", ()),
+                {"anyOf": [added, *others]} if others else added,
+            ]
     elif name not in _STRINGS:
-        raise ValueError(f"format: {name!r:.60} is unknown here, accepted are {', '.join(sorted(_STRINGS))}")
+        raise ValueError(
+            f"format: {name!r:.60} is unknown here, accepted are {', '.join(sorted(_STRINGS))}"
+        )
     elif texts:
         pattern = f"^({_PATTERNS[name]})$"
         if "pattern" in schema:

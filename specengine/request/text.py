@@ -16,10 +16,17 @@ from transformers import PreTrainedTokenizerFast
 
 UNKNOWN_LOOKBACK = 32  # characters, for decoders whose rules cannot be read
 CLEAN_UP_LOOKBACK = 16  # characters: " n ' t" becomes "n't", and the blank before it goes
-ENDS = KeyboardInterrupt, SystemExit, GeneratorExit  # a panic of the `tokenizers` library is no Exception either
+ENDS = (
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+)  # a panic of the `tokenizers` library is no Exception either
 CLEAN_UP = "clean_up_tokenization_spaces"
 FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-APPENDING = "transformers.tokenization_utils_sentencepiece", "transformers.tokenization_mistral_common"
+APPENDING = (
+    "transformers.tokenization_utils_sentencepiece",
+    "transformers.tokenization_mistral_common",
+)
 
 
 class Decoder:
@@ -29,16 +36,22 @@ class Decoder:
     tokenizer no id writes anything. special: whether all special tokens are shown.
     """
 
-    def __init__(self, tokenizer: Any, shown: Collection[int] = (), *, special: bool = False, **options: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, shown: Collection[int] = (), *, special: bool = False, **options: Any
+    ) -> None:
         """options: further ones of the tokenizer's `decode`."""
         self.tokenizer, self.shown = tokenizer, frozenset(shown)
-        self._options = {"skip_special_tokens": not special, **options} if _takes_options(tokenizer) else {}
+        self._options = (
+            {"skip_special_tokens": not special, **options} if _takes_options(tokenizer) else {}
+        )
         self._without_text: set[int] = set()
         self._bytes: dict[int, bool] = {}
 
     def __call__(self, tokens: list[int]) -> str:
         if self.shown.isdisjoint(tokens):
-            if tokens and not self._without_text and self.tokenizer is not None:  # the usual case, several per cycle
+            if (
+                tokens and not self._without_text and self.tokenizer is not None
+            ):  # the usual case, several per cycle
                 try:
                     text = self.tokenizer.decode(tokens, **self._options)
                 except ENDS:
@@ -51,7 +64,10 @@ class Decoder:
         parts, start = [], 0
         for at, token in enumerate(tokens):
             if token in self.shown:
-                parts += [self._text(tokens[start:at]), self._text([token], skip_special_tokens=False)]
+                parts += [
+                    self._text(tokens[start:at]),
+                    self._text([token], skip_special_tokens=False),
+                ]
                 start = at + 1
         return "".join(parts) + self._text(tokens[start:])
 
@@ -62,10 +78,14 @@ class Decoder:
         if isinstance(tokenizer, Tokenizer):
             return _lookback_of(tokenizer)
         names = "decode", "_decode", "clean_up_tokenization"
-        if all(_function(tokenizer, name) is getattr(PreTrainedTokenizerFast, name) for name in names):
+        if all(
+            _function(tokenizer, name) is getattr(PreTrainedTokenizerFast, name) for name in names
+        ):
             core = tokenizer.backend_tokenizer
             cleans = self._options.get(CLEAN_UP, tokenizer.clean_up_tokenization_spaces)
-            ignores = type(core.model).__name__ == "BPE" and not getattr(tokenizer, FORCED_CLEAN_UP, False)
+            ignores = type(core.model).__name__ == "BPE" and not getattr(
+                tokenizer, FORCED_CLEAN_UP, False
+            )
             return _lookback_of(core) + (CLEAN_UP_LOOKBACK if cleans and not ignores else 0)
         module = getattr(_function(tokenizer, "convert_tokens_to_string"), "__module__", None)
         return 0 if tokenizer is None or module in APPENDING else UNKNOWN_LOOKBACK
@@ -80,7 +100,9 @@ class Decoder:
     def specials_in(self, strings: Collection[str]) -> frozenset[int]:
         """Return the special tokens, hidden in the text, whose own text stands in one of these strings."""
         texts = special_texts(self.tokenizer).items() if strings else ()
-        specials = {token for token, text in texts if text and any(text in string for string in strings)}
+        specials = {
+            token for token, text in texts if text and any(text in string for string in strings)
+        }
         return frozenset(specials - self.shown)
 
     def showing(self, tokens: Collection[int]) -> Decoder:
@@ -95,10 +117,16 @@ class Decoder:
             tokens = [token for token in tokens if token not in self._without_text]
         if (text := self._attempt(tokens, options)) is not None:
             return text
-        self._without_text.update(token for token in set(tokens) if self._attempt([token], options) is None)
+        self._without_text.update(
+            token for token in set(tokens) if self._attempt([token], options) is None
+        )
         tokens = [token for token in tokens if token not in self._without_text]
         text = self._attempt(tokens, options)
-        return "".join(self._attempt([token], options) or "" for token in tokens) if text is None else text
+        return (
+            "".join(self._attempt([token], options) or "" for token in tokens)
+            if text is None
+            else text
+        )
 
     def _attempt(self, tokens: list[int], options: Mapping[str, Any]) -> str | None:
         """Return None if the tokenizer, somebody else's program, raises or returns anything but text."""
@@ -136,12 +164,19 @@ class SharedTokenizer:
     @classmethod
     def of(cls, tokenizer: Any) -> SharedTokenizer | None:
         """Return a tokenizer, which may be None, for several threads."""
-        return None if tokenizer is None else (_SharedCallable if callable(tokenizer) else cls)(tokenizer)
+        return (
+            None
+            if tokenizer is None
+            else (_SharedCallable if callable(tokenizer) else cls)(tokenizer)
+        )
 
     @functools.cached_property
     def _copies(self) -> tuple[Any, Any]:
         with self._copies_alone:
-            return vars(self).get("_copies") or (copy.deepcopy(self._given), copy.deepcopy(self._given))
+            return vars(self).get("_copies") or (
+                copy.deepcopy(self._given),
+                copy.deepcopy(self._given),
+            )
 
     def read(self, name: str, *given: Any, **options: Any) -> Any:
         with self._reads:
@@ -163,7 +198,9 @@ class SharedTokenizer:
         return len(self._copies[1])
 
     def __getattr__(self, name: str) -> Any:
-        return functools.partial(self.read, name) if name in READS else getattr(self._copies[1], name)
+        return (
+            functools.partial(self.read, name) if name in READS else getattr(self._copies[1], name)
+        )
 
 
 class _SharedCallable(SharedTokenizer):
@@ -177,9 +214,13 @@ def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Decoder:
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
     """Return the text of each token that the tokenizer leaves out of its texts."""
-    named = (getattr(tokenizer, name, None) or () for name in ("all_special_ids", "all_special_tokens"))
+    named = (
+        getattr(tokenizer, name, None) or () for name in ("all_special_ids", "all_special_tokens")
+    )
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    special = {token: item.content for token, item in added.items() if getattr(item, "special", False)}
+    special = {
+        token: item.content for token, item in added.items() if getattr(item, "special", False)
+    }
     return dict(zip(*named, strict=False)) | special
 
 
@@ -204,7 +245,11 @@ def _lookback_of(core: Tokenizer) -> int:
     Its parts work on one token at a time, and on the whole text after a part that fuses the tokens.
     """
     try:
-        steps: list[Any] = [{"type": "Fuse"}] if core.decoder is None else [json.loads(core.decoder.__getstate__())]
+        steps: list[Any] = (
+            [{"type": "Fuse"}]
+            if core.decoder is None
+            else [json.loads(core.decoder.__getstate__())]
+        )
     except Exception:  # a decoder written in Python
         return UNKNOWN_LOOKBACK
     lookback, fused = 0, False
@@ -225,7 +270,17 @@ def _lookback_of(core: Tokenizer) -> int:
     return lookback
 
 
-KINDS = "BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"
+KINDS = (
+    "BPEDecoder",
+    "ByteFallback",
+    "ByteLevel",
+    "CTC",
+    "Fuse",
+    "Metaspace",
+    "Replace",
+    "Strip",
+    "WordPiece",
+)
 
 HELD_BACK_LIMIT = 256  # tokens
 CONTEXT_LIMIT = 64  # tokens, where they write blanks alone
@@ -246,7 +301,9 @@ class TextStream:
         self._decode = decode
         self._lookback: int = getattr(decode, "lookback", 0)
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
-        self._tokens: list[int] = []  # settled ones as context, since spaces depend on it, then those not settled
+        self._tokens: list[
+            int
+        ] = []  # settled ones as context, since spaces depend on it, then those not settled
         self._end = 0  # of the settled ones
         self._sent = ""  # of the text of all these, the part that was returned
         self._writes: dict[int, bool] = {}
@@ -317,9 +374,15 @@ class TextStream:
         if not alone:
             if (letter := self._visible) is None:
                 return True  # to be seen later; at the beginning it stands in nobody's way
-            self._writes[token] = self._decode([letter, token, letter]) != self._decode([letter, letter])
+            self._writes[token] = self._decode([letter, token, letter]) != self._decode(
+                [letter, letter]
+            )
             return self._writes[token]
-        if self._visible is None and alone.strip() and token not in getattr(self._decode, "shown", ()):
+        if (
+            self._visible is None
+            and alone.strip()
+            and token not in getattr(self._decode, "shown", ())
+        ):
             self._visible = token
         self._writes[token] = True
         return True

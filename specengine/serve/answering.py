@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("specengine.serve")
 CLIENT_CLOSED_REQUEST = 499
-_READ_AT_ONCE = anyio.CapacityLimiter(256)  # schemas and grammars: each waits for a process, some for seconds
+_READ_AT_ONCE = anyio.CapacityLimiter(
+    256
+)  # schemas and grammars: each waits for a process, some for seconds
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 
@@ -55,7 +57,10 @@ async def answered(
     names: Mapping[str, str] = dialect.names
     try:
         checked = await read_beside(
-            asked, lambda: [CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()]
+            asked,
+            lambda: [
+                CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()
+            ],
         )
         names = checked[0].names
         assert worker.engine is not None
@@ -78,7 +83,9 @@ async def _answered(
     worker: Worker, asked: list[CheckedRequest], reply: Reply, request: Request, streams: bool
 ) -> Response:
     async with contextlib.AsyncExitStack() as stack:
-        coming = await stack.enter_async_context(contextlib.aclosing(events(worker, asked, request)))
+        coming = await stack.enter_async_context(
+            contextlib.aclosing(events(worker, asked, request))
+        )
         if not streams:
             return json_response(reply.whole(await _whole(asked, coming)))
         # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
@@ -86,10 +93,14 @@ async def _answered(
         if isinstance(first, Coming) and isinstance(first.event, Failed):
             raise of_error(first.event.error, asked[0].names)
         stack.pop_all()  # the stream closes it
-        return StreamingResponse(_stream(worker, asked, reply, first, coming), media_type=reply.media_type)
+        return StreamingResponse(
+            _stream(worker, asked, reply, first, coming), media_type=reply.media_type
+        )
 
 
-async def _whole(asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]) -> list[Completion]:
+async def _whole(
+    asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]
+) -> list[Completion]:
     answers: dict[int, Completion] = {}
     async for come in coming:
         if not isinstance(come, Coming):

@@ -67,7 +67,12 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     if settings.origins:
         open_to: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         made.append(
-            Middleware(CORSMiddleware, allow_origins=settings.origins, expose_headers=["Retry-After"], **open_to)
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.origins,
+                expose_headers=["Retry-After"],
+                **open_to,
+            )
         )
     if settings.api_keys:
         made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
@@ -96,13 +101,21 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, RequestError):  # of a body, which FastAPI puts another error around
+        if isinstance(
+            error.__cause__, RequestError
+        ):  # of a body, which FastAPI puts another error around
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            shown_routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+            shown_routes = [
+                route
+                for route in app.routes
+                if isinstance(route, APIRoute) and route.include_in_schema
+            ]
             routes = [
-                f"{method} {route.path_format}" for route in shown_routes for method in sorted(route.methods or ())
+                f"{method} {route.path_format}"
+                for route in shown_routes
+                for method in sorted(route.methods or ())
             ]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"
         return told(RequestError(error.status_code, message, headers=error.headers), request)
@@ -114,7 +127,9 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         require_ready(worker)
         return json_response({"status": "ok", "parallel": worker.parallel})
 
-    app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)  # in a thread
+    app.add_api_route(
+        "/openapi.json", lambda: app.openapi(), include_in_schema=False
+    )  # in a thread
     for path in HEALTH:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 
@@ -122,7 +137,9 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
     async def metrics() -> Response:
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     def described() -> dict[str, Any]:
         require_ready(worker)

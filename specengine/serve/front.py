@@ -17,7 +17,11 @@ import uvicorn
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -37,7 +41,13 @@ from specengine.serve.answering import PLACE_SECONDS
 from specengine.serve.app import middleware
 from specengine.serve.guards import HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
-from specengine.serve.replica import ConversationRouter, HttpRequest, Message, Replica, conversation_of
+from specengine.serve.replica import (
+    ConversationRouter,
+    HttpRequest,
+    Message,
+    Replica,
+    conversation_of,
+)
 from specengine.serve.server import LOGGING, connections, limited, open_socket
 from specengine.serve.worker import MAX_RETRY_SECONDS
 
@@ -80,7 +90,9 @@ class Front:
             with contextlib.suppress(RayError, asyncio.TimeoutError, TimeoutError):
                 coming = self.handle.broadcast("figures").results_async(return_exceptions=True)
                 found = await asyncio.wait_for(coming, FIGURES_SECONDS)
-                self._added.take([own, *(each for each in found if not isinstance(each, BaseException))])
+                self._added.take(
+                    [own, *(each for each in found if not isinstance(each, BaseException))]
+                )
         return Response(self._added.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +100,9 @@ class Front:
         await self._require_ready()
         body = await request.body()
         path = scope["path"]
-        asking = HttpRequest(request.method, path, scope["query_string"], list(request.headers.raw), body)
+        asking = HttpRequest(
+            request.method, path, scope["query_string"], list(request.headers.raw), body
+        )
         began = time.monotonic()
         passing = asyncio.ensure_future(self._passed(asking, send))
         leaving = asyncio.ensure_future(_gone(receive))
@@ -106,11 +120,16 @@ class Front:
     async def _passed(self, asking: HttpRequest, send: Send) -> None:
         """Pass on the answer of a replica; of another one, where the first ends before it has said any of it."""
         assert self.handle is not None
-        conversation, line = conversation_of(asking.body), _Line(send, self._before if _wants_place(asking) else None)
+        conversation, line = (
+            conversation_of(asking.body),
+            _Line(send, self._before if _wants_place(asking) else None),
+        )
         self._under_way[line] = None
         try:
             for last in (False, True):
-                coming: Any = self.handle.options(stream=True).ask.remote(asking, conversation=conversation)
+                coming: Any = self.handle.options(stream=True).ask.remote(
+                    asking, conversation=conversation
+                )
                 try:
                     await _pass(line.through(coming), line.send, asking.path)
                     return
@@ -180,7 +199,9 @@ class _Line:
 
     async def end(self, problem: RequestError) -> None:
         """End a stream in which the place was told."""
-        await self._send({"type": "http.response.body", "body": sse(problem.body), "more_body": False})
+        await self._send(
+            {"type": "http.response.body", "body": sse(problem.body), "more_body": False}
+        )
 
     async def _tell(self, comment: bytes) -> None:
         if not self.told:
@@ -198,7 +219,11 @@ def _wants_place(asking: HttpRequest) -> bool:
         asked = parsed(asking.body)
     except RequestError:
         return False
-    return isinstance(asked, dict) and asked.get("stream") is True and asked.get("return_cycles") is True
+    return (
+        isinstance(asked, dict)
+        and asked.get("stream") is True
+        and asked.get("return_cycles") is True
+    )
 
 
 async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
@@ -240,12 +265,17 @@ async def _gone(receive: Receive) -> None:
 def _problem(error: Exception) -> RequestError:
     if isinstance(error, BackPressureError):
         return RequestError(
-            429, "as many requests wait as may; Retry-After says when to try again", code="queue_full", headers=RETRY
+            429,
+            "as many requests wait as may; Retry-After says when to try again",
+            code="queue_full",
+            headers=RETRY,
         )
     if isinstance(error, DeploymentUnavailableError) or (
         isinstance(error, RayError) and not isinstance(error, RayTaskError)
     ):
-        return RequestError(503, "the replica that answered has ended; try again", code=LOST, headers=RETRY)
+        return RequestError(
+            503, "the replica that answered has ended; try again", code=LOST, headers=RETRY
+        )
     return of_error(error)
 
 
@@ -256,7 +286,10 @@ NEXT = 1  # request that waits at a replica beside those that it answers; the ot
 
 
 def run(
-    loader: Callable[[int], Callable[[], Engine]], settings: Settings, scale: Scale, listening: Callable[[str], None]
+    loader: Callable[[int], Callable[[], Engine]],
+    settings: Settings,
+    scale: Scale,
+    listening: Callable[[str], None],
 ) -> None:
     """Serve until a signal says to stop; ReplicaError where the model cannot be loaded.
 
@@ -303,7 +336,9 @@ def deploy(load: Callable[[], Engine], settings: Settings, scale: Scale) -> Any:
     """Return the handle of replicas on the cluster that this process has joined. Raises Ray Serve's errors."""
     if scale.most > scale.replicas:
         bounds = {"min_replicas": scale.replicas, "max_replicas": scale.most}
-        count: dict[str, Any] = {"autoscaling_config": bounds | {"target_ongoing_requests": settings.parallel or 1}}
+        count: dict[str, Any] = {
+            "autoscaling_config": bounds | {"target_ongoing_requests": settings.parallel or 1}
+        }
     else:
         count = {"num_replicas": scale.replicas}
     made: Any = serve.deployment(Replica)

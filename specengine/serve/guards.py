@@ -25,7 +25,11 @@ WITHOUT_KEY = (*HEALTH, *FILES)
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
-_WITHOUT_VERSION = "/chat/completions", "/responses", "/models"  # as clients of llama.cpp's server write them
+_WITHOUT_VERSION = (
+    "/chat/completions",
+    "/responses",
+    "/models",
+)  # as clients of llama.cpp's server write them
 
 
 class PlainPaths:
@@ -77,7 +81,11 @@ class Forms:
         named = headers.getlist("origin")
         allowed = [f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")]
         other = next((origin for origin in named if origin not in (*allowed, *self.origins)), None)
-        if other is None and not named and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        if (
+            other is None
+            and not named
+            and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        ):
             other = headers["sec-fetch-site"]
         return None if "*" in self.origins else other
 
@@ -92,7 +100,10 @@ class Hosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
-        other = next((host for host in given if not (_name(host) in self.names or is_loopback(_name(host)))), None)
+        other = next(
+            (host for host in given if not (_name(host) in self.names or is_loopback(_name(host)))),
+            None,
+        )
         if other is not None:
             message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
             problem = RequestError(403, message, "host", "host_not_allowed")
@@ -120,9 +131,15 @@ class Keys:
         self.app, self.keys, self.failed = app, [key.encode() for key in keys], failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in WITHOUT_KEY and not self._allows(Headers(scope=scope)):
+        if (
+            scope["type"] == "http"
+            and scope["path"] not in WITHOUT_KEY
+            and not self._allows(Headers(scope=scope))
+        ):
             message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
-            problem = RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            problem = RequestError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
             self.failed.labels(problem.status).inc()
             await problem.response(scope["path"])(scope, receive, send)
             return
@@ -179,7 +196,9 @@ def parsed(body: bytes, encoding: str = "") -> Any:
     encoding: the header Content-Encoding
     """
     if encoding.strip().lower() not in ("", "identity"):
-        raise RequestError(415, f"content-encoding: got {encoding:.60}, accepted a body that is not compressed")
+        raise RequestError(
+            415, f"content-encoding: got {encoding:.60}, accepted a body that is not compressed"
+        )
     if len(body) > FEW:
         _require_few(body)
     try:
@@ -187,9 +206,15 @@ def parsed(body: bytes, encoding: str = "") -> Any:
     except RecursionError as error:
         raise _no_json("it is nested too deep") from error
     except UnicodeDecodeError as error:
-        packed = " it looks compressed" if body.startswith((b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd")) else ""
+        packed = (
+            " it looks compressed"
+            if body.startswith((b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd"))
+            else ""
+        )
         raise _no_json(
-            f"byte {error.start} is not UTF-8;{packed}" if packed else f"byte {error.start} is not UTF-8"
+            f"byte {error.start} is not UTF-8;{packed}"
+            if packed
+            else f"byte {error.start} is not UTF-8"
         ) from error
     except json.JSONDecodeError as error:
         raise _no_json(f"{error.msg}, at character {error.pos}") from error
@@ -198,7 +223,9 @@ def parsed(body: bytes, encoding: str = "") -> Any:
 
 
 def _no_json(why: str) -> RequestError:
-    return RequestError(400, f"the body is not JSON that this server reads ({why})", code="invalid_json")
+    return RequestError(
+        400, f"the body is not JSON that this server reads ({why})", code="invalid_json"
+    )
 
 
 def _require_few(body: bytes) -> None:
@@ -210,9 +237,14 @@ def _require_few(body: bytes) -> None:
         parts, values = strings + outside.count(b"[") + outside.count(b"{"), outside.count(b",")
     else:
         parts, values = strings, 0
-    for count, most, name in ((parts, MAX_PARTS, "strings, lists and objects"), (values, MAX_VALUES, "values")):
+    for count, most, name in (
+        (parts, MAX_PARTS, "strings, lists and objects"),
+        (values, MAX_VALUES, "values"),
+    ):
         if count > most:
-            raise RequestError(400, f"the body has {count} {name}, accepted at most {most}", code="body_too_large")
+            raise RequestError(
+                400, f"the body has {count} {name}, accepted at most {most}", code="body_too_large"
+            )
 
 
 class _ParsedRequest(Request):

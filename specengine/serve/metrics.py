@@ -44,33 +44,51 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"specengine:{name}", text, labels, registry=registry)
 
-        self.running = Gauge("specengine:num_requests_running", "Requests being answered", registry=registry)
-        self.waiting = Gauge("specengine:num_requests_waiting", "Requests in the queue", registry=registry)
+        self.running = Gauge(
+            "specengine:num_requests_running", "Requests being answered", registry=registry
+        )
+        self.waiting = Gauge(
+            "specengine:num_requests_waiting", "Requests in the queue", registry=registry
+        )
         self.counters = {name: counter(name, text) for name, text in _COUNTERS.items()}
         self.times = {
             name: Histogram(f"specengine:{name}_seconds", text, buckets=_SECONDS, registry=registry)
             for name, text in _TIMES.items()
         }
         self.by_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at this depth, 0 the first", ("position",)
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at this depth, 0 the first",
+            ("position",),
         )
-        self.finished = counter("request_success", "Requests answered, by how they ended", ("finished_reason",))
-        self.failed = counter("request_failure", "Requests refused or failed, by HTTP status", ("status",))
+        self.finished = counter(
+            "request_success", "Requests answered, by how they ended", ("finished_reason",)
+        )
+        self.failed = counter(
+            "request_failure", "Requests refused or failed, by HTTP status", ("status",)
+        )
 
     def watch(self, answering: Pool | Engine) -> None:
         """Report the use of caches too, and of a pool the rows of forward passes."""
         if isinstance(answering, Pool):
             self.registry.register(_AtOnce(answering))
             return
-        used = Gauge(USAGE, "Part of the context that the prompt and answer under way fill", registry=self.registry)
+        used = Gauge(
+            USAGE,
+            "Part of the context that the prompt and answer under way fill",
+            registry=self.registry,
+        )
         target = answering.target
-        used.set_function(lambda: len(target.tokens) / target.max_context if answering.is_busy else 0.0)
+        used.set_function(
+            lambda: len(target.tokens) / target.max_context if answering.is_busy else 0.0
+        )
 
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
         """Count one generation; ended: stop, length or abort; waited, whole: seconds since the request came."""
         stats = answer.stats
         counts = {
-            "spec_decode_num_drafts": stats.num_spec_steps - stats.num_plain_steps if stats.draft else 0,
+            "spec_decode_num_drafts": stats.num_spec_steps - stats.num_plain_steps
+            if stats.draft
+            else 0,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_draft_tokens,
             "prompt_tokens": stats.num_prompt_tokens,
@@ -104,10 +122,16 @@ class _AtOnce(Collector):
         busy = [engine for engine in pool.engines if engine.is_busy and engine not in pool.waiting]
         share = sum(map(bytes_used, busy)) / pool.memory
         held = sum(map(bytes_held, pool.engines))
-        yield GaugeMetricFamily(USAGE, "Part of the memory that prompts and answers under way fill", share)
-        yield GaugeMetricFamily("specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held)
+        yield GaugeMetricFamily(
+            USAGE, "Part of the memory that prompts and answers under way fill", share
+        )
+        yield GaugeMetricFamily(
+            "specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held
+        )
         rows = "Rows of each forward pass, of all requests"
-        yield SummaryMetricFamily("specengine:iteration_tokens_total", rows, scheduler.forwards, scheduler.rows)
+        yield SummaryMetricFamily(
+            "specengine:iteration_tokens_total", rows, scheduler.forwards, scheduler.rows
+        )
 
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

@@ -82,7 +82,8 @@ class Replica:
             _listen_here_alone()
         self._worker = Worker(load, settings.queue, Metrics(), settings.parallel or 1)
         self._app = create_app(
-            self._worker, dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",))
+            self._worker,
+            dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",)),
         )
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
@@ -92,7 +93,9 @@ class Replica:
             raise self._worker.failure
         self._running: set[asyncio.Task[None]] = set()
 
-    async def ask(self, asking: HttpRequest, conversation: str | None = None) -> AsyncIterator[Message]:
+    async def ask(
+        self, asking: HttpRequest, conversation: str | None = None
+    ) -> AsyncIterator[Message]:
         """Yield the application's messages. Closing this early is a client that has gone.
 
         conversation: what the router reads.
@@ -118,7 +121,10 @@ class Replica:
 
     async def figures(self) -> tuple[str, str]:
         """Return the replica's id, and its counters in Prometheus' text format."""
-        return serve.get_replica_context().replica_id.unique_id, self._worker.metrics.text().decode()
+        return (
+            serve.get_replica_context().replica_id.unique_id,
+            self._worker.metrics.text().decode(),
+        )
 
     def check_health(self) -> None:
         """Check the replica for Ray Serve, which replaces it if this raises."""
@@ -166,14 +172,18 @@ class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._last: OrderedDict[str, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return ranks of replicas: Ray takes the least busy one of the first rank with room."""
         last = self._last.get(_conversation(pending_request) or "")
         same = [replica for replica in candidate_replicas if replica.replica_id == last]
         return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         if conversation := _conversation(pending_request):
             self._last[conversation] = replica_id
             self._last.move_to_end(conversation)

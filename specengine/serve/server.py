@@ -27,7 +27,9 @@ from specengine.serve.worker import Worker
 
 MAX_HEADER_BYTES = 1 << 16
 MAX_FRAMING = 2  # bytes received per byte of a body, once PIECE_BYTES more have come
-PIECE_BYTES = 1 << 13  # of what has come that are read before it is looked at: each small chunk takes long to read
+PIECE_BYTES = (
+    1 << 13
+)  # of what has come that are read before it is looked at: each small chunk takes long to read
 LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
 LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
@@ -55,7 +57,9 @@ class _Lingering:
         self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
-class _Limited(H11Protocol):  # whatever else is installed: HTTP/1.0 and offers of upgrades are answered alike
+class _Limited(
+    H11Protocol
+):  # whatever else is installed: HTTP/1.0 and offers of upgrades are answered alike
     seconds: float
     _timer: Any = None
     _head = 0  # bytes of a request whose headers have not ended
@@ -85,11 +89,17 @@ class _Limited(H11Protocol):  # whatever else is installed: HTTP/1.0 and offers 
         elif not of_a_body:
             self._head += len(data)
         elif not before.response_complete:
-            self._framed = max(self._framed + len(data) - MAX_FRAMING * (len(before.body) - held), 0)
+            self._framed = max(
+                self._framed + len(data) - MAX_FRAMING * (len(before.body) - held), 0
+            )
         if self._head > MAX_HEADER_BYTES:
-            self._refuse(431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted")
+            self._refuse(
+                431, f"the headers are larger than the {MAX_HEADER_BYTES} bytes that are accepted"
+            )
         elif self._framed > PIECE_BYTES:
-            self._refuse(400, f"the body comes in chunks that take more than {MAX_FRAMING} times its bytes")
+            self._refuse(
+                400, f"the body comes in chunks that take more than {MAX_FRAMING} times its bytes"
+            )
         elif self.sending:
             self._wait()
         else:
@@ -97,8 +107,12 @@ class _Limited(H11Protocol):  # whatever else is installed: HTTP/1.0 and offers 
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has ended its side with a whole request; return whether the connection stays."""
-        self._half_closed = self._answering and not self.cycle.response_started  # who ends a stream has gone
-        if self._half_closed and self.scope["http_version"] != "1.0":  # which has no answers before the answer
+        self._half_closed = (
+            self._answering and not self.cycle.response_started
+        )  # who ends a stream has gone
+        if (
+            self._half_closed and self.scope["http_version"] != "1.0"
+        ):  # which has no answers before the answer
             self.loop.call_later(LEFT_SECONDS, self._probe)
         return self._half_closed
 
@@ -165,7 +179,8 @@ def connections(settings: Settings) -> dict[str, Any]:
     """Return uvicorn's options of connections."""
     return {
         "server_header": False,
-        "h11_max_incomplete_event_size": 2 * MAX_HEADER_BYTES,  # smaller headers are refused here, by their size
+        "h11_max_incomplete_event_size": 2
+        * MAX_HEADER_BYTES,  # smaller headers are refused here, by their size
         "timeout_keep_alive": settings.keep_alive_seconds,
     }
 
@@ -175,9 +190,16 @@ LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"plain": _FORMAT},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stderr"}},
+    "handlers": {
+        "stderr": {
+            "class": "logging.StreamHandler",
+            "formatter": "plain",
+            "stream": "ext://sys.stderr",
+        }
+    },
     "loggers": {
-        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in ("uvicorn", "specengine.serve")
+        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False}
+        for name in ("uvicorn", "specengine.serve")
     },
 }
 
@@ -188,7 +210,9 @@ class Server(uvicorn.Server):
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
         http = limited(settings.request_seconds)
         app = create_app(worker, settings)
-        super().__init__(uvicorn.Config(app, http=http, lifespan="on", **connections(settings), **options))
+        super().__init__(
+            uvicorn.Config(app, http=http, lifespan="on", **connections(settings), **options)
+        )
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -203,7 +227,9 @@ class Server(uvicorn.Server):
         while not self.worker.idle and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self.worker.abandon()
-        self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)  # to be read by their clients
+        self.config.timeout_graceful_shutdown = max(
+            round(end - time.monotonic()), 1
+        )  # to be read by their clients
         await super().shutdown(sockets)
 
 
@@ -240,6 +266,8 @@ def open_socket(settings: Settings) -> tuple[socket.socket, str]:
     try:
         opened = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        raise InputError(f"host, port: cannot listen at {settings.host}:{settings.port} ({error.strerror})") from error
+        raise InputError(
+            f"host, port: cannot listen at {settings.host}:{settings.port} ({error.strerror})"
+        ) from error
     host, port = opened.getsockname()[:2]
     return opened, f"http://{f'[{host}]' if ':' in host else host}:{port}"

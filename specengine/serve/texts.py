@@ -101,7 +101,9 @@ async def refuse_embeddings() -> Response:
 def _tokens(app: FastAPI, texts: TextReader) -> None:
     @app.post("/tokenize", summary="Tokens of a text, as llama.cpp and vLLM do")
     async def tokenize(body: TokenizeBody) -> Response:
-        return json_response(await texts.read(lambda engine, limits: tokens_of(body, engine, limits)))
+        return json_response(
+            await texts.read(lambda engine, limits: tokens_of(body, engine, limits))
+        )
 
     @app.post("/detokenize", summary="Text of tokens, as llama.cpp and vLLM do")
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -121,7 +123,9 @@ def _tokens(app: FastAPI, texts: TextReader) -> None:
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
         counted = COUNTING.translated(body)
-        asked = await read_beside(counted, lambda: CheckedRequest(counted, texts.settings, renamed=anthropic.NAMES))
+        asked = await read_beside(
+            counted, lambda: CheckedRequest(counted, texts.settings, renamed=anthropic.NAMES)
+        )
         return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
 
 
@@ -131,7 +135,9 @@ def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[s
     if text is None:
         raise InputError("content: needed, or prompt")
     tokenizer, context = limits.tokenizer, engine.target.max_context
-    Room(context, limits.longest).require("content" if body.prompt is None else "prompt", [text], tokenizer)
+    Room(context, limits.longest).require(
+        "content" if body.prompt is None else "prompt", [text], tokenizer
+    )
     ends = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     ends = body.prompt is not None if ends is None else ends
     options = {"split_special_tokens": True} if body.parse_special is False else {}
@@ -142,7 +148,9 @@ def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[s
         written = TokenTexts(tokenizer)
         pieces = [written.written(token).decode(errors="replace") for token in ids]
         if body.with_pieces:
-            made["tokens"] = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
+            made["tokens"] = [
+                {"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)
+            ]
         if body.return_token_strs:
             made["token_strs"] = pieces
     return made
@@ -155,7 +163,9 @@ def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
     outside = next((token for token in tokens if not 0 <= token < known), None)
     if outside is not None:
         raise InputError(f"tokens: token id {outside} is out of range, accepted 0 to {known - 1}")
-    special = [token for token in tokens if token in set(getattr(limits.tokenizer, "all_special_ids", ()))]
+    special = [
+        token for token in tokens if token in set(getattr(limits.tokenizer, "all_special_ids", ()))
+    ]
     return decoder(limits.tokenizer, special)(tokens)
 
 
@@ -188,9 +198,16 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
 
     def described() -> dict[str, Any]:
         engine = texts.engine
-        details = {"parent_model": "", "format": engine.target.backend, "families": None} | _sizes(engine)
+        details = {"parent_model": "", "format": engine.target.backend, "families": None} | _sizes(
+            engine
+        )
         digest = hashlib.sha256(f"{engine.target.name} {settings.name}".encode()).hexdigest()
-        known = {"name": settings.name, "model": settings.name, "modified_at": started, "digest": digest}
+        known = {
+            "name": settings.name,
+            "model": settings.name,
+            "modified_at": started,
+            "digest": digest,
+        }
         return known | {"size": _bytes(engine), "details": details}
 
     @app.get("/api/version", summary="The version of Ollama whose API this is")
@@ -205,7 +222,11 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
     async def running() -> Response:
         engine, known = texts.engine, described()
         memory = known["size"] if engine.target.device.type == "cuda" else 0
-        more = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": memory, "context_length": engine.target.max_context}
+        more = {
+            "expires_at": "2318-01-01T00:00:00Z",
+            "size_vram": memory,
+            "context_length": engine.target.max_context,
+        }
         return json_response({"models": [known | more]})
 
     @app.post("/api/show", summary="The one model, as Ollama shows it")
@@ -215,7 +236,10 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
             require_model(asked, settings)
         engine, known = texts.engine, described()
         family = known["details"]["family"] or "model"
-        info = {"general.architecture": family, f"{family}.context_length": engine.target.max_context}
+        info = {
+            "general.architecture": family,
+            f"{family}.context_length": engine.target.max_context,
+        }
         return json_response(
             {
                 "modelfile": "",
@@ -223,7 +247,9 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
                 "template": template_of(engine.tokenizer),
                 "details": known["details"],
                 "model_info": info | {f"{family}.vocab_size": engine.target.vocab_size},
-                "capabilities": await texts.read(lambda engine, limits: _capabilities(limits.tokenizer)),
+                "capabilities": await texts.read(
+                    lambda engine, limits: _capabilities(limits.tokenizer)
+                ),
                 "modified_at": known["modified_at"],
             }
         )
@@ -241,10 +267,18 @@ def _capabilities(tokenizer: Any) -> list[str]:
 
 def _sizes(engine: Engine) -> dict[str, str]:
     config = getattr(getattr(engine.target, "lm", None), "config", None)
-    return {"family": str(getattr(config, "model_type", "")), "parameter_size": "", "quantization_level": ""}
+    return {
+        "family": str(getattr(config, "model_type", "")),
+        "parameter_size": "",
+        "quantization_level": "",
+    }
 
 
 def _bytes(engine: Engine) -> int:
     """Return the bytes of the model's parameters, as far as it is a module of torch."""
     parameters = getattr(getattr(engine.target, "lm", None), "parameters", None)
-    return sum(each.numel() * each.element_size() for each in parameters()) if callable(parameters) else 0
+    return (
+        sum(each.numel() * each.element_size() for each in parameters())
+        if callable(parameters)
+        else 0
+    )

@@ -91,14 +91,18 @@ class Worker:
     failed    called, in that thread, if `load` raises; `failure` is then the error
     """
 
-    def __init__(self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int | None = 1) -> None:
+    def __init__(
+        self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int | None = 1
+    ) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.engine: Engine | None = None
         self.limits: ModelLimits | None = None
-        self.beside: ModelLimits | None = None  # for whoever reads texts without an answer; copied at the start, slowly
+        self.beside: ModelLimits | None = (
+            None  # for whoever reads texts without an answer; copied at the start, slowly
+        )
         self._load, self._most = load, waiting
         self._jobs: deque[Job] = deque()
         self._clients = Clients()
@@ -110,7 +114,9 @@ class Worker:
         self._stopping = False
         self._mean_seconds = 1.0  # of an answer, the latest counting most
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
-        self._reader = threading.Thread(target=self._read_all, name="specengine-reader", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read_all, name="specengine-reader", daemon=True
+        )
         metrics.running.set_function(lambda: len(self._answered) - self._without_room)
         metrics.waiting.set_function(lambda: len(self._jobs) + self._without_room)
 
@@ -149,7 +155,9 @@ class Worker:
         """
         most = self._most + self.parallel
         if len(jobs) > most:
-            raise InputError(f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue")
+            raise InputError(
+                f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue"
+            )
         for job in jobs:
             if self.limits is not None:
                 job.asked.require_possible(self.limits)
@@ -157,7 +165,9 @@ class Worker:
         with self._changed:
             waiting = len(self._jobs)
             if waiting + len(jobs) > most - len(self._answered):
-                raise QueueFullError(f"{waiting} requests wait already; try again in {self.retry_seconds} s")
+                raise QueueFullError(
+                    f"{waiting} requests wait already; try again in {self.retry_seconds} s"
+                )
             asking = {other.ticket.client for other in (*self._jobs, *self._answered)}
             for job in jobs:
                 job.ticket.client = self._clients.of(job.who, asking)
@@ -224,13 +234,19 @@ class Worker:
             self.state = "ready"
         self._reader.start()
         log.info("ready: %r, answers at once: %d", self.engine, self.parallel)
-        engines, scheduler = ([self.engine], None) if self._pool is None else (self._pool.engines, self._pool.scheduler)
+        engines, scheduler = (
+            ([self.engine], None)
+            if self._pool is None
+            else (self._pool.engines, self._pool.scheduler)
+        )
         for _ in run_tasks(engines, scheduler, self._take):
             pass
 
     def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
         with self._changed:
-            job = self._first(lambda job: (job.quick or job.prepared is not None) and self._has_place(job), wait)
+            job = self._first(
+                lambda job: (job.quick or job.prepared is not None) and self._has_place(job), wait
+            )
             if job is None:
                 return None
             self._answered.add(job)
@@ -258,19 +274,30 @@ class Worker:
                 self._prepare(idle[0], job)
         prompt = [] if job.prepared is None else job.prepared.prompt
         held = [engine.holds(prompt) for engine in idle]
-        own = [2 * count >= len(engine.target.tokens) and count for count, engine in zip(held, idle, strict=True)]
+        own = [
+            2 * count >= len(engine.target.tokens) and count
+            for count, engine in zip(held, idle, strict=True)
+        ]
         return idle[own.index(max(own))]
 
     def _has_place(self, job: Job) -> bool:
         """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
-        spare = 0 if any(other.ticket.client is job.ticket.client for other in self._answered) else SPARE
+        spare = (
+            0
+            if any(other.ticket.client is job.ticket.client for other in self._answered)
+            else SPARE
+        )
         return len(self._answered) < self.parallel + spare
 
     def _first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
         """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
         with self._changed:
             while not self._stopping:
-                if (job := min(filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None)) is not None:
+                if (
+                    job := min(
+                        filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None
+                    )
+                ) is not None:
                     return job
                 if not wait:
                     return None
@@ -282,11 +309,15 @@ class Worker:
         assert self.engine is not None
         assert self.limits is not None
         limits = self.limits._replace(lock=threading.Lock())
-        while (job := self._first(lambda job: not (job.quick or job.is_read or job.prepared))) is not None:
+        while (
+            job := self._first(lambda job: not (job.quick or job.is_read or job.prepared))
+        ) is not None:
             job.is_read = True
             if job.asked.constrains:  # a schema of one does not wait for another's
                 reading = (self.engine, job, limits)
-                threading.Thread(target=self._read, args=reading, name="specengine-grammar", daemon=True).start()
+                threading.Thread(
+                    target=self._read, args=reading, name="specengine-grammar", daemon=True
+                ).start()
             else:
                 self._read(self.engine, job, limits)
 
@@ -302,7 +333,9 @@ class Worker:
         with self._changed:
             self._changed.notify_all()
 
-    def _prepare(self, engine: Engine, job: Job, limits: ModelLimits | None = None) -> PreparedRequest:
+    def _prepare(
+        self, engine: Engine, job: Job, limits: ModelLimits | None = None
+    ) -> PreparedRequest:
         """Read the request; InputError, or RequestError where nobody waits for it any more or its time is over."""
         began = time.perf_counter()
         longest = self.limits and self.limits.longest
@@ -313,7 +346,9 @@ class Worker:
             if job.cancelled or self._stopping:
                 raise unavailable("stopping")
             if time.perf_counter() - began > most:
-                raise RequestError(503, f"reading the request takes longer than {most:g} s", code="timeout")
+                raise RequestError(
+                    503, f"reading the request takes longer than {most:g} s", code="timeout"
+                )
 
         prepared = job.asked.prepare(engine, limits, still_wanted)
         job.read_s = time.perf_counter() - began
@@ -340,7 +375,10 @@ class Worker:
         yield from _score(engine, job, answer, deadline)
         if not job.asked.answers:
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
-        with contextlib.closing(generation), engine.target.running():  # pieces are handed on at once
+        with (
+            contextlib.closing(generation),
+            engine.target.running(),
+        ):  # pieces are handed on at once
             while not job.cancelled and answer.reason is None:
                 if not generation.is_ready:
                     yield
@@ -350,25 +388,35 @@ class Worker:
                     generation.stats.num_prompt_tokens = len(generation.prompt)
                     answer.reason = None if job.cancelled else "length"
         if self._pool is None:  # else they are counted piece by piece
-            job.ticket.client.served += generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
+            job.ticket.client.served += (
+                generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
+            )
         if answer.reason is not None:
             answer.predicted = _predicted(answer, prepared)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         _log(answer, ended)
         if job.asked.settings.log_contents:
-            log.info("asked: %s, said: %r", job.asked.request.model_dump_json(exclude_none=True), answer.text)
+            log.info(
+                "asked: %s, said: %r",
+                job.asked.request.model_dump_json(exclude_none=True),
+                answer.text,
+            )
         if answer.reason is not None:
             job.deliver(Ended(answer))
 
     def _failure(self, job: Job, error: Exception) -> None:
         if not isinstance(error, InputError | RequestError):
             # without the error's text, which may quote what was asked
-            log.error("%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            log.error(
+                "%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+            )
         job.deliver(Failed(error))
 
 
-def _deliver(job: Job, generation: TextGeneration, piece: Any, answer: Completion, texts: Texts) -> None:
+def _deliver(
+    job: Job, generation: TextGeneration, piece: Any, answer: Completion, texts: Texts
+) -> None:
     """Add a piece to its answer, and hand it on."""
     answer.add(piece.cycle)
     job.ticket.client.served += len(piece.cycle.tokens)
@@ -383,17 +431,23 @@ def _deliver(job: Job, generation: TextGeneration, piece: Any, answer: Completio
     job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
 
 
-def _score(engine: Engine, job: Job, answer: Completion, deadline: float) -> Generator[None, None, None]:
+def _score(
+    engine: Engine, job: Job, answer: Completion, deadline: float
+) -> Generator[None, None, None]:
     """Append the log-probabilities of the prompt's tokens, where the request wants them, as steps of a task."""
     began = time.perf_counter()
     with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
         while not job.cancelled and (scored := next(scores, None)) is not None:
             answer.prompt_logprobs.append(scored)
-            if len(answer.prompt_logprobs) % SCORED_ROWS == 0:  # other answers go on before the next forward
+            if (
+                len(answer.prompt_logprobs) % SCORED_ROWS == 0
+            ):  # other answers go on before the next forward
                 yield
             if time.perf_counter() > deadline:
                 seconds = job.asked.settings.max_seconds
-                raise RequestError(503, f"rating the prompt takes longer than {seconds:g} s", code="timeout")
+                raise RequestError(
+                    503, f"rating the prompt takes longer than {seconds:g} s", code="timeout"
+                )
     answer.scored_s = time.perf_counter() - began
 
 
@@ -414,7 +468,9 @@ def _read_vocabulary(engine: Engine) -> None:
     """Read the tokenizer as constraints need it, which holds up all threads, before there are requests."""
     with contextlib.suppress(Exception):  # whoever asks for a constraint is told
         defaults = engine.target.generation_config
-        engine.constraint(GenerationOptions.of({"json_object": True}, defaults, 1, engine.target.max_context))
+        engine.constraint(
+            GenerationOptions.of({"json_object": True}, defaults, 1, engine.target.max_context)
+        )
 
 
 def limits_of(engine: Engine) -> ModelLimits:

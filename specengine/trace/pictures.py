@@ -46,7 +46,9 @@ def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
     }
     files = [folder / f"{name}.svg" for name in drawings]
     for file, fill in zip(files, drawings.values(), strict=True):
-        write_figure(file, "pictures", partial(fill, runs=runs), {"font.size": 11}, layout="constrained")
+        write_figure(
+            file, "pictures", partial(fill, runs=runs), {"font.size": 11}, layout="constrained"
+        )
     return files
 
 
@@ -75,7 +77,9 @@ def literal(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
 
-def write_figure(file: Path, field: str, fill: Callable[[Any], None], look: dict[Any, Any], **options: Any) -> None:
+def write_figure(
+    file: Path, field: str, fill: Callable[[Any], None], look: dict[Any, Any], **options: Any
+) -> None:
     """Write what `fill` draws onto a figure, in the format of the file's suffix, with the same bytes every time.
 
     look: matplotlib's settings; options: those of its Figure. Raise InputError naming `field` for another suffix,
@@ -108,7 +112,10 @@ def acceptance_counts(queries: Sequence[Query]) -> tuple[np.ndarray, np.ndarray]
             if node and state != PRUNED:
                 counts[state == ACCEPTED][cycle.depths[node], cycle.ranks[node]] += 1
     both = counts[True] + counts[False]
-    shape = (max((depth for depth, _ in both), default=0), max((rank for _, rank in both), default=0))
+    shape = (
+        max((depth for depth, _ in both), default=0),
+        max((rank for _, rank in both), default=0),
+    )
     return _grid(counts[True], shape), _grid(both, shape)
 
 
@@ -123,10 +130,14 @@ def _heat_maps(figure: Any, runs: Sequence[Run]) -> None:
     grids = [acceptance_counts(queries) for _, queries in runs]
     ranks = [min(max(MIN_RANKS, verified.shape[1]), MAX_RANKS) for _, verified in grids]
     depths = max(1, *(verified.shape[0] for _, verified in grids))
-    best = max((float(share) for grid in grids for share in _share(*grid).flat if share > 0), default=1.0)
+    best = max(
+        (float(share) for grid in grids for share in _share(*grid).flat if share > 0), default=1.0
+    )
     figure.set_size_inches(1.8 + 0.62 * sum(ranks), 2.0 + 0.42 * max(depths, 3))
     panels = figure.subplots(1, len(runs), squeeze=False, sharey=True, width_ratios=ranks)[0]
-    for panel, (label, _), (accepted, verified), shown in zip(panels, runs, grids, ranks, strict=True):
+    for panel, (label, _), (accepted, verified), shown in zip(
+        panels, runs, grids, ranks, strict=True
+    ):
         image = _heat_map(panel, accepted[:, :shown], verified[:, :shown], (depths, shown), best)
         hidden = int(verified[:, shown:].sum())
         note = f"\n({hidden} nodes of rank {shown + 1} and above left out)" if hidden else ""
@@ -139,7 +150,9 @@ def _share(accepted: np.ndarray, verified: np.ndarray) -> np.ndarray:
     return np.divide(accepted, verified, out=np.full(verified.shape, np.nan), where=verified > 0)
 
 
-def _heat_map(axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tuple[int, int], best: float) -> Any:
+def _heat_map(
+    axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tuple[int, int], best: float
+) -> Any:
     """Draw one panel, coloured up to the share `best`. Cells without nodes stay grey."""
     share = np.full(shape, np.nan)
     share[: verified.shape[0], : verified.shape[1]] = _share(accepted, verified)
@@ -148,7 +161,15 @@ def _heat_map(axes: Any, accepted: np.ndarray, verified: np.ndarray, shape: tupl
     for (depth, rank), count in np.ndenumerate(verified):
         if count >= MIN_NODES:
             colour = "black" if share[depth, rank] > 0.6 * best else "white"
-            axes.text(rank, depth, f"{share[depth, rank]:.2f}", ha="center", va="center", color=colour, fontsize=10)
+            axes.text(
+                rank,
+                depth,
+                f"{share[depth, rank]:.2f}",
+                ha="center",
+                va="center",
+                color=colour,
+                fontsize=10,
+            )
     axes.set_xticks(range(shape[1]), range(1, shape[1] + 1))
     axes.set_yticks(range(shape[0]), range(1, shape[0] + 1))
     axes.set_xlabel("rank among its siblings")
@@ -168,7 +189,9 @@ def _lengths(figure: Any, runs: Sequence[Run]) -> None:
         lengths = [Counter(len(cycle.committed) for cycle in query.cycles) for query in queries]
         for place, counts in zip(places, lengths, strict=True):
             sizes = [DOT * count / counts.total() for count in counts.values()]
-            axes.scatter([place] * len(counts), list(counts), s=sizes, color=colour, alpha=0.3, linewidths=0)
+            axes.scatter(
+                [place] * len(counts), list(counts), s=sizes, color=colour, alpha=0.3, linewidths=0
+            )
         means = [query.tau for query in queries]
         label = f"{textwrap.fill(label, LABEL_WIDTH)}\nmean {np.mean(means):.2f}"
         axes.plot(places, means, marker=marker, color=colour, linewidth=1.2, label=label)
@@ -179,7 +202,9 @@ def _lengths(figure: Any, runs: Sequence[Run]) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
-    axes.set_title("Acceptance length. Line: mean of a query; dots: its cycles, by area", fontsize=11)
+    axes.set_title(
+        "Acceptance length. Line: mean of a query; dots: its cycles, by area", fontsize=11
+    )
     _legend(axes, len(runs))
 
 
@@ -196,7 +221,13 @@ def _effort(figure: Any, runs: Sequence[Run]) -> None:
         colour, marker = _look(number)
         taus, deltas = [query.tau for query in queries], [query.delta for query in queries]
         axes.scatter(
-            taus, deltas, color=colour, marker=marker, s=42, alpha=0.8, label=textwrap.fill(label, LABEL_WIDTH)
+            taus,
+            deltas,
+            color=colour,
+            marker=marker,
+            s=42,
+            alpha=0.8,
+            label=textwrap.fill(label, LABEL_WIDTH),
         )
     axes.set(xlim=(0, max(tau for tau, _ in points) * 1.15), ylim=(0, top))
     axes.set_xlabel("acceptance length τ (tokens per verification)")
@@ -212,7 +243,9 @@ def _look(number: int) -> tuple[str, str]:
 
 def _legend(axes: Any, entries: int) -> None:
     """Draw the legend below the plot, where it hides no point."""
-    axes.figure.legend(loc="outside lower center", ncols=min(2, entries), fontsize=10, frameon=False)
+    axes.figure.legend(
+        loc="outside lower center", ncols=min(2, entries), fontsize=10, frameon=False
+    )
 
 
 OWN = "own"  # state of the target's own token, which is not in the tree
@@ -245,7 +278,14 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
     layout = _Layout.of(cycle, pruned)
     size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
     look = {"font.size": 10, "font.family": "monospace"}
-    write_figure(file, "tree", lambda figure: _fill(figure, cycle, layout), look, figsize=size, facecolor="white")
+    write_figure(
+        file,
+        "tree",
+        lambda figure: _fill(figure, cycle, layout),
+        look,
+        figsize=size,
+        facecolor="white",
+    )
 
 
 @dataclass
@@ -264,7 +304,9 @@ class _Layout:
         while stack:
             order.append(stack.pop())
             stack += reversed(layout.below(order[-1]))
-        for node in order:  # leaves from top to bottom, then each parent in the middle of its children
+        for (
+            node
+        ) in order:  # leaves from top to bottom, then each parent in the middle of its children
             if not layout.below(node):
                 layout.places[node] = (layout.depth(node), float(layout.rows))
                 layout.rows += 1
@@ -282,7 +324,9 @@ class _Layout:
         if node < 0:
             return []
         target_nodes = [-1] if self.cycle.has_own and node == self.cycle.accepted[-1] else []
-        return target_nodes + [n for n in self.cycle.children[node] if self.pruned or self.cycle.states[n] != PRUNED]
+        return target_nodes + [
+            n for n in self.cycle.children[node] if self.pruned or self.cycle.states[n] != PRUNED
+        ]
 
     def depth(self, node: int) -> int:
         return len(self.cycle.accepted) if node < 0 else self.cycle.depths[node]
@@ -304,16 +348,34 @@ def _fill(figure: Any, cycle: TracedCycle, layout: _Layout) -> None:
         box = {"boxstyle": "round,pad=0.3", **LOOKS[states[node]]}
         axes.text(column - BOX, row, _shown(text), va="center", zorder=4, bbox=box)
         if node > 0:
-            axes.text(column - BEND + 0.03, row - 0.1, f"{cycle.probabilities[node]:.2f}", fontsize=7, color="#555555")
-    handles = [Patch(label=LABELS[state], **LOOKS[state]) for state in LABELS if state in states.values()]
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), fontsize=9, frameon=False)
+            axes.text(
+                column - BEND + 0.03,
+                row - 0.1,
+                f"{cycle.probabilities[node]:.2f}",
+                fontsize=7,
+                color="#555555",
+            )
+    handles = [
+        Patch(label=LABELS[state], **LOOKS[state]) for state in LABELS if state in states.values()
+    ]
+    figure.legend(
+        handles=handles, loc="lower center", ncols=len(handles), fontsize=9, frameon=False
+    )
 
 
-def _edge(axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]) -> None:
+def _edge(
+    axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]
+) -> None:
     (x0, y0), (x1, y1) = start, end
     x0, x1, bend = x0 - BOX, x1 - BOX, x1 - BEND
     style = {key: look[key] for key in ("linewidth", "linestyle") if key in look}
-    axes.plot([x0, bend, bend, x1], [y0, y0, y1, y1], color=look["edgecolor"], zorder=look["linewidth"], **style)
+    axes.plot(
+        [x0, bend, bend, x1],
+        [y0, y0, y1, y1],
+        color=look["edgecolor"],
+        zorder=look["linewidth"],
+        **style,
+    )
 
 
 def _shown(text: str) -> str:

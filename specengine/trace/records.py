@@ -199,9 +199,13 @@ class _Reading:
     def take(self, record: dict[str, Any], where: str) -> None:
         kind = record.pop("record", None)
         if not isinstance(kind, str) or kind not in _FIELDS:
-            raise InputError(f"trace: {where}: record: got {_short(kind)}, accepted {', '.join(_FIELDS)}")
+            raise InputError(
+                f"trace: {where}: record: got {_short(kind)}, accepted {', '.join(_FIELDS)}"
+            )
         if self._header is None and kind != "trace":
-            raise InputError(f"trace: {where}: record: got {kind}, but a trace begins with a record trace")
+            raise InputError(
+                f"trace: {where}: record: got {kind}, but a trace begins with a record trace"
+            )
         if kind == "trace" and record.get("format") != FORMAT:
             raise InputError(
                 f"trace: {where}: format: got {_short(record.get('format'))}, this specengine reads {FORMAT}"
@@ -214,7 +218,10 @@ class _Reading:
         if self._header is None:
             raise InputError(f"trace: {self._file} has no records")
         return Trace(
-            self._file, **self._header, queries=[Query(**query) for query in self._queries], truncated=truncated
+            self._file,
+            **self._header,
+            queries=[Query(**query) for query in self._queries],
+            truncated=truncated,
         )
 
     def _take_trace(self, record: dict[str, Any], where: str) -> None:
@@ -317,7 +324,10 @@ _FIELDS: dict[str, dict[str, Check]] = {
         "origins": _ORIGINS,
     },
     "end": {
-        "finish_reason": ("a string or null", lambda value: value is None or isinstance(value, str)),
+        "finish_reason": (
+            "a string or null",
+            lambda value: value is None or isinstance(value, str),
+        ),
         "stats": ("an object", lambda value: isinstance(value, dict)),
     },
 }
@@ -329,10 +339,14 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
         if name not in record:
             raise InputError(f"trace: {where}: {kind}.{name} is missing")
         if not holds(record[name]):
-            raise InputError(f"trace: {where}: {kind}.{name}: got {_short(record[name])}, expected {accepted}")
+            raise InputError(
+                f"trace: {where}: {kind}.{name}: got {_short(record[name])}, expected {accepted}"
+            )
     unknown = record.keys() - checks.keys()
     if unknown:
-        raise InputError(f"trace: {where}: {kind}.{min(unknown)} is unknown, known are {', '.join(checks)}")
+        raise InputError(
+            f"trace: {where}: {kind}.{min(unknown)} is unknown, known are {', '.join(checks)}"
+        )
 
 
 def _check_tree(record: dict[str, Any], where: str) -> None:
@@ -340,31 +354,49 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
 
     def require(name: str, expected: str, holds: bool) -> None:
         if not holds:
-            raise InputError(f"trace: {where}: cycle.{name}: got {_short(record[name])}, expected {expected}")
+            raise InputError(
+                f"trace: {where}: cycle.{name}: got {_short(record[name])}, expected {expected}"
+            )
 
-    tokens, parents, kept, accepted = (record[name] for name in ("tokens", "parents", "kept", "accepted"))
+    tokens, parents, kept, accepted = (
+        record[name] for name in ("tokens", "parents", "kept", "accepted")
+    )
     size = len(tokens)
     require("tokens", "at least the root", size > 0)
     for name in ("texts", "parents", "probabilities", "path_probabilities"):
         require(name, f"{size} entries, as many as tokens", len(record[name]) == size)
     require(
-        "origins", f"{size} entries, as many as tokens", record["origins"] is None or len(record["origins"]) == size
+        "origins",
+        f"{size} entries, as many as tokens",
+        record["origins"] is None or len(record["origins"]) == size,
     )
-    ordered = parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
+    ordered = parents[0] == -1 and all(
+        0 <= parent < node for node, parent in enumerate(parents[1:], start=1)
+    )
     require("parents", "-1 at the root, and an earlier node for every other", ordered)
 
     inside = {node for node in kept if 0 <= node < size}
     rising = kept[:1] == [0] and all(left < right for left, right in pairwise(kept))
-    closed = rising and len(inside) == len(kept) and all(parents[node] in inside for node in kept[1:])
+    closed = (
+        rising and len(inside) == len(kept) and all(parents[node] in inside for node in kept[1:])
+    )
     require("kept", "ascending nodes, the root first, each with its parent", closed)
     linked = all(node in inside and parents[node] == above for above, node in pairwise(accepted))
     require("accepted", "a path of kept nodes from the root", accepted[:1] == [0] and linked)
 
     committed = record["committed"]
     follows = [tokens[node] for node in accepted[1:]] in (committed[:-1], committed)
-    require("committed", "the accepted tokens and one more, unless they end the answer", bool(committed) and follows)
+    require(
+        "committed",
+        "the accepted tokens and one more, unless they end the answer",
+        bool(committed) and follows,
+    )
     count = len(committed)
-    require("committed_texts", f"{count} entries, as many as committed", len(record["committed_texts"]) == count)
+    require(
+        "committed_texts",
+        f"{count} entries, as many as committed",
+        len(record["committed_texts"]) == count,
+    )
 
 
 def _short(value: Any) -> str:

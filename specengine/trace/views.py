@@ -61,7 +61,9 @@ def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
         f"{len(cycle.accepted) - 1} accepted; committed {cycle.text!r}"
     )
     yield f"{'edge':>6}{'path':>9}"
-    stack = [(0, "", "")]  # node, its branch, prefix of its children; no recursion, because a chain can be long
+    stack = [
+        (0, "", "")
+    ]  # node, its branch, prefix of its children; no recursion, because a chain can be long
     while stack:
         node, branch, before = stack.pop()
         if node < 0:
@@ -78,7 +80,9 @@ def _probabilities(cycle: TracedCycle, node: int) -> str:
     return f"{edge:>6.3f}{path:>9.3f}" if path >= 0.001 else f"{edge:>6.3f}{path:>9.0e}"
 
 
-def _below(cycle: TracedCycle, node: int, before: str, pruned: bool) -> Iterator[tuple[int, str, str]]:
+def _below(
+    cycle: TracedCycle, node: int, before: str, pruned: bool
+) -> Iterator[tuple[int, str, str]]:
     """Yield the lines below `node` as entries of the stack. Lines that are not nodes have the number -1."""
     hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
     folded = len(hidden) > 1 and not pruned
@@ -113,7 +117,9 @@ def page(traces: Sequence[Trace]) -> str:
     page's security policy allows no other script and no requests.
     """
     files = resources.files("specengine.trace")
-    template, style, script = (files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    template, style, script = (
+        files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
+    )
     texts = {
         "{{script-hash}}": _hash(script),
         "{{style-hash}}": _hash(style),
@@ -122,7 +128,11 @@ def page(traces: Sequence[Trace]) -> str:
         "{{data}}": _embedded(
             {  # short names, and each text once
                 "runs": [_run(trace) for trace in traces],
-                "queries": [_query(query, number) for number, trace in enumerate(traces) for query in trace.queries],
+                "queries": [
+                    _query(query, number)
+                    for number, trace in enumerate(traces)
+                    for query in trace.queries
+                ],
             }
         ),
     }

@@ -113,7 +113,11 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         committed_texts=[text_of(token) for token in cycle.tokens],
         text=text,
         passes=int(grown.passes),
-        seconds={step: round(seconds, 7) for step, seconds in asdict(cycle.seconds).items() if step not in FACTS},
+        seconds={
+            step: round(seconds, 7)
+            for step, seconds in asdict(cycle.seconds).items()
+            if step not in FACTS
+        },
         origins=cycle.origins,
     )
 
@@ -122,7 +126,9 @@ def _described(engine: Engine) -> dict[str, Any]:
     config = getattr(getattr(engine.target, "model", None), "config", None)
     name = str(getattr(config, "_name_or_path", "") or type(engine.target).__name__)
     return {
-        "model": Path(name).name if Path(name).is_dir() else name,  # without the folders of the machine
+        "model": Path(name).name
+        if Path(name).is_dir()
+        else name,  # without the folders of the machine
         "draft": engine.drafter.name if engine.drafter is not None else "none",
         "policy": repr(engine.policy) if engine.policy is not None else "plain",
         "versions": {

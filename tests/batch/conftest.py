@@ -19,7 +19,13 @@ class Example(NamedTuple):
 @pytest.fixture(scope="session")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     folder = tmp_path_factory.mktemp("batch")
-    made = Example(files.make_model(folder / "tiny"), folder / "prompts.jsonl", folder / "out" / "answers.jsonl")
+    made = Example(
+        files.make_model(folder / "tiny"),
+        folder / "prompts.jsonl",
+        folder / "out" / "answers.jsonl",
+    )
     files.write(made.prompts, files.lines(28))
-    assert files.batch(made.prompts, made.out, made.model) == 1, "some of the lines cannot be answered"
+    assert files.batch(made.prompts, made.out, made.model) == 1, (
+        "some of the lines cannot be answered"
+    )
     return made

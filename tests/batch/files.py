@@ -28,7 +28,10 @@ def lines(count: int) -> list[Any]:
             {"id": f"m{number}", "messages": [{"role": "user", "content": f"hello {number}"}]},
             {"prompt": f"once {number}", "options": {"temperature": 0.9, "max_new_tokens": 30}},
             {"question_id": 1000 + number, "category": "any", "turns": ["a b a b", "and then?"]},
-            {"custom_id": f"r{number}", "body": {"messages": [{"role": "user", "content": "hi"}], "temperature": 1}},
+            {
+                "custom_id": f"r{number}",
+                "body": {"messages": [{"role": "user", "content": "hi"}], "temperature": 1},
+            },
             {"prompt": [5, 6, 7, 5, 6]},
             {"prompt": [1, 2, 99999]},
         ]

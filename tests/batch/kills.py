@@ -38,13 +38,17 @@ def started(prompts: Path, out: Path, more: tuple[str, ...]) -> BaseProcess:
 
 
 def _run(prompts: Path, out: Path, more: tuple[str, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets what runs in the background ignore
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which a shell lets what runs in the background ignore
     sys.exit(main(["batch", str(prompts), "--out", str(out), *more]))
 
 
 def ended(process: BaseProcess) -> None:
     process.join()
-    assert process.exitcode == 1, f"status {process.exitcode}; some lines cannot be answered, so 1 is expected"
+    assert process.exitcode == 1, (
+        f"status {process.exitcode}; some lines cannot be answered, so 1 is expected"
+    )
 
 
 def length(file: Path) -> int:
@@ -70,12 +74,17 @@ def tried(
         ended(started(prompts, whole, more))
         deeds = list(_stopped(prompts, out, more, draw, min(stops, 2)))
         stops -= len(deeds)
-        yield f"{' '.join(more[: 2 + len(draft)])}: {', '.join(deeds) or 'over before'}", is_same(out, whole)
+        yield (
+            f"{' '.join(more[: 2 + len(draft)])}: {', '.join(deeds) or 'over before'}",
+            is_same(out, whole),
+        )
         if not stops:
             return
 
 
-def _stopped(prompts: Path, out: Path, more: tuple[str, ...], draw: random.Random, most: int) -> Iterator[str]:
+def _stopped(
+    prompts: Path, out: Path, more: tuple[str, ...], draw: random.Random, most: int
+) -> Iterator[str]:
     """Write a file. Stop the command at most so often, mostly at some line, now and then while it loads the model."""
     for _ in range(most):
         process = started(prompts, out, more)
@@ -103,7 +112,9 @@ def attempt() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = () if arguments.default_model else ("--model", str(files.make_model(folder / "tiny")))
+        model = (
+            () if arguments.default_model else ("--model", str(files.make_model(folder / "tiny")))
+        )
         draw = random.Random(arguments.seed)
         for done, same in tried(folder, model, arguments.stops, draw, arguments.prompts):
             wrong += not same

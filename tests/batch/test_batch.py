@@ -46,7 +46,10 @@ def test_answers_are_the_engines(example: Example) -> None:
         elif place == 1:
             assert answer["token_ids"] == engine.generate(entry["messages"], **options).token_ids
         elif place == 2:
-            assert answer["token_ids"] == engine.generate(entry["prompt"], **options | entry["options"]).token_ids
+            assert (
+                answer["token_ids"]
+                == engine.generate(entry["prompt"], **options | entry["options"]).token_ids
+            )
         elif place == 3:
             assert answer["id"] == 1003
             session = engine.session()
@@ -66,7 +69,9 @@ def test_answers_are_the_engines(example: Example) -> None:
 
 def test_a_turn_follows_all_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[Any] = []
-    monkeypatch.setattr(answering, "TextGeneration", lambda engine, prompt, options: prompts.append(prompt))
+    monkeypatch.setattr(
+        answering, "TextGeneration", lambda engine, prompt, options: prompts.append(prompt)
+    )
 
     def said(*_: Any) -> Iterator[None]:
         yield from ()
@@ -91,7 +96,9 @@ def _id(answer: dict[str, Any]) -> Any:
 
 
 def test_each_place_samples_with_a_seed_of_its_own(example: Example, tmp_path: Path) -> None:
-    file = files.write(tmp_path / "same.jsonl", ["tell me"] * 3 + [{"prompt": "tell me", "options": {"seed": 7}}])
+    file = files.write(
+        tmp_path / "same.jsonl", ["tell me"] * 3 + [{"prompt": "tell me", "options": {"seed": 7}}]
+    )
     sampled = ("--temperature", "1", "--seed", "4")
     assert files.batch(file, tmp_path / "out.jsonl", example.model, *sampled) == 0
     answers = [answer["token_ids"] for answer in files.read(tmp_path / "out.jsonl")]
@@ -99,7 +106,10 @@ def test_each_place_samples_with_a_seed_of_its_own(example: Example, tmp_path: P
     engine = Engine.from_pretrained(str(example.model))
     for place, answer in enumerate(answers):
         seed = 7 if place == 3 else seed_of(4, place)
-        assert engine.generate("tell me", temperature=1, max_new_tokens=12, seed=seed).token_ids == answer
+        assert (
+            engine.generate("tell me", temperature=1, max_new_tokens=12, seed=seed).token_ids
+            == answer
+        )
 
 
 def test_openais_form(example: Example, tmp_path: Path) -> None:
@@ -113,10 +123,19 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
     stop = text[3]
     stopped = {**entry, "custom_id": "b", "body": body | {"stop": stop}}
     bad = {**entry, "custom_id": "c", "body": body | {"prompt": [1, 99999]}}
-    assert files.batch(files.write(tmp_path / "2.jsonl", [stopped, bad]), tmp_path / "2", example.model) == 1
+    assert (
+        files.batch(
+            files.write(tmp_path / "2.jsonl", [stopped, bad]), tmp_path / "2", example.model
+        )
+        == 1
+    )
     first, second = files.read(tmp_path / "2")
     assert first["response"]["body"]["choices"][0]["text"] == text[: text.index(stop)]
-    assert (second["response"], second["error"]["code"], second["custom_id"]) == (None, "InputError", "c")
+    assert (second["response"], second["error"]["code"], second["custom_id"]) == (
+        None,
+        "InputError",
+        "c",
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,16 +144,26 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
         ({"body": {"messages": [{"role": "user", "content": "a"}], "n": 0}}, "body.n: "),
         ({"body": {"messages": []}}, "body.messages: "),
         ({"body": {"messages": [{"role": "user"}]}}, "body.messages[0].content: "),
-        ({"body": {"messages": [{"role": "user", "content": "a"}], "nonsense": 1}}, "body.nonsense: unknown"),
-        ({"body": {"messages": [{"role": "user", "content": "a"}], "stream": True}}, "body.stream: got True"),
+        (
+            {"body": {"messages": [{"role": "user", "content": "a"}], "nonsense": 1}},
+            "body.nonsense: unknown",
+        ),
+        (
+            {"body": {"messages": [{"role": "user", "content": "a"}], "stream": True}},
+            "body.stream: got True",
+        ),
         ({"body": []}, "body: got []"),
         ({"url": "/v1/embeddings", "body": {"input": "a"}}, "url: got '/v1/embeddings'"),
         ({"method": "GET", "body": {}}, "method: got 'GET'"),
     ],
 )
-def test_a_request_that_is_refused_is_a_line_of_its_own(tmp_path: Path, change: Any, named: str) -> None:
+def test_a_request_that_is_refused_is_a_line_of_its_own(
+    tmp_path: Path, change: Any, named: str
+) -> None:
     pytest.importorskip("pydantic")
-    items = read(files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}).items
+    items = read(
+        files.write(tmp_path / "in.jsonl", ["fine", {"custom_id": "a", **change}]), {}
+    ).items
     assert items[0].fault is None
     answered = result_of(answer_of(None, items[1]))  # type: ignore[arg-type]
     assert answered.failed
@@ -146,12 +175,19 @@ CHOICE = {"enum": ["yes", "no"]}
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
-def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_have_the_servers_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("llguidance")
     model = files.make_model(tmp_path / "calling", CALLING)
     said = [{"role": "user", "content": "hello"}]
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": CHOICE}}
-    forced = {"tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 99}
+    forced = {
+        "tools": [FUNCTION],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 99,
+    }
     bodies: list[dict[str, Any]] = [
         {"messages": said, "response_format": format},
         {"messages": said, **forced, "model": "gpt-4o-mini", "metadata": {"a": "b"}},
@@ -162,19 +198,32 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
         {"messages": said, "n": 3, "temperature": 1.5, "max_tokens": 9},
     ]
     entries = [
-        {"custom_id": f"r{place}", "url": "/v1/chat/completions", "body": body} for place, body in enumerate(bodies)
+        {"custom_id": f"r{place}", "url": "/v1/chat/completions", "body": body}
+        for place, body in enumerate(bodies)
     ]
     tool = {"type": "function", "name": "f"}
-    answered = {"input": "hello", "tools": [tool], "tool_choice": "required", "max_output_tokens": 99}
+    answered = {
+        "input": "hello",
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_output_tokens": 99,
+    }
     message = {"messages": said, "max_tokens": 9, "temperature": 1.0}
     entries += [
         {"custom_id": "r7", "url": "/v1/responses", "body": answered},
         {"custom_id": "r8", "url": "/v1/messages", "body": message},
-        {"custom_id": "r9", "url": "/v1/responses", "body": {"input": "a", "previous_response_id": "x"}},
+        {
+            "custom_id": "r9",
+            "url": "/v1/responses",
+            "body": {"input": "a", "previous_response_id": "x"},
+        },
     ]
     out = tmp_path / "out.jsonl"
     assert files.batch(files.write(tmp_path / "in.jsonl", entries), out, model) == 1
-    assert "1 requests name another model (gpt-4o-mini); calling answers them" in capsys.readouterr().err
+    assert (
+        "1 requests name another model (gpt-4o-mini); calling answers them"
+        in capsys.readouterr().err
+    )
     lines = files.read(out)
     choices = [line["response"]["body"]["choices"][0] for line in lines[:4]]
     assert choices[0]["message"]["content"] in ('"yes"', '"no"')
@@ -187,7 +236,9 @@ def test_requests_have_the_servers_fields(tmp_path: Path, capsys: pytest.Capture
     (item,) = lines[7]["response"]["body"]["output"]
     assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", "{}")
     assert lines[8]["response"]["body"]["stop_reason"] == "max_tokens"
-    assert lines[9]["error"]["message"].startswith("body.previous_response_id: this server keeps no responses")
+    assert lines[9]["error"]["message"].startswith(
+        "body.previous_response_id: this server keeps no responses"
+    )
     assert "9999" in lines[5]["error"]["message"]
     several = lines[6]["response"]["body"]
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
@@ -207,7 +258,9 @@ def test_files_cut_anywhere_go_on_to_the_same_bytes(example: Example, tmp_path: 
     draw = random.Random(0)
     for _ in range(8):
         out.write_bytes(whole[: draw.randrange(len(whole))])
-        beside(out).write_bytes(stats[: draw.randrange(stats.index(b'{"record": "answer"'), len(stats))])
+        beside(out).write_bytes(
+            stats[: draw.randrange(stats.index(b'{"record": "answer"'), len(stats))]
+        )
         assert files.batch(example.prompts, out, example.model) == 1
         assert out.read_bytes() == whole
         assert [record.get("id") for record in files.read(beside(out))] == [
@@ -215,7 +268,9 @@ def test_files_cut_anywhere_go_on_to_the_same_bytes(example: Example, tmp_path: 
         ]
 
 
-def test_a_finished_file_is_not_touched_and_loads_nothing(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_file_is_not_touched_and_loads_nothing(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = example.out.read_bytes(), beside(example.out).read_bytes()
     monkeypatch.setattr(Engine, "from_pretrained", None)
     assert files.batch(example.prompts, example.out, example.model) == 1
@@ -268,7 +323,9 @@ def test_an_engine_that_answers_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["chat template", "weights", "generation config"])
-def test_a_model_that_was_replaced_between_runs_is_refused(changed: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_that_was_replaced_between_runs_is_refused(
+    changed: str, tmp_path: Path, capsys: Any
+) -> None:
     model = files.make_model(tmp_path / "tiny")
     prompts, out = files.write(tmp_path / "in.jsonl", ["a", "b"]), tmp_path / "out.jsonl"
     assert files.batch(prompts, out, model) == 0
@@ -318,8 +375,14 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
         ({"turns": ["x"], "tools": []}, "unknown field 'tools'"),
         ({"prompt": "x", "temprature": 1}, "did you mean temperature?"),
         ({"prompt": "x", "option": {}}, "did you mean options?"),
-        ({"custom_id": "a", "body": {}, "options": {}}, "unknown field 'options', accepted id, custom_id, "),
-        ({"custom_id": "a", "body": {}, "max_tokens": 1}, 'fields of the request are accepted within "body"'),
+        (
+            {"custom_id": "a", "body": {}, "options": {}},
+            "unknown field 'options', accepted id, custom_id, ",
+        ),
+        (
+            {"custom_id": "a", "body": {}, "max_tokens": 1},
+            'fields of the request are accepted within "body"',
+        ),
         ({"custom_id": "a", "body": {}, "metod": "POST"}, "did you mean method?"),
     ],
 )
@@ -333,9 +396,15 @@ def test_a_line_that_cannot_be_taken_is_named(tmp_path: Path, entry: Any, named:
 
 
 def test_system_messages_stand_before_prompts_and_turns_alone(tmp_path: Path) -> None:
-    file = files.write(tmp_path / "in.jsonl", ["a", {"messages": [{"role": "user", "content": "b"}]}, {"prompt": [1]}])
+    file = files.write(
+        tmp_path / "in.jsonl",
+        ["a", {"messages": [{"role": "user", "content": "b"}]}, {"prompt": [1]}],
+    )
     found = read(file, {}, system="be kind").items
-    assert found[0].prompt == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
+    assert found[0].prompt == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a"},
+    ]
     assert (found[1].prompt, found[2].prompt) == ([{"role": "user", "content": "b"}], [1])
 
 
@@ -354,7 +423,13 @@ def test_a_request_is_known_by_its_custom_id(tmp_path: Path) -> None:
 
 
 def test_fields_of_benchmarks_may_stand_beside_their_turns(tmp_path: Path) -> None:
-    line = {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["x"], "multiturn": True}
+    line = {
+        "question_id": 81,
+        "category": "writing",
+        "turns": ["a", "b"],
+        "reference": ["x"],
+        "multiturn": True,
+    }
     assert read(files.write(tmp_path / "in.jsonl", [line]), {}).items[0].later == ("b",)
 
 
@@ -363,7 +438,9 @@ def test_fields_of_benchmarks_may_stand_beside_their_turns(tmp_path: Path) -> No
 
 def test_answers_at_once_are_the_same_bytes(example: Example, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    assert files.batch(example.prompts, out, example.model, "--parallel", "4") == 1  # some lines are errors
+    assert (
+        files.batch(example.prompts, out, example.model, "--parallel", "4") == 1
+    )  # some lines are errors
     assert out.read_bytes() == example.out.read_bytes()
 
 
@@ -376,9 +453,15 @@ def test_answers_at_once_go_on_where_a_file_ends(example: Example, tmp_path: Pat
     assert out.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("given", "named"), [(["0"], "1 or more"), (["2", "--replicas", "2"], "1 with replicas")])
+@pytest.mark.parametrize(
+    ("given", "named"), [(["0"], "1 or more"), (["2", "--replicas", "2"], "1 with replicas")]
+)
 def test_wrong_numbers_of_answers_at_once_are_refused(
-    example: Example, tmp_path: Path, given: list[str], named: str, capsys: pytest.CaptureFixture[str]
+    example: Example,
+    tmp_path: Path,
+    given: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "answers.jsonl"
     assert files.batch(example.prompts, out, example.model, "--parallel", *given) == 2

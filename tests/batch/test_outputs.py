@@ -50,7 +50,9 @@ def linked(prompts: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["name", "hard link", "symbolic link", "spelling"])
 @pytest.mark.parametrize("text", ['"one prompt, no line break"', '"a"\n"b"\n'])
-def test_the_prompts_are_never_the_output(kind: str, text: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_prompts_are_never_the_output(
+    kind: str, text: str, tmp_path: Path, capsys: Any
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text)
     assert files.batch(prompts, linked(prompts, kind), tmp_path) == 2
@@ -66,7 +68,9 @@ def test_prompts_from_a_descriptor_are_not_the_output_either(tmp_path: Path, cap
     assert beside(prompts).exists() is False
 
 
-@pytest.mark.parametrize("text", [KEPT, KEPT + "\n", "a note", "\n", "\0\0", '{"id": 1, "text": "an answer?"}'])
+@pytest.mark.parametrize(
+    "text", [KEPT, KEPT + "\n", "a note", "\n", "\0\0", '{"id": 1, "text": "an answer?"}']
+)
 def test_a_file_of_others_is_refused_and_stays(text: str, tmp_path: Path, capsys: Any) -> None:
     prompts, out = files.write(tmp_path / "prompts.jsonl", ["a"]), tmp_path / "out.json"
     out.write_text(text)
@@ -76,8 +80,12 @@ def test_a_file_of_others_is_refused_and_stays(text: str, tmp_path: Path, capsys
     assert sorted(tmp_path.iterdir()) == [out, prompts]
 
 
-@pytest.mark.parametrize("text", [KEPT, "a note\n", '{"record": "trace"}\n{"record": "settings"}\n', '{"record": "set'])
-def test_a_file_of_others_where_figures_belong_is_refused_and_stays(text: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "text", [KEPT, "a note\n", '{"record": "trace"}\n{"record": "settings"}\n', '{"record": "set']
+)
+def test_a_file_of_others_where_figures_belong_is_refused_and_stays(
+    text: str, tmp_path: Path, capsys: Any
+) -> None:
     prompts, out = files.write(tmp_path / "prompts.jsonl", ["a"]), tmp_path / "out.jsonl"
     beside(out).write_text(text)
     assert files.batch(prompts, out, tmp_path) == 2
@@ -87,8 +95,12 @@ def test_a_file_of_others_where_figures_belong_is_refused_and_stays(text: str, t
 
 
 @pytest.mark.parametrize("lines", [0, 1, 3])
-@pytest.mark.parametrize("text", [KEPT, KEPT + "\n", "x", '{"id": "another"}\n', '{"id": "id 1\n', "\n"])
-def test_other_text_after_a_runs_answers_is_refused_and_stays(text: str, lines: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [KEPT, KEPT + "\n", "x", '{"id": "another"}\n', '{"id": "id 1\n', "\n"]
+)
+def test_other_text_after_a_runs_answers_is_refused_and_stays(
+    text: str, lines: int, tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     with Files(out, ITEMS, *HEAD) as first:
         first.loaded({})
@@ -142,20 +154,26 @@ def limit(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("length", "figures"), [(40_000, 0), (0, 40_000)])
-def test_what_cannot_be_written_whole_leaves_whole_lines(length: int, figures: int, tmp_path: Path) -> None:
+def test_what_cannot_be_written_whole_leaves_whole_lines(
+    length: int, figures: int, tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     torn = out if length else beside(out)
     with Files(out, ITEMS, *HEAD) as first, limit(60_000):
         first.loaded({})
         first.add(answered(0, length, figures))
-        with pytest.raises(InputError, match=rf"{torn} cannot be written .File too large.: the answer to 'id 1' is"):
+        with pytest.raises(
+            InputError, match=rf"{torn} cannot be written .File too large.: the answer to 'id 1' is"
+        ):
             first.add(answered(1, length, figures))
     assert out.read_bytes().count(b"\n") == 1
     assert all(file.read_bytes().endswith(b"\n") for file in (out, beside(out)))
     with Files(out, ITEMS, *HEAD) as second:
         for place in range(second.done, 4):
             second.add(answered(place, length, figures))
-    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [item.id for item in ITEMS]
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [
+        item.id for item in ITEMS
+    ]
     assert len(beside(out).read_text().splitlines()) == 3 + len(ITEMS)
 
 
@@ -188,14 +206,21 @@ def test_a_line_is_written_whole_or_not_at_all(
         with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
             first.add(answered(1))
     count = 1 if interrupted else 2
-    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [item.id for item in ITEMS[:count]]
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [
+        item.id for item in ITEMS[:count]
+    ]
 
 
-def test_a_disk_that_fails_at_the_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_at_the_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(InputError, match=r"cannot be written .Input/output error"), Files(tmp_path / "o", ITEMS, *HEAD):
+    with (
+        pytest.raises(InputError, match=r"cannot be written .Input/output error"),
+        Files(tmp_path / "o", ITEMS, *HEAD),
+    ):
         monkeypatch.setattr(os, "fsync", failing)
 
 
@@ -228,7 +253,9 @@ def test_an_open_descriptor_gets_every_line(kind: str) -> None:
     write_all(Path(f"/dev/fd/{near}"))
     os.close(near)
     reader.join(30)
-    assert [json.loads(line)["id"] for line in received[0].splitlines()] == [item.id for item in ITEMS]
+    assert [json.loads(line)["id"] for line in received[0].splitlines()] == [
+        item.id for item in ITEMS
+    ]
 
 
 def test_a_descriptor_of_a_file_is_appended_to(tmp_path: Path) -> None:
@@ -255,7 +282,9 @@ def test_a_named_pipe_is_written_once_it_has_a_reader(tmp_path: Path) -> None:
     assert received[0].count(b"\n") == 4
 
 
-def test_a_named_pipe_without_a_reader_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_pipe_without_a_reader_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outputs, "READER_SECONDS", 0.1)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="a pipe that nobody reads; start its reader first"):

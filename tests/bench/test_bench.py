@@ -31,7 +31,11 @@ GIVEN = tree_construction.GIVEN
 # ---------------------------------------------------------------------------------------------------- tree construction
 
 
-@pytest.fixture(params=[(alpha, parents, given) for alpha in (0.7, 5.0) for parents in (1, 12) for given in GIVEN])
+@pytest.fixture(
+    params=[
+        (alpha, parents, given) for alpha in (0.7, 5.0) for parents in (1, 12) for given in GIVEN
+    ]
+)
 def layer(request: pytest.FixtureRequest) -> Layer:
     alpha, parents, given = request.param
     return layer_of(Case(1000, alpha, parents, given), CPU)
@@ -50,7 +54,9 @@ def test_layers_are_zipfs(layer: Layer) -> None:
     assert torch.allclose(ranked.exp().sum(1), torch.ones(1, dtype=torch.float64), atol=1e-4)
     assert torch.allclose(ranked, ranked[:1].expand_as(ranked), atol=1e-9)
     assert torch.allclose(
-        (ranked[0, 0] - ranked[0, 1]) / (ranked[0, 0] - ranked[0, 3]), torch.tensor(0.5).double(), atol=tolerance
+        (ranked[0, 0] - ranked[0, 1]) / (ranked[0, 0] - ranked[0, 3]),
+        torch.tensor(0.5).double(),
+        atol=tolerance,
     )
     if len(layer.logits) > 1:
         assert not torch.equal(layer.logits[0], layer.logits[1])
@@ -108,9 +114,23 @@ def test_the_cases_are_the_papers_times_parents_and_forms() -> None:
     assert len(tree_construction.CASES) == len(set(tree_construction.CASES)) == 3 * 3 * 3 * 3
 
 
-def test_tree_construction_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tree_construction_writes_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "construction.jsonl"
-    command = ["--vocabularies", "500", "--alphas", "1.35", "--parents", "1", "3", "--repeats", "3", "--warm-ups", "1"]
+    command = [
+        "--vocabularies",
+        "500",
+        "--alphas",
+        "1.35",
+        "--parents",
+        "1",
+        "3",
+        "--repeats",
+        "3",
+        "--warm-ups",
+        "1",
+    ]
     assert tree_construction.main([*command, "--device", "cpu", "--out", str(out)]) == 0
     provenance, settings, *cases = read(out)
     assert (provenance["record"], settings["record"]) == ("provenance", "settings")
@@ -127,9 +147,22 @@ def test_tree_construction_writes_a_table(tmp_path: Path, capsys: pytest.Capture
     assert "eagle (torch)" in printed
 
 
-def test_torchs_threads_are_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchs_threads_are_what_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.set_num_threads(2)
-    few = ["--vocabularies", "500", "--alphas", "1.35", "--parents", "1", "--repeats", "1", "--warm-ups", "0"]
+    few = [
+        "--vocabularies",
+        "500",
+        "--alphas",
+        "1.35",
+        "--parents",
+        "1",
+        "--repeats",
+        "1",
+        "--warm-ups",
+        "0",
+    ]
     for given, threads in (([], 1), (["--threads", "2"], 2)):
         out = tmp_path / f"{threads}.jsonl"
         assert tree_construction.main([*few, *given, "--device", "cpu", "--out", str(out)]) == 0
@@ -143,19 +176,25 @@ def test_torchs_threads_are_what_was_asked_for(tmp_path: Path, capsys: pytest.Ca
 def test_other_work_on_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_construction.os, "cpu_count", lambda: 2)
     for load, threads, told in ((0.1, 2, False), (1.0, 1, False), (1.0, 2, True), (9.0, 1, True)):
-        monkeypatch.setattr(tree_construction.os, "getloadavg", lambda load=load: (load, load, load))
+        monkeypatch.setattr(
+            tree_construction.os, "getloadavg", lambda load=load: (load, load, load)
+        )
         assert bool(tree_construction.crowded(threads)) == told
 
 
 def test_construction_is_drawn_by_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    records = [json.loads(line) for line in (RESULTS / "tree-construction.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (RESULTS / "tree-construction.jsonl").read_text().splitlines()
+    ]
     points = plots.construction_points(records)
     assert set(points) == set(GIVEN)
     assert list(points[GIVEN[0]]) == ["0.7", "1.35", "5"]
     for panels in points.values():
         for by_rule in panels.values():
-            assert [[v for v, _ in places] for places in by_rule.values()] == [list(tree_construction.VOCABULARIES)] * 4
+            assert [[v for v, _ in places] for places in by_rule.values()] == [
+                list(tree_construction.VOCABULARIES)
+            ] * 4
     first = next(r for r in records if r["record"] == "case" and r["parents"] == 10)
     assert points[GIVEN[0]]["0.7"]["talon (torch)"][0] == [32768, first["mean_ms"]["talon (torch)"]]
     plots.draw(records, tmp_path / "a.svg")
@@ -163,7 +202,9 @@ def test_construction_is_drawn_by_vocabulary(tmp_path: Path) -> None:
 
 
 def test_a_slow_case_gets_fewer_repeats() -> None:
-    row = tree_construction.measure(Case(500, 1.35, 3, GIVEN[0]), CPU, warm_ups=20, repeats=100, seconds=0.0)
+    row = tree_construction.measure(
+        Case(500, 1.35, 3, GIVEN[0]), CPU, warm_ups=20, repeats=100, seconds=0.0
+    )
     assert (row["warm_ups"], row["repeats"]) == (2, 10)
 
 
@@ -181,7 +222,10 @@ def test_without_a_wish_every_policy_takes_part() -> None:
 def test_values_may_hold_commas() -> None:
     assert parse("fixed,branching=2,2,1") == ("fixed", {"branching": "2,2,1"})
     assert parse("eagle/cpu,width=3,budget=9") == ("eagle/cpu", {"width": "3", "budget": "9"})
-    assert list(bench_policies.places(["fixed,branching=2,2,1"], [])) == ["plain", "fixed,branching=2,2,1"]
+    assert list(bench_policies.places(["fixed,branching=2,2,1"], [])) == [
+        "plain",
+        "fixed,branching=2,2,1",
+    ]
     assert repr(Spec.of("fixed,branching=2,2,1").make()) == "Fixed(branching=(2, 2, 1))"
 
 
@@ -227,7 +271,9 @@ def test_what_cannot_be_made_is_refused_by_name(
 def test_a_sweep_of_a_policy_that_is_missing_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(bench_policies.SWEEPS, "absent", bench_policies.Sweep("absent", "x", (1, 2)))
+    monkeypatch.setitem(
+        bench_policies.SWEEPS, "absent", bench_policies.Sweep("absent", "x", (1, 2))
+    )
     with pytest.raises(SystemExit):
         bench_policies.main(["--sweep", "absent"])
     assert "unknown name 'absent'" in capsys.readouterr().err
@@ -251,9 +297,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     out = folder / "out.jsonl"
-    command = ["--model", str(folder / "model"), "--draft", "ngram", "--prompts", str(folder / "prompts")]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--draft",
+        "ngram",
+        "--prompts",
+        str(folder / "prompts"),
+    ]
     status = bench_policies.main(
-        [*command, "--per-set", "1", "--max-new-tokens", "8", "--dtype", "float32", "--out", str(out), *options]
+        [
+            *command,
+            "--per-set",
+            "1",
+            "--max-new-tokens",
+            "8",
+            "--dtype",
+            "float32",
+            "--out",
+            str(out),
+            *options,
+        ]
     )
     assert not out.with_suffix(".rows").exists()
     return status, read(out)
@@ -271,14 +335,18 @@ WAYS = ("--policy", "chain,length=3", "--policy", "eagle,width=2,expansions=2,bu
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_the_table_counts(folder: Path, temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_counts(
+    folder: Path, temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, records = run(folder, *WAYS, "--rounds", "2", "--temperature", temperature)
     assert status == 0
     assert records[0]["record"] == "provenance"
     names = ["plain", *WAYS[1::2]]
     assert [record["way"] for record in of(records, "way")] == names
     rows, sums = of(records, "row"), of(records, "summary")
-    assert [(row["way"], row["set"]) for row in rows] == [(name, set_) for set_ in ("one", "two") for name in names]
+    assert [(row["way"], row["set"]) for row in rows] == [
+        (name, set_) for set_ in ("one", "two") for name in names
+    ]
     for row in rows:
         assert row["new_tokens"] == row["emitted"] == 8
         assert len(row["seconds"]) == 2
@@ -302,7 +370,9 @@ def test_by_default_every_policy_runs_or_is_listed(folder: Path) -> None:
     status, records = run(folder, "--counters-only", "--max-new-tokens", "4")
     assert status == 0
     expected = set(bench_policies.places([], []))
-    summarised, dropped = ({record["way"] for record in of(records, kind)} for kind in ("summary", "not run"))
+    summarised, dropped = (
+        {record["way"] for record in of(records, kind)} for kind in ("summary", "not run")
+    )
     assert summarised | dropped == expected
     assert not summarised & dropped
     assert {"plain", "eagle", "talon", "salf", "opt_tree", "dynatree"} <= summarised
@@ -327,7 +397,9 @@ class NeedsHidden(policies.TreePolicy):
         raise self.error("it needs the draft's hidden states")
 
 
-@pytest.mark.parametrize(("error", "status", "verdict"), [(InputError, 0, "cannot run"), (IndexError, 1, "fault")])
+@pytest.mark.parametrize(
+    ("error", "status", "verdict"), [(InputError, 0, "cannot run"), (IndexError, 1, "fault")]
+)
 def test_a_policy_that_cannot_run_is_reported(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -339,7 +411,9 @@ def test_a_policy_that_cannot_run_is_reported(
     real = policies.make
     monkeypatch.setattr(NeedsHidden, "error", error)
     monkeypatch.setattr(
-        policies, "make", lambda name, **options: NeedsHidden() if name == "fixed" else real(name, **options)
+        policies,
+        "make",
+        lambda name, **options: NeedsHidden() if name == "fixed" else real(name, **options),
     )
     found, records = run(folder, "--policy", "fixed", "--policy", "chain")
     assert found == status
@@ -352,7 +426,9 @@ def test_a_policy_that_cannot_run_is_reported(
     assert verdict in printed
 
 
-def test_counters_alone_need_no_plain_decoding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counters_alone_need_no_plain_decoding(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, records = run(folder, "--policy", "chain", "--counters-only", "--no-plain")
     assert found == 0
     assert {row["way"] for row in of(records, "row")} == {"chain"}
@@ -365,28 +441,41 @@ def test_counters_alone_need_no_plain_decoding(folder: Path, capsys: pytest.Capt
         run(folder, "--policy", "chain", "--no-plain")
 
 
-def test_another_answer_than_plain_decodings_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_answer_than_plain_decodings_is_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = EngineDecoder.__call__
 
     def broken(self: EngineDecoder, prompt: list[int], length: int) -> Answer:
         answer = real(self, prompt, length)
-        return answer if self.engine.policy is None else answer._replace(tokens=[*answer.tokens[:5], -1])
+        return (
+            answer
+            if self.engine.policy is None
+            else answer._replace(tokens=[*answer.tokens[:5], -1])
+        )
 
     monkeypatch.setattr(EngineDecoder, "__call__", broken)
     status, records = run(folder, "--policy", "chain")
     assert status == 1
     assert [row["diverges_at"] for row in of(records, "row") if row["way"] == "chain"] == [5, 5]
-    assert [record["diverging"] for record in of(records, "summary") if record["way"] == "chain"] == [1, 1, 2]
+    assert [
+        record["diverging"] for record in of(records, "summary") if record["way"] == "chain"
+    ] == [1, 1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------- provenance
 
 
 @pytest.mark.parametrize(
-    ("program", "module"), [("bench.report", "bench.report"), ("research.inflate.__main__", "research.inflate")]
+    ("program", "module"),
+    [("bench.report", "bench.report"), ("research.inflate.__main__", "research.inflate")],
 )
-def test_the_command_names_the_module(program: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=SimpleNamespace(name=program)))
+def test_the_command_names_the_module(
+    program: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "__main__", SimpleNamespace(__spec__=SimpleNamespace(name=program))
+    )
     monkeypatch.setattr("sys.argv", ["/a/folder/file.py", "--out", "/some/other/folder/x.jsonl"])
     assert provenance.provenance()["command"] == f"python -m {module} --out x.jsonl"
 
@@ -399,25 +488,42 @@ def test_the_report_shows_sweeps_sets_and_rows_of_a_run_cut_short(
 ) -> None:
     _, records = run(folder, "--sweep", "talon-robust/cpu,budget=6")
     cut = tmp_path / "cut.rows"
-    cut.write_text("".join(json.dumps(record) + "\n" for record in records if record["record"] != "summary"))
+    cut.write_text(
+        "".join(json.dumps(record) + "\n" for record in records if record["record"] != "summary")
+    )
     capsys.readouterr()
     assert report.main([str(folder / "out.jsonl")]) == 0
     whole = capsys.readouterr().out
     assert report.main([str(cut)]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == whole.splitlines()[2:]
     assert "Sweep talon-robust/cpu,budget=6" in whole
-    assert [line.split("|")[1].strip() for line in whole.splitlines() if line.startswith("| ")][2:6] == list("0123")
+    assert [line.split("|")[1].strip() for line in whole.splitlines() if line.startswith("| ")][
+        2:6
+    ] == list("0123")
     assert report.main([str(cut), "--only", "losses"]) == 1
 
 
 def test_the_report_shows_losses_by_tree() -> None:
     cells = [
-        {"record": "cell", "loss": loss, "tree": tree, "speedup_over_plain": speed, "mean_acceptance_length": 2.0}
-        for loss, tree, speed in (("hass", "beam", 1.5), ("hass", "salf", 1.6), ("talf", "beam", 1.7))
+        {
+            "record": "cell",
+            "loss": loss,
+            "tree": tree,
+            "speedup_over_plain": speed,
+            "mean_acceptance_length": 2.0,
+        }
+        for loss, tree, speed in (
+            ("hass", "beam", 1.5),
+            ("hass", "salf", 1.6),
+            ("talf", "beam", 1.7),
+        )
     ]
     (table,) = report.tables(cells)
     assert table.header == ("loss", "beam", "salf")
-    assert table.rows == [["hass", "1.50 (2.00)", "1.60 (2.00)"], ["talf", "1.70 (2.00)", report.NOTHING]]
+    assert table.rows == [
+        ["hass", "1.50 (2.00)", "1.60 (2.00)"],
+        ["talf", "1.70 (2.00)", report.NOTHING],
+    ]
     widths = {len(line) for line in table.markdown().splitlines()[2:]}
     assert len(widths) == 1
 

@@ -19,7 +19,18 @@ def test_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tiny(num_hidden_layers=2).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     monkeypatch.setattr(coupling, "SAMPLINGS", dict(list(coupling.SAMPLINGS.items())[1:4:2]))
-    given = ["--model", folder, "--policy", "eagle", "--per-set", 2, "--max-new-tokens", 8, "--out", tmp_path / "out"]
+    given = [
+        "--model",
+        folder,
+        "--policy",
+        "eagle",
+        "--per-set",
+        2,
+        "--max-new-tokens",
+        8,
+        "--out",
+        tmp_path / "out",
+    ]
     monkeypatch.setattr(sys, "argv", ["coupling", *map(str, given)])
     coupling.main()
     _, *rows = (json.loads(line) for line in (tmp_path / "out").read_text().splitlines())

@@ -42,9 +42,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *options: str) -> list[dict[str, Any]]:
     out = folder / "out.jsonl"
-    command = ["--model", str(folder / "model"), "--dtype", "float32", "--prompts", str(folder / "prompts")]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--dtype",
+        "float32",
+        "--prompts",
+        str(folder / "prompts"),
+    ]
     assert (
-        main([*command, "--per-set", "1", "--max-new-tokens", "6", "--rounds", "2", "--out", str(out), *options]) == 0
+        main(
+            [
+                *command,
+                "--per-set",
+                "1",
+                "--max-new-tokens",
+                "6",
+                "--rounds",
+                "2",
+                "--out",
+                str(out),
+                *options,
+            ]
+        )
+        == 0
     )
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert found[0]["record"] == "provenance"
@@ -126,9 +147,16 @@ def test_what_a_part_loads_serves_the_others(folder: Path) -> None:
 def test_sets_count_alike() -> None:
     def row(name: str, rate: float) -> dict[str, Any]:
         rates = {"generate": 10.0, "native": rate}
-        return {"part": "default", "set": name, "tokens_per_second": rates, "acceptance_length": {"native": rate / 10}}
+        return {
+            "part": "default",
+            "set": name,
+            "tokens_per_second": rates,
+            "acceptance_length": {"native": rate / 10},
+        }
 
-    *_, mean = answers.summaries([row("one", 20.0), row("one", 40.0), row("one", 60.0), row("two", 20.0)])
+    *_, mean = answers.summaries(
+        [row("one", 20.0), row("one", 40.0), row("one", 60.0), row("two", 20.0)]
+    )
     assert mean["prompts"] == 4
     assert mean["speedup_over_generate"] == {"generate": 1.0, "native": 3.0}
     assert mean["acceptance_length"] == {"native": 3.0}
@@ -140,7 +168,9 @@ def test_llama_cpp_ends_where_the_others_do(
 ) -> None:
     asked = []
 
-    def way(name: str, environments: Path, model: peers.Model, ends: list[int], context: int) -> Any:
+    def way(
+        name: str, environments: Path, model: peers.Model, ends: list[int], context: int
+    ) -> Any:
         asked.append((ends, model.gguf.name, context > 6))
         return peers.Way(name, lambda: lambda prompt, length: pytest.fail("not reached"))
 
@@ -164,14 +194,21 @@ def test_a_way_that_breaks_off_is_in_no_mean(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(EngineDecoder, "__call__", failing)
     records = run(folder, "--part", "default", "--way", "huggingface")
     assert [record["reason"] for record in of(records, "skipped")] == ["RuntimeError: out of reach"]
-    assert ["huggingface" in row["tokens_per_second"] for row in of(records, "answers")] == [True, False]
-    assert all("huggingface" not in record["tokens_per_second"] for record in of(records, "summary"))
+    assert ["huggingface" in row["tokens_per_second"] for row in of(records, "answers")] == [
+        True,
+        False,
+    ]
+    assert all(
+        "huggingface" not in record["tokens_per_second"] for record in of(records, "summary")
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- what is missing
 
 
-def test_what_cannot_run_is_skipped_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_skipped_with_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answers, "PEERS", folder)
     monkeypatch.setattr(Given, "gguf_file", lambda given: folder / "x.gguf")
     options = ("--way", "huggingface", "--way", "native gguf", "--way", "llama.cpp")
@@ -188,13 +225,20 @@ def test_without_the_wheel_no_start_is_recorded(folder: Path) -> None:
     assert "--wheel" in record["reason"]
 
 
-def test_an_engine_that_runs_as_something_else_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specengine.engine.Engine.from_pretrained", lambda *_, **__: SimpleNamespace(target=object()))
+def test_an_engine_that_runs_as_something_else_is_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "specengine.engine.Engine.from_pretrained",
+        lambda *_, **__: SimpleNamespace(target=object()),
+    )
     with pytest.raises(Unavailable, match="huggingface"):
         Given(str(folder / "model"), dtype="float32").engine("huggingface")
 
 
-def test_a_gguf_file_is_named_or_the_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_named_or_the_embedded_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path))
     with pytest.raises(Unavailable, match="--gguf"):
         Given().gguf_file()
@@ -215,7 +259,13 @@ def test_memory_is_measured_in_a_process_of_its_own(folder: Path) -> None:
 def test_goals_stand_beside_what_was_measured() -> None:
     sums = {"record": "summary", "part": "default", "set": answers.MEAN_OF_SETS}
     records: list[dict[str, Any]] = [
-        {"record": "forward", "way": "native", "over_read": {"1": 1.3}, "over_1_row": {"16": 1.1}, "same_bits": True},
+        {
+            "record": "forward",
+            "way": "native",
+            "over_read": {"1": 1.3},
+            "over_1_row": {"16": 1.1},
+            "same_bits": True,
+        },
         sums | {"speedup_over_generate": {"native int8": 9.0, "huggingface": 2.0}},
         {"record": "start", "way": "default", "cold_s": 5.5, "warm_s": 2.5},
     ]
@@ -235,8 +285,25 @@ def test_rows_of_a_file_are_measured_in_processes_of_their_own(tmp_path: Path) -
     file = tmp_path / "small.gguf"
     random_gguf.write(file, "Q4_0", hidden=64, inner=96, layers=2, heads=(4, 2), words=96)
     out = tmp_path / "rows.jsonl"
-    asked = ["--file", str(file), "--numerics", "integer", "--isa", "portable", "--rows", "1", "3", "--rounds", "2"]
-    assert cpu_rows.main([*asked, "--context", "5", "--python", "llama_cpp", sys.executable, "--out", str(out)]) == 0
+    asked = [
+        "--file",
+        str(file),
+        "--numerics",
+        "integer",
+        "--isa",
+        "portable",
+        "--rows",
+        "1",
+        "3",
+        "--rounds",
+        "2",
+    ]
+    assert (
+        cpu_rows.main(
+            [*asked, "--context", "5", "--python", "llama_cpp", sys.executable, "--out", str(out)]
+        )
+        == 0
+    )
     _, settings, *found = [json.loads(line) for line in out.read_text().splitlines()]
     assert settings == {"record": "settings", "file": "small.gguf", "context": 5}
     skipped, reading, ours = found
@@ -251,7 +318,17 @@ def test_rows_of_a_file_are_measured_in_processes_of_their_own(tmp_path: Path) -
 @needs_extension
 def test_a_random_file_of_experts_is_one_that_loads(tmp_path: Path) -> None:
     file, experts = tmp_path / "experts.gguf", random_gguf.Experts(6, 2, 32)
-    random_gguf.write(file, "Q4_0", hidden=64, inner=96, layers=2, heads=(4, 2), words=96, head=32, experts=experts)
+    random_gguf.write(
+        file,
+        "Q4_0",
+        hidden=64,
+        inner=96,
+        layers=2,
+        heads=(4, 2),
+        words=96,
+        head=32,
+        experts=experts,
+    )
     engine = Engine.from_pretrained(str(file), None, policy="plain")
     assert engine.target.backend.startswith("native")
     assert (engine.target.lm.routes.layers, engine.target.lm.routes.all) == (2, 12)

@@ -22,8 +22,20 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The result file of a run over two prompts, greedily and with one seed."""
     tiny(num_hidden_layers=3).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    given = ["--model", tmp_path / "model", "--per-set", 2, "--max-new-tokens", 8, "--seeds", "greedy", "3"]
-    monkeypatch.setattr(sys, "argv", ["exactness", *map(str, given), "--out", str(tmp_path / "out.jsonl")])
+    given = [
+        "--model",
+        tmp_path / "model",
+        "--per-set",
+        2,
+        "--max-new-tokens",
+        8,
+        "--seeds",
+        "greedy",
+        "3",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["exactness", *map(str, given), "--out", str(tmp_path / "out.jsonl")]
+    )
     return tmp_path / "out.jsonl"
 
 
@@ -36,7 +48,9 @@ def rows_of(file: Path) -> list[tuple[Any, ...]]:
     return [(row["seed"], row["id"], row["way"], row["verdict"]) for row in rows]
 
 
-def test_every_way_is_exact_and_a_stopped_run_goes_on(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_is_exact_and_a_stopped_run_goes_on(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, left = EngineDecoder.__call__, 25
 
     def stopping(self: EngineDecoder, prompt: list[int], length: int) -> Any:
@@ -60,7 +74,10 @@ def test_every_way_is_exact_and_a_stopped_run_goes_on(out: Path, monkeypatch: py
     ways = {None: ["plain", *NAMES, "generate"], 3: ["plain", *NAMES]}
     assert rows == [(seed, id_, way, "exact") for seed in ways for id_ in ids for way in ways[seed]]
     summary = read(out)[-1]
-    assert (summary["runs"], summary["verdicts"]) == (2 * (7 + 6), {"exact": 26, "near-tie": 0, "mismatch": 0})
+    assert (summary["runs"], summary["verdicts"]) == (
+        2 * (7 + 6),
+        {"exact": 26, "near-tie": 0, "mismatch": 0},
+    )
     assert not out.with_suffix(".rows").exists()
 
 

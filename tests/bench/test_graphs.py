@@ -31,8 +31,27 @@ def tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     model, tokenizer = toy.tiny("llama", max_position_embeddings=1024), toy.byte_tokenizer()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    sizes = ["--per-set", "2", "--rounds", "1", "--max-new-tokens", "4", "--device", "cpu", "--dtype", "float32"]
-    return ["--model", str(tmp_path / "model"), "--draft", "ngram", *sizes, "--out", str(tmp_path / "out.jsonl")]
+    sizes = [
+        "--per-set",
+        "2",
+        "--rounds",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    return [
+        "--model",
+        str(tmp_path / "model"),
+        "--draft",
+        "ngram",
+        *sizes,
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
 
 
 def records_of(arguments: list[str], *more: str) -> tuple[int, list[dict[str, Any]]]:
@@ -48,7 +67,12 @@ def test_transformers_can_be_left_out(tiny_model: list[str]) -> None:
     """Of a large model, which then is loaded once."""
     status, records = records_of(tiny_model, "--policy", "auto", "--ours")
     assert status == 0
-    assert {row["way"] for row in of(records, "row")} == {"plain", "plain, graphs", "auto", "auto, graphs"}
+    assert {row["way"] for row in of(records, "row")} == {
+        "plain",
+        "plain, graphs",
+        "auto",
+        "auto, graphs",
+    }
 
 
 def test_it_measures_all_ways(tiny_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,17 +85,28 @@ def test_it_measures_all_ways(tiny_model: list[str], capsys: pytest.CaptureFixtu
     assert {row["way"] for row in rows} == ways
     assert all(row["diverges_at"] is None and min(row["seconds"]) > 0 for row in rows)
     assert [record["way"] for record in captures] == captured
-    assert captures[0]["captured"] == ["finish greedy", "finish sampled", "finish truncated", "verify"]
+    assert captures[0]["captured"] == [
+        "finish greedy",
+        "finish sampled",
+        "finish truncated",
+        "verify",
+    ]
     times = {row["way"]: row.get("median_ms", {}) for row in rows}
     assert times["chain"]["verify"] > 0
     assert times["chain, graphs"]["total"] > 0
     assert of(records, "host waits") == []  # counted on a CUDA device
     whole = {record["way"]: record for record in of(records, "summary") if record["set"] == "all"}
-    assert whole["transformers"]["over_transformers"] == whole["plain, graphs"]["over_captured_plain"] == 1.0
+    assert (
+        whole["transformers"]["over_transformers"]
+        == whole["plain, graphs"]["over_captured_plain"]
+        == 1.0
+    )
     assert "over captured plain" in capsys.readouterr().out
 
 
-def test_what_is_refused_is_listed_and_the_rest_runs(tiny_model: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_is_listed_and_the_rest_runs(
+    tiny_model: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> Any:
         raise InputError("states of another size")
 
@@ -83,7 +118,11 @@ def test_what_is_refused_is_listed_and_the_rest_runs(tiny_model: list[str], monk
     assert list(dropped) == ["specdecpp", "specdecpp, graphs"]
     assert all("InputError: " in reason for reason in dropped.values())
     assert [record["way"] for record in of(records, "summary")][-2:] == ["chain, graphs"] * 2
-    assert sorted(table.kind for table in report.tables(records)) == ["differences", "not-run", "policies"]
+    assert sorted(table.kind for table in report.tables(records)) == [
+        "differences",
+        "not-run",
+        "policies",
+    ]
 
 
 def test_a_fault_in_a_later_answer_is_told_by_the_status(
@@ -102,7 +141,11 @@ def test_a_fault_in_a_later_answer_is_told_by_the_status(
     status, records = records_of(tiny_model, "--policy", "chain")
     (dropped,) = of(records, "not run")
     assert status == 1
-    assert (dropped["way"], dropped["reason"], dropped["fault"]) == ("chain", "IndexError: out of reach", True)
+    assert (dropped["way"], dropped["reason"], dropped["fault"]) == (
+        "chain",
+        "IndexError: out of reach",
+        True,
+    )
     assert len([row for row in of(records, "row") if row["way"] == "chain"]) == 1
     assert "chain" not in {record["way"] for record in of(records, "summary")}
     assert "chain failed: IndexError" in capsys.readouterr().err
@@ -111,9 +154,14 @@ def test_a_fault_in_a_later_answer_is_told_by_the_status(
 def test_strict_answers_are_compared_with_strict_plain_decodings() -> None:
     decoders = object.__new__(bench.Decoders)
     against = {
-        way.name: way.against for way in (decoders.ours("chain", how) for how in ("", bench.GRAPHS, bench.STRICT))
+        way.name: way.against
+        for way in (decoders.ours("chain", how) for how in ("", bench.GRAPHS, bench.STRICT))
     }
-    assert against == {"chain": "plain", "chain, graphs": "plain", "chain, graphs, strict": "plain, graphs, strict"}
+    assert against == {
+        "chain": "plain",
+        "chain, graphs": "plain",
+        "chain, graphs, strict": "plain, graphs, strict",
+    }
 
 
 def test_ways_can_be_left_out(tiny_model: list[str]) -> None:
@@ -122,7 +170,12 @@ def test_ways_can_be_left_out(tiny_model: list[str]) -> None:
         tiny_model, "--policy", "chain", *(part for way in left_out for part in ("--skip", way))
     )
     assert status == 0
-    assert {row["way"] for row in of(records, "row")} == {"plain", "transformers", "plain, graphs", "chain, graphs"}
+    assert {row["way"] for row in of(records, "row")} == {
+        "plain",
+        "transformers",
+        "plain, graphs",
+        "chain, graphs",
+    }
     with pytest.raises(InputError, match=r"skip: got 'plain', accepted transformers, "):
         records_of(tiny_model, "--policy", "chain", "--skip", "plain")
 
@@ -148,7 +201,9 @@ def test_heads_on_a_device_share_their_weights() -> None:
 
     def engine(kind: str) -> Any:
         head = toy.tiny_head(toy.head_config(3, model))
-        return SimpleNamespace(drafter=Eagle(head, lm), target=SimpleNamespace(device=torch.device(kind)))
+        return SimpleNamespace(
+            drafter=Eagle(head, lm), target=SimpleNamespace(device=torch.device(kind))
+        )
 
     for kind, shared in (("cuda", True), ("cpu", False)):
         first, second, others = engine(kind), engine(kind), [SimpleNamespace(drafter=None)]

@@ -49,7 +49,13 @@ def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def test_the_measurements_are_found() -> None:
-    known = {"bench.report", "bench.cpu.__main__", "docs.build.__main__", "research.replay", "research.ltd.__main__"}
+    known = {
+        "bench.report",
+        "bench.cpu.__main__",
+        "docs.build.__main__",
+        "research.replay",
+        "research.ltd.__main__",
+    }
     assert known <= set(MODULES)
 
 

@@ -23,7 +23,9 @@ def test_a_layer_is_the_difference_of_two_depths(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ops, "is_served", lambda *_: True)
     monkeypatch.setattr(fused, "DEVICES", ())
-    ways = {name: (("cpu",) if devices else (), merge) for name, (devices, merge) in layers.WAYS.items()}
+    ways = {
+        name: (("cpu",) if devices else (), merge) for name, (devices, merge) in layers.WAYS.items()
+    }
     monkeypatch.setattr(layers, "WAYS", ways)
     monkeypatch.setattr(layers, "DEPTHS", (1, 3))
     monkeypatch.setattr(layers, "CONTEXT", 30)
@@ -34,5 +36,12 @@ def test_a_layer_is_the_difference_of_two_depths(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layers, "microseconds", lambda run: (run(), 2.0 + 4.0 * depth[0])[1])
     found = list(layers.records(torch.float32))
     assert [row["way"] for row in found[::4]] == ["modules", "fused", "merged"]
-    assert [row["forward"] for row in found[:4]] == ["1 rows", "16 rows", "64 rows", "a prompt of 30"]
-    assert {(row["kernels of a layer"], row["us of a layer"], row["us"]) for row in found} == {(10.0, 4.0, 14.0)}
+    assert [row["forward"] for row in found[:4]] == [
+        "1 rows",
+        "16 rows",
+        "64 rows",
+        "a prompt of 30",
+    ]
+    assert {(row["kernels of a layer"], row["us of a layer"], row["us"]) for row in found} == {
+        (10.0, 4.0, 14.0)
+    }

@@ -25,9 +25,9 @@ def test_published_rates_have_sources_and_are_chances(law: str) -> None:
 
 def test_rates_that_are_derived_add_up() -> None:
     accepted = [76.17, 61.58, 51.25, 42.43, 36.40, 30.94, 27.22, 23.65]
-    assert [100 * x for x in itertools.accumulate(PUBLISHED["gsm8k"].by_depth, lambda a, b: a * b)] == pytest.approx(
-        accepted, rel=0.01
-    )
+    assert [
+        100 * x for x in itertools.accumulate(PUBLISHED["gsm8k"].by_depth, lambda a, b: a * b)
+    ] == pytest.approx(accepted, rel=0.01)
     story = PUBLISHED["story"].by_depth[0]
     assert (story + story**2 + story**3) / 3 == pytest.approx(0.4658, abs=0.001)
 
@@ -52,7 +52,16 @@ def test_a_wider_tree_brings_more_at_the_same_positions() -> None:
 
 def test_the_command_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mtp.jsonl"
-    asked = ["--costs", "qwen3-8b-h200", "--cycles", "8", "--spread", "1", "--policy", "chain,length=2"]
+    asked = [
+        "--costs",
+        "qwen3-8b-h200",
+        "--cycles",
+        "8",
+        "--spread",
+        "1",
+        "--policy",
+        "chain,length=2",
+    ]
     mtp.main([*asked, "--policy", "auto", "--out", str(out)])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["record"] for record in records] == ["provenance", "costs", *["mtp replay"] * 6]

@@ -20,7 +20,9 @@ class Figures:
 
     items: tuple[Workload, ...] = ()
 
-    def __init__(self, replays: dict[str, dict[str, Any]] | None = None, rows: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self, replays: dict[str, dict[str, Any]] | None = None, rows: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self._replays, self._rows = replays or {}, list(rows)
 
     def replays(self, ways: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -33,7 +35,15 @@ class Figures:
 def rows(way: str, seconds: Sequence[float], passes: int) -> list[dict[str, Any]]:
     counts = {"cycles": 10, "emitted": 20, "passes": passes, "verified": 100, "drafted": 90}
     return [
-        {"record": "row", "way": way, "set": "a", "id": str(n), "new_tokens": 20, "seconds": [time], **counts}
+        {
+            "record": "row",
+            "way": way,
+            "set": "a",
+            "id": str(n),
+            "new_tokens": 20,
+            "seconds": [time],
+            **counts,
+        }
         for n, time in enumerate(seconds)
     ]
 
@@ -56,17 +66,27 @@ def test_a_speed_is_judged_by_its_interval(own: list[float], passes: int, verdic
 def test_salf_must_beat_both() -> None:
     base = [*rows("eagle", [1.0] * 4, 80), *rows("salf/optimal", [0.7] * 4, 70)]
     for time, verdict in ((0.5, CONFIRMED), (0.8, REFUTED)):
-        assert papers.salf(Figures(rows=[*base, *rows("salf/paper", [time] * 4, 20)])).verdict == verdict  # type: ignore[arg-type]
+        assert (
+            papers.salf(Figures(rows=[*base, *rows("salf/paper", [time] * 4, 20)])).verdict
+            == verdict
+        )  # type: ignore[arg-type]
 
 
 def speeds(values: dict[str, float]) -> Figures:
-    return Figures({way: {"speedup": {papers.THEIRS: speed, papers.OURS.stem: speed}} for way, speed in values.items()})
+    return Figures(
+        {
+            way: {"speedup": {papers.THEIRS: speed, papers.OURS.stem: speed}}
+            for way, speed in values.items()
+        }
+    )
 
 
 def test_a_medium_threshold_is_neither_end() -> None:
     names = [f"salf,threshold={threshold:g},fill=false" for threshold in papers.THRESHOLDS]
     for best, verdict in ((0, REFUTED), (3, CONFIRMED), (len(names) - 1, REFUTED)):
-        figures = speeds({name: 2.0 if number == best else 1.5 for number, name in enumerate(names)})
+        figures = speeds(
+            {name: 2.0 if number == best else 1.5 for number, name in enumerate(names)}
+        )
         found = papers.salf_threshold(figures)  # type: ignore[arg-type]
         assert found.verdict == verdict
         assert f"best 2.00 at {papers.THRESHOLDS[best]:g}" in found.ours
@@ -83,8 +103,14 @@ def test_dynatrees_gain_is_of_its_depth() -> None:
 
 
 def test_c2ts_nodes_are_held_against_the_beam_of_the_same_length() -> None:
-    beams = {way: {"tau": 1 + 0.1 * n, "gamma": 10.0 * (n + 1)} for n, way in enumerate(papers.BEAMS)}
-    for tau, nodes, verdict in ((1.35, 20.0, CONFIRMED), (1.35, 44.0, REFUTED), (9.0, 20.0, UNDECIDED)):
+    beams = {
+        way: {"tau": 1 + 0.1 * n, "gamma": 10.0 * (n + 1)} for n, way in enumerate(papers.BEAMS)
+    }
+    for tau, nodes, verdict in (
+        (1.35, 20.0, CONFIRMED),
+        (1.35, 44.0, REFUTED),
+        (9.0, 20.0, UNDECIDED),
+    ):
         found = papers.c2t(Figures(beams | {papers.C2T: {"tau": tau, "gamma": nodes}}))  # type: ignore[arg-type]
         assert found.verdict == verdict
     assert papers.nodes_at(1.35, [(1.0, 10.0), (1.3, 40.0), (1.4, 50.0)]) == pytest.approx(45.0)
@@ -97,7 +123,9 @@ def test_every_form_of_distributions_counts() -> None:
     assert papers.construction_verdict([[0.8, 0.9], [0.9, 1.4]]) == REFUTED
 
 
-def test_the_layers_are_those_of_ten_parents_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layers_are_those_of_ten_parents_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def measure(case: Any, *_: Any) -> dict[str, Any]:
@@ -129,7 +157,9 @@ def test_what_is_done_is_not_run_again(
         ran.append(bench.scale)
         return Found("1.5", CONFIRMED, {})
 
-    monkeypatch.setattr(papers, "CLAIMS", {name: claim._replace(run=run) for name, claim in CLAIMS.items()})
+    monkeypatch.setattr(
+        papers, "CLAIMS", {name: claim._replace(run=run) for name, claim in CLAIMS.items()}
+    )
     given = [str(tmp_path), "--quick"]
     assert papers.main([*given, "--claim", "talon"]) == 0
     assert len(ran) == 1
@@ -161,7 +191,14 @@ def test_what_takes_hours_is_quoted_from_the_committed_files() -> None:
 def test_every_way_can_be_made() -> None:
     for way in (*papers.LIVE, papers.C2T, *papers.BEAMS, *papers.DYNATREE.values()):
         Spec.of(way).make()
-    assert {claim.paper for claim in CLAIMS.values()} == {"TALON", "SALF", "C2T", "DynaTree", "LTD", "TALF"}
+    assert {claim.paper for claim in CLAIMS.values()} == {
+        "TALON",
+        "SALF",
+        "C2T",
+        "DynaTree",
+        "LTD",
+        "TALF",
+    }
 
 
 @pytest.mark.model

@@ -35,7 +35,9 @@ NATIVE = [way for way in WAYS if way.startswith("native")]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer, a GGUF file of another one, and a text."""
     folder = tmp_path_factory.mktemp("bench-perplexity")
-    tiny(hidden_size=64, intermediate_size=128, head_dim=16, initializer_range=0.2).save_pretrained(folder / "model")
+    tiny(hidden_size=64, intermediate_size=128, head_dim=16, initializer_range=0.2).save_pretrained(
+        folder / "model"
+    )
     byte_tokenizer().save_pretrained(folder / "model")
     write_gguf(folder / "other.gguf", "llama", "q4_1")
     letters = random.Random(0).choices("abcdefgh ,.\nö", k=WINDOW * WINDOWS + 40)
@@ -46,10 +48,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *ways: str, window: int = WINDOW) -> dict[str, dict[str, Any]]:
     """The records by way."""
     out = folder / "out.jsonl"
-    command = ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out)]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--text",
+        str(folder / "text.txt"),
+        "--out",
+        str(out),
+    ]
     command += ["--window", str(window), "--tokens", str(window * WINDOWS + 20)]
     assert (
-        main([*command, "--gguf", str(folder / "other.gguf"), *(part for way in ways for part in ("--way", way))]) == 0
+        main(
+            [
+                *command,
+                "--gguf",
+                str(folder / "other.gguf"),
+                *(part for way in ways for part in ("--way", way)),
+            ]
+        )
+        == 0
     )
     first, *records = [json.loads(line) for line in out.read_text().splitlines()]
     assert first["record"] == "provenance"
@@ -59,21 +76,27 @@ def run(folder: Path, *ways: str, window: int = WINDOW) -> dict[str, dict[str, A
 @torch.inference_mode()
 def own(folder: Path, model: PreTrainedModel) -> float:
     """Perplexity by the loss that the model's own forward gives for a window."""
-    ids = AutoTokenizer.from_pretrained(folder / "model")((folder / "text.txt").read_text())["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder / "model")((folder / "text.txt").read_text())[
+        "input_ids"
+    ]
     windows = [torch.tensor([ids[WINDOW * i : WINDOW * (i + 1)]]) for i in range(WINDOWS)]
     return math.exp(sum(model(window, labels=window).loss.item() for window in windows) / WINDOWS)
 
 
 def model_of(folder: Path, way: str) -> PreTrainedModel:
     name = folder / ("other.gguf" if "gguf" in way else "model")
-    return Engine.from_pretrained(str(name), "none", backend="huggingface", dtype="float32").target.model  # type: ignore[attr-defined]
+    return Engine.from_pretrained(
+        str(name), "none", backend="huggingface", dtype="float32"
+    ).target.model  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
 @pytest.mark.parametrize(("way", "tolerance"), [(REFERENCE, 1e-5), ("huggingface", 0.02)])
-def test_transformers_scores_as_the_models_own_loss(folder: Path, way: str, tolerance: float) -> None:
+def test_transformers_scores_as_the_models_own_loss(
+    folder: Path, way: str, tolerance: float
+) -> None:
     record = run(folder, way)[way]
     assert record["perplexity"] == pytest.approx(own(folder, model_of(folder, way)), rel=tolerance)
     assert record["perplexity"] == pytest.approx(math.exp(record["nats_per_token"]), rel=1e-4)
@@ -143,8 +166,13 @@ def test_a_wrong_scale_in_int8_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native, "add_weight", doubled)
     after = run(folder, *ways)
     assert after["native"] == before["native"]
-    assert abs(after["native int8"]["over"]["native"] - 1) > 5 * abs(before["native int8"]["over"]["native"] - 1)
-    assert after["native int8"]["nats_from_float32"]["mean"] > 5 * before["native int8"]["nats_from_float32"]["mean"]
+    assert abs(after["native int8"]["over"]["native"] - 1) > 5 * abs(
+        before["native int8"]["over"]["native"] - 1
+    )
+    assert (
+        after["native int8"]["nats_from_float32"]["mean"]
+        > 5 * before["native int8"]["nats_from_float32"]["mean"]
+    )
 
 
 @pytest.mark.parametrize(("value", "window"), [(math.nan, 0), (math.inf, 0), (-math.inf, 1)])
@@ -152,7 +180,9 @@ def test_what_is_not_finite_is_no_number(
     folder: Path, monkeypatch: pytest.MonkeyPatch, value: float, window: int
 ) -> None:
     """-inf matters in the second window alone, where token 54 stands behind the damaged row."""
-    target = Given(str(folder / "model"), dtype="float32").only("huggingface", byte_tokenizer()).target
+    target = (
+        Given(str(folder / "model"), dtype="float32").only("huggingface", byte_tokenizer()).target
+    )
     place = (torch.tensor(3), torch.tensor(54))
     damage(CausalLM, lambda logits: logits.index_put(place, torch.tensor(value)), monkeypatch)
     with pytest.raises(NumericalError, match=f"window {window}"):
@@ -186,11 +216,24 @@ def damage(cls: type, change: Callable[[Tensor], Tensor], monkeypatch: pytest.Mo
     ],
 )
 def test_bad_input_is_named(
-    folder: Path, tmp_path: Path, text: bytes | None, options: Any, named: str, accepted: str, capsys: Any
+    folder: Path,
+    tmp_path: Path,
+    text: bytes | None,
+    options: Any,
+    named: str,
+    accepted: str,
+    capsys: Any,
 ) -> None:
     if text is not None:
         (tmp_path / "text.txt").write_bytes(text)
-    command = ["--model", str(folder / "model"), "--text", str(tmp_path / "text.txt"), "--window", "48"]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--window",
+        "48",
+    ]
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--out", str(tmp_path / "out.jsonl"), *options])
     assert stopped.value.code == 2
@@ -209,7 +252,14 @@ def test_there_is_no_text_of_its_own(capsys: Any) -> None:
 def test_ways_that_cannot_run_are_skipped_with_the_reason(folder: Path) -> None:
     (folder / "long.txt").write_text("x" * 300)
     out = folder / "long.jsonl"
-    command = ["--model", str(folder / "model"), "--text", str(folder / "long.txt"), "--out", str(out)]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--text",
+        str(folder / "long.txt"),
+        "--out",
+        str(out),
+    ]
     assert main([*command, "--window", "300", "--way", REFERENCE, "--way", "native gguf"]) == 0
     _, context, gguf = [json.loads(line) for line in out.read_text().splitlines()]
     assert (context["record"], gguf["record"]) == ("skipped", "skipped")

@@ -18,8 +18,29 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "reproduce.md"
 # options whose values are files, folders or models
 INPUTS = {
-    *("--prompts", "--text", "--data", "--head", "--heads", "--model", "--start", "--stage", "--grid", "--networks"),
-    *("--candidates", "--costs", "--file", "--gguf", "--wheel", "--llama-server", "--guidellm", "--python", "--llama"),
+    *(
+        "--prompts",
+        "--text",
+        "--data",
+        "--head",
+        "--heads",
+        "--model",
+        "--start",
+        "--stage",
+        "--grid",
+        "--networks",
+    ),
+    *(
+        "--candidates",
+        "--costs",
+        "--file",
+        "--gguf",
+        "--wheel",
+        "--llama-server",
+        "--guidellm",
+        "--python",
+        "--llama",
+    ),
 }
 FIRST = {"run", "compare", "curves", "draft"}  # commands that read or write the folders named next
 
@@ -30,7 +51,14 @@ def clone(folder: Path, questions: int = 6) -> Path:
         file = folder / "eagle" / "data" / source / "question.jsonl"
         file.parent.mkdir(parents=True)
         lines = [
-            json.dumps({"question_id": n, "category": source, "turns": [f"{source} {n}"], "reference": ["x"]})
+            json.dumps(
+                {
+                    "question_id": n,
+                    "category": source,
+                    "turns": [f"{source} {n}"],
+                    "reference": ["x"],
+                }
+            )
             for n in range(questions)
         ]
         file.write_text("\n".join(lines) + "\n")
@@ -42,10 +70,14 @@ def test_every_other_question_is_taken(tmp_path: Path) -> None:
     items = read([tmp_path / "out"])
     assert {item.set for item in items} == set(prompts.FOLDERS)
     assert [item.text for item in items if item.set == "cnn_dm"] == [f"sum {n}" for n in (0, 2, 4)]
-    assert json.loads((tmp_path / "out" / "qa.jsonl").read_text().splitlines()[0]).keys() == set(prompts.FIELDS)
+    assert json.loads((tmp_path / "out" / "qa.jsonl").read_text().splitlines()[0]).keys() == set(
+        prompts.FIELDS
+    )
 
 
-def test_other_questions_are_told(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_questions_are_told(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = [str(clone(tmp_path / "EAGLE")), str(tmp_path / "out")]
     assert prompts.main(given) == 1
     assert f"not {prompts.DIGEST}; check out {prompts.COMMIT}" in capsys.readouterr().err
@@ -83,8 +115,14 @@ def inputs(command: str) -> set[str]:
 
 
 def test_inputs_of_a_command() -> None:
-    assert inputs("python -m bench.ltd compare dev4 --grid a/b --networks cpu --out x.jsonl") == {"dev4", "a/b", "cpu"}
-    assert inputs("python -m bench.replay run trees --policy salf --costs bench/results/a.jsonl") == {"trees"}
+    assert inputs("python -m bench.ltd compare dev4 --grid a/b --networks cpu --out x.jsonl") == {
+        "dev4",
+        "a/b",
+        "cpu",
+    }
+    assert inputs(
+        "python -m bench.replay run trees --policy salf --costs bench/results/a.jsonl"
+    ) == {"trees"}
 
 
 def test_the_page_explains_every_input_of_every_committed_file() -> None:

@@ -46,7 +46,9 @@ def test_parts_are_joined_in_order_and_then_deleted(split: files.SplitFile, tmp_
     assert files.ready("some", tmp_path) == file  # nothing is downloaded for it
 
 
-@pytest.mark.parametrize("parts", [(PARTS[1], PARTS[0], PARTS[2]), (*PARTS[:2], b"four!"), (*PARTS[:2], b"thre")])
+@pytest.mark.parametrize(
+    "parts", [(PARTS[1], PARTS[0], PARTS[2]), (*PARTS[:2], b"four!"), (*PARTS[:2], b"thre")]
+)
 def test_another_file_is_refused_and_its_parts_stay(
     split: files.SplitFile, tmp_path: Path, parts: tuple[bytes, ...]
 ) -> None:
@@ -126,16 +128,25 @@ def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: An
     tiny(max_position_embeddings=8192).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     args = real_arguments(tmp_path)
-    plan = real.Measurement(tmp_path / "model", ("recycling:auto",), 0.0, tmp_path / "records.jsonl")
+    plan = real.Measurement(
+        tmp_path / "model", ("recycling:auto",), 0.0, tmp_path / "records.jsonl"
+    )
     assert main(real.command(plan, args)[3:]) == 0
     records = [json.loads(line) for line in plan.out.read_text().splitlines()]
-    assert {record["way"] for record in records if record["record"] == "answer"} == {"plain", "recycling:auto"}
+    assert {record["way"] for record in records if record["record"] == "answer"} == {
+        "plain",
+        "recycling:auto",
+    }
     count = len(records)
     assert main(real.command(plan, args)[3:]) == 0
     again = [json.loads(line) for line in plan.out.read_text().splitlines()][count:]
-    assert not [record for record in again if record["record"] == "answer"], "it goes on behind what is there"
+    assert not [record for record in again if record["record"] == "answer"], (
+        "it goes on behind what is there"
+    )
     capsys.readouterr()
     for way in ("plain", "recycling:auto"):
         assert memory.main([str(tmp_path / "model"), way, "abc", "4"]) == 0
         row = json.loads(capsys.readouterr().out)
-        assert 0 < row["answered_bytes"] <= 1.01 * row["peak_bytes"], "the system counts pages roughly"
+        assert 0 < row["answered_bytes"] <= 1.01 * row["peak_bytes"], (
+            "the system counts pages roughly"
+        )

@@ -35,7 +35,9 @@ def test_no_kind_of_record_is_left_out(file: Path, capsys: Any) -> None:
     assert plain <= kinds
     assert kinds - plain <= set(OF_TABLES)
     if kinds - plain:
-        assert out.count("**") / 2 > len(plain), "a kind has neither a table of its own nor a plain one"
+        assert out.count("**") / 2 > len(plain), (
+            "a kind has neither a table of its own nor a plain one"
+        )
     for kind in plain:
         table = out.split(f"**Records '{kind}'**")[1].split("**")[0]
         assert sum(line.startswith("| ") for line in table.splitlines()) - 2 == sum(
@@ -53,7 +55,9 @@ def test_what_is_cut_is_told() -> None:
 
 
 def test_the_command_of_a_committed_file_is_there_or_has_another_name() -> None:
-    table = re.findall(r"^\| `([\w.]+)`.*? \| `([\w.]+)", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| `([\w.]+)`.*? \| `([\w.]+)", (RESULTS / "README.md").read_text(), re.MULTILINE
+    )
     today = dict(table)
     commands = [json.loads(file.read_text().splitlines()[0]).get("command", "") for file in FILES]
     named = set(re.findall(r"python -m (\S+)", "\n".join(commands)))
@@ -80,9 +84,17 @@ def test_a_table_that_a_file_does_not_have_is_told(tmp_path: Path, capsys: Any) 
 
 
 def test_records_without_a_table_of_their_own_are_one(tmp_path: Path) -> None:
-    cells = {"way": "a|b" + 50 * "c", "ms": {"draft": 0.12345}, "few": [0.12345, 2], "text": 50 * "d", "many": [1] * 9}
+    cells = {
+        "way": "a|b" + 50 * "c",
+        "ms": {"draft": 0.12345},
+        "few": [0.12345, 2],
+        "text": 50 * "d",
+        "many": [1] * 9,
+    }
     rows: list[dict[str, Any]] = [{"record": "row", **cells}] * 50
-    (table,) = plain_tables([{"record": "provenance", "command": "x"}, *rows, {"record": "settings"}])
+    (table,) = plain_tables(
+        [{"record": "provenance", "command": "x"}, *rows, {"record": "settings"}]
+    )
     assert table.header == ("way", "ms.draft", "few", "text")
     assert table.rows[0] == ["a/b" + 50 * "c", "0.1235", "0.1235, 2", 40 * "d" + "..."]
     assert len(table.rows) == MAX_ROWS

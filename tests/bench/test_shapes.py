@@ -28,10 +28,25 @@ SMALL = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
     },
-    "lfm2-1.2b": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "gpt-oss-20b": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    "lfm2-1.2b": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "gpt-oss-20b": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     | {"head_dim": 32, "num_local_experts": 6},
-    "qwen3-30b-a3b": {"hidden_size": 64, "moe_intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
+    "qwen3-30b-a3b": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    }
     | {"num_experts": 16, "num_key_value_heads": 2},
 }
 BILLIONS = {  # as published
@@ -54,19 +69,42 @@ def test_shapes_have_the_published_sizes(name: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "q4_0"])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_cut_model_is_measured_and_extrapolated(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = SHAPES[name].config | SMALL[name] | {"vocab_size": 96}
     monkeypatch.setitem(SHAPES, name, Shape(small, 4))
     monkeypatch.setattr(shapes, "READ", 2**16)
     out = tmp_path / "shape.jsonl"
-    assert shapes.main([name, "--kind", kind, "--rounds", "1", "--rows", "3", "--context", "6", "--out", str(out)]) == 0
+    assert (
+        shapes.main(
+            [
+                name,
+                "--kind",
+                kind,
+                "--rounds",
+                "1",
+                "--rows",
+                "3",
+                "--context",
+                "6",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     found = json.loads(out.read_text().splitlines()[1])
     layers = small["num_hidden_layers"]
     assert (found["layers_run"], found["layers"], found["extrapolated"]) == (4, layers, True)
     for rows in ("1", "3"):
         more = (layers - 4) / 4 * found["ms_without_head"][rows]
-        assert found["verify_ms_by_nodes"][rows] == pytest.approx(found["ms_of_layers_run"][rows] + more, abs=0.01)
+        assert found["verify_ms_by_nodes"][rows] == pytest.approx(
+            found["ms_of_layers_run"][rows] + more, abs=0.01
+        )
     assert find_costs(str(out)).verify[3] == pytest.approx(found["verify_ms_by_nodes"]["3"] / 1e3)
     assert found["weights_mb"] >= found["weights_mb_of_layers_run"]
     assert f"4 of {layers}, extrapolated" in capsys.readouterr().out

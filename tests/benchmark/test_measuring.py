@@ -58,7 +58,9 @@ def test_a_way_is_not_charged_what_the_one_before_left_under_way(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(measuring, "_finish", lambda device: said.append("finish"))
-    run = Run(plain, [way("plain", 2, said), way("x", 2, said)], {"temperature": 0.0}, length=2, rounds=2)
+    run = Run(
+        plain, [way("plain", 2, said), way("x", 2, said)], {"temperature": 0.0}, length=2, rounds=2
+    )
     list(run.records([ITEM]))
     assert said[4:] == ["finish", "plain", "finish", "x", "finish", "x", "finish", "plain"]
 

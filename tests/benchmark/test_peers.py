@@ -60,16 +60,22 @@ def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path)
         with pytest.raises(InputError, match=r"way: got 'peer:.* accepted peer:llama\.cpp, "):
             choice(unknown)
     for engine in ("llama.cpp", "vllm"):
-        with pytest.raises(InputError, match=f"way: got '{engine}'; another engine is named peer:{engine}"):
+        with pytest.raises(
+            InputError, match=f"way: got '{engine}'; another engine is named peer:{engine}"
+        ):
             choice("auto", engine)
     assert choice("peer:openvino").names == ["plain", "peer:openvino"]
     model = peers.Model(tmp_path / "m.gguf", None, None, tmp_path)
-    with pytest.raises(BackendError, match=r"way peer:openvino: .* has no environment openvino; .*make peers"):
+    with pytest.raises(
+        BackendError, match=r"way peer:openvino: .* has no environment openvino; .*make peers"
+    ):
         peers.way("peer:openvino", tmp_path, model, [], 100).start()
     python = peers.python_of("peer:vllm/ngram", tmp_path)
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    with pytest.raises(BackendError, match=r"way peer:vllm/ngram: .* has no answer\.py; .*make peers"):
+    with pytest.raises(
+        BackendError, match=r"way peer:vllm/ngram: .* has no answer\.py; .*make peers"
+    ):
         peers.way("peer:vllm/ngram", tmp_path, model, [], 100).start()
     shutil.copy(script.__file__, tmp_path)
     with pytest.raises(InputError, match="it needs the model as a folder"):
@@ -79,7 +85,9 @@ def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path)
         peers.way("peer:vllm/eagle3", tmp_path, whole, [], 100).start()
 
 
-def test_an_environment_without_its_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_its_package_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The script runs in the peer's Python, here one that has no such package."""
     python = peers.python_of("peer:ik_llama.cpp", tmp_path)
     python.parent.mkdir(parents=True)
@@ -89,12 +97,22 @@ def test_an_environment_without_its_package_is_told(tmp_path: Path, monkeypatch:
     if "ik_llama_cpp" in sys.modules:  # pragma: no cover
         pytest.skip("it is there")
     model = peers.Model(tmp_path / "m.gguf", None, None, tmp_path)
-    with pytest.raises(BackendError, match=r"way peer:ik_llama\.cpp: ModuleNotFoundError: .*ik_llama_cpp"):
+    with pytest.raises(
+        BackendError, match=r"way peer:ik_llama\.cpp: ModuleNotFoundError: .*ik_llama_cpp"
+    ):
         peers.way("peer:ik_llama.cpp", tmp_path, model, [], 100).start()
 
 
 def args(**more: Any) -> argparse.Namespace:
-    given = {"mode": "", "gguf": "m.gguf", "folder": "m", "head": "h", "cache": "c", "threads": 1, "context": 64}
+    given = {
+        "mode": "",
+        "gguf": "m.gguf",
+        "folder": "m",
+        "head": "h",
+        "cache": "c",
+        "threads": 1,
+        "context": 64,
+    }
     return argparse.Namespace(**given | more)
 
 

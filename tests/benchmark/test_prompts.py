@@ -19,7 +19,9 @@ SPEC_BENCH = [
 
 
 def write(file: Path, entries: list[object]) -> Path:
-    file.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8"
+    )
     return file
 
 
@@ -33,7 +35,10 @@ def test_six_sets_of_four_ship() -> None:
 
 def test_a_file_is_a_set_or_holds_several(tmp_path: Path) -> None:
     file = write(tmp_path / "question.jsonl", SPEC_BENCH)
-    assert [(item.set, item.id) for item in read([file], 2)] == [("question", "81"), ("question", "91")]
+    assert [(item.set, item.id) for item in read([file], 2)] == [
+        ("question", "81"),
+        ("question", "91"),
+    ]
     assert read([file], 1, set_by="category") == [
         Workload("writing", "81", ("Write.", "Again.")),
         Workload("roleplay", "91", ("Be a tree.",)),
@@ -41,15 +46,38 @@ def test_a_file_is_a_set_or_holds_several(tmp_path: Path) -> None:
 
 
 def test_lines_of_speed_bench(tmp_path: Path) -> None:
-    line = {"category": "low_entropy", "sub_category": "code", "turns": ["Sort."], "source": "a", "src_id": "7"}
+    line = {
+        "category": "low_entropy",
+        "sub_category": "code",
+        "turns": ["Sort."],
+        "source": "a",
+        "src_id": "7",
+    }
     lines = [
         {"question_id": "x1", "difficulty": "easy", "multiturn": False, **line},
-        {"question_id": "x2", "difficulty": "hard", **line, "turns": ["Sort.", "Faster."], "multiturn": True},
-        {"question_id": "x3", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi."}]},
+        {
+            "question_id": "x2",
+            "difficulty": "hard",
+            **line,
+            "turns": ["Sort.", "Faster."],
+            "multiturn": True,
+        },
+        {
+            "question_id": "x3",
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi."}],
+        },
     ]
     file = write(tmp_path / "throughput_1k.jsonl", lines)
-    assert [item.set for item in read([file], set_by="difficulty")] == ["easy", "hard", "throughput_1k"]
-    assert [item.set for item in read([file], set_by="sub_category")] == ["code", "code", "throughput_1k"]
+    assert [item.set for item in read([file], set_by="difficulty")] == [
+        "easy",
+        "hard",
+        "throughput_1k",
+    ]
+    assert [item.set for item in read([file], set_by="sub_category")] == [
+        "code",
+        "code",
+        "throughput_1k",
+    ]
     assert [item.turns for item in read([file])] == [("Sort.",), ("Sort.", "Faster."), ("Hi.",)]
     masked = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     with pytest.raises(InputError, match=r"line 2 has a note in the place of a prompt"):
@@ -64,7 +92,10 @@ def test_a_folder_is_its_files_and_lines_may_be_simple(tmp_path: Path) -> None:
         Workload("b", "0", ("one line\u2028that goes on",)),
         Workload("b", "1", ("two",)),
     ]
-    assert [turns[0] for turns in read_prompts(tmp_path / "b.jsonl")] == ["one line\u2028that goes on", "two"]
+    assert [turns[0] for turns in read_prompts(tmp_path / "b.jsonl")] == [
+        "one line\u2028that goes on",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +105,10 @@ def test_a_folder_is_its_files_and_lines_may_be_simple(tmp_path: Path) -> None:
         ("{", "line 1 is not JSON"),
         ('"x"\n{"turns": []}', "line 2 is neither"),
         ('{"turns": [1]}', "line 1 is neither"),
-        ('{"question_id": 1, "turns": ["x"]}\n{"question_id": 1, "turns": ["y"]}', "question_id 1 twice"),
+        (
+            '{"question_id": 1, "turns": ["x"]}\n{"question_id": 1, "turns": ["y"]}',
+            "question_id 1 twice",
+        ),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from specengine.benchmark.report import source, speeds_by_way, tables
-from specengine.benchmark.summaries import Answer, differences, first_difference, quartiles, ratio, row, summaries
+from specengine.benchmark.summaries import (
+    Answer,
+    differences,
+    first_difference,
+    quartiles,
+    ratio,
+    row,
+    summaries,
+)
 
 
 def a_row(way: str, set_: str, id_: str, *seconds: float, verdict: str = "exact") -> dict[str, Any]:
@@ -79,7 +87,11 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_ways_are_apart_over_the_prompts_that_all_have() -> None:
-    rows = [*even("slow", [3.0, 3.0, 3.0]), *even("fast", [1.0, 1.0]), *even("mid", [2.0, 2.0, 9.0])]
+    rows = [
+        *even("slow", [3.0, 3.0, 3.0]),
+        *even("fast", [1.0, 1.0]),
+        *even("mid", [2.0, 2.0, 9.0]),
+    ]
     first, second, third = differences(rows)
     assert [first["way"], second["way"], third["way"]] == ["fast", "mid", "slow"]
     assert (first["prompts"], "over_next" in first) == (2, False)
@@ -106,17 +118,44 @@ def test_tables_tell_what_came_of_the_run() -> None:
     assert first.rows[1][-3:] == ["1", "1", "1"]
     assert by_set.header == ("way", "a [2]", "b [1]")
     assert by_set.rows[1] == ["fast", "3.00 (2.50 to 3.50)", "0.50"]
-    origin = {"record": "provenance", "command": "c", "commit": "", "specengine": "1", "date": "d", "device": "e"}
-    assert source("x", [origin, {"record": "resumed"}]) == "`x`: `c` at 1, d, on e; stopped and resumed 1 times"
+    origin = {
+        "record": "provenance",
+        "command": "c",
+        "commit": "",
+        "specengine": "1",
+        "date": "d",
+        "device": "e",
+    }
+    assert (
+        source("x", [origin, {"record": "resumed"}])
+        == "`x`: `c` at 1, d, on e; stopped and resumed 1 times"
+    )
 
 
 def test_a_row_of_rounds() -> None:
-    cycles = {"cycles": 2, "emitted": 3, "passes": 4, "verified": 5, "drafted": 6, "policy_s": 1.0, "total_s": 4.0}
+    cycles = {
+        "cycles": 2,
+        "emitted": 3,
+        "passes": 4,
+        "verified": 5,
+        "drafted": 6,
+        "policy_s": 1.0,
+        "total_s": 4.0,
+    }
     times = [{"draft": ms, "policy": ms, "verify": ms, "total": ms} for ms in (1.0, 3.0)]
     answers = [Answer([1, 2, 3], 7, 0.5, {**cycles, "median_ms": ms}) for ms in times]
     found = row(answers)
-    assert (found["prompt_tokens"], found["new_tokens"], found["cycles"], found["emitted"]) == (7, 3, 2, 3)
-    assert (found["seconds"], found["median_ms"]["draft"], found["policy_share"]) == ([0.5, 0.5], 2.0, 0.25)
+    assert (found["prompt_tokens"], found["new_tokens"], found["cycles"], found["emitted"]) == (
+        7,
+        3,
+        2,
+        3,
+    )
+    assert (found["seconds"], found["median_ms"]["draft"], found["policy_share"]) == (
+        [0.5, 0.5],
+        2.0,
+        0.25,
+    )
     assert "cycles" not in row([Answer([1], 1, 0.1)])
 
 
@@ -129,7 +168,13 @@ def test_first_difference() -> None:
 def test_latencies_are_as_a_client_sees_them() -> None:
     def row(first: list[float], seconds: list[float], tokens: int) -> dict[str, object]:
         place = {"record": "row", "way": "a", "set": "s", "id": str(tokens)}
-        return {**place, "prompt_tokens": 3, "new_tokens": tokens, "first": first, "seconds": seconds}
+        return {
+            **place,
+            "prompt_tokens": 3,
+            "new_tokens": tokens,
+            "first": first,
+            "seconds": seconds,
+        }
 
     rows = [row([0.1, 0.3], [1.1, 1.3], 11), row([0.2, 0.2], [0.2, 0.2], 1)]
     found = next(record for record in summaries(rows) if record["set"] == "all")
@@ -138,6 +183,8 @@ def test_latencies_are_as_a_client_sees_them() -> None:
     assert found["latency"]["answer"][2] == pytest.approx(1294)
     assert found["per_user"] == pytest.approx(10)
     (table,) = [table for table in tables(rows) if table.kind == "latency"]
-    assert table.rows == [["a", "200.0, 270.0, 297.0", "100.0, 100.0, 100.0", "650.0, 1240.0, 1294.0", "10.0"]]
+    assert table.rows == [
+        ["a", "200.0, 270.0, 297.0", "100.0, 100.0, 100.0", "650.0, 1240.0, 1294.0", "10.0"]
+    ]
     del rows[1]["first"]
     assert "latency" not in next(record for record in summaries(rows) if record["set"] == "all")

@@ -84,15 +84,21 @@ def load(folder: Path, backend: str) -> dict[str, Engine]:
     for draft in DRAFTS:
         name = str(folder / draft) if (folder / draft).is_dir() else draft
         lookup = draft == "eagle-3"
-        engines[draft] = Engine.from_pretrained(target, name, dtype="float32", lookup=lookup, **common)
-    engines["half"] = Engine.from_pretrained(target, str(folder / "eagle-3"), dtype="bfloat16", **common)
+        engines[draft] = Engine.from_pretrained(
+            target, name, dtype="float32", lookup=lookup, **common
+        )
+    engines["half"] = Engine.from_pretrained(
+        target, str(folder / "eagle-3"), dtype="bfloat16", **common
+    )
     with torch.device("cpu"):  # which transformers itself needs
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     engines["loaded"] = Engine.from_pretrained(model, "recycling", backend=backend)
     return engines
 
 
-def answers(engines: dict[str, Engine], names: Container[str] = POLICIES) -> Iterator[tuple[str, Any]]:
+def answers(
+    engines: dict[str, Engine], names: Container[str] = POLICIES
+) -> Iterator[tuple[str, Any]]:
     """Cases, and their tokens with the number of cycles: but under `auto`, in which a clock has a say, and of drafts
     that remember."""
     plain = engines["draft"]
@@ -102,9 +108,13 @@ def answers(engines: dict[str, Engine], names: Container[str] = POLICIES) -> Ite
         for way, options in WAYS.items():
             found = engine.generate(PROMPT, max_new_tokens=TOKENS, policy="plain", **options)
             yield f"{draft} plain {way}", found.token_ids
-            for policy in (policy for policy in DRAFTS.get(draft, ("auto", "eagle")) if policy in names):
+            for policy in (
+                policy for policy in DRAFTS.get(draft, ("auto", "eagle")) if policy in names
+            ):
                 engine.reset()
-                found = engine.generate(PROMPT, max_new_tokens=TOKENS, policy=policy_for(policy), **options)
+                found = engine.generate(
+                    PROMPT, max_new_tokens=TOKENS, policy=policy_for(policy), **options
+                )
                 cycles = 0 if policy == "auto" or draft in REMEMBER else found.stats.num_spec_steps
                 yield f"{draft} {policy} {way}", [found.token_ids, cycles]
 

@@ -34,7 +34,10 @@ class Memory:
     def intact(self) -> bool:
         mark = torch.tensor(77)
         return all(
-            bool((whole[:first] == mark.to(whole.dtype)).all() and (whole[last:] == mark.to(whole.dtype)).all())
+            bool(
+                (whole[:first] == mark.to(whole.dtype)).all()
+                and (whole[last:] == mark.to(whole.dtype)).all()
+            )
             for whole, first, last in self.held
         )
 
@@ -48,7 +51,9 @@ OPTIONAL: dict[str, set[tuple[int, ...]]] = {}  # places of arguments that may b
 def call(optional: tuple[int | tuple[int, ...], ...] = ()) -> Callable[[Builder], Builder]:
     def note(build: Builder) -> Builder:
         OPS[build.__name__] = build
-        OPTIONAL[build.__name__] = {(place,) if isinstance(place, int) else place for place in optional}
+        OPTIONAL[build.__name__] = {
+            (place,) if isinstance(place, int) else place for place in optional
+        }
         return build
 
     return note
@@ -87,7 +92,10 @@ def tree(memory: Memory) -> tuple[Tensor, ...]:
 
 def counts(memory: Memory) -> tuple[Tensor, ...]:
     tables = [memory.put(torch.rand(CELLS, KNOTS) + 0.5) for _ in range(3)]
-    profile = [memory.put(torch.rand(*shape) + 0.5) for shape in ((LEVELS, PLACES), (LEVELS,), (LEVELS, PLACES))]
+    profile = [
+        memory.put(torch.rand(*shape) + 0.5)
+        for shape in ((LEVELS, PLACES), (LEVELS,), (LEVELS, PLACES))
+    ]
     return (*tables, *profile, one(memory, 1, torch.int64))
 
 
@@ -195,7 +203,13 @@ def step_queues(m: Memory) -> Arguments:
     lowest = torch.full((budget,), -math.inf)
     empty = ids(m, budget), ids(m, budget), ids(m, budget)
     queues = (m.put(lowest), m.put(lowest), m.put(lowest), *empty, one(m, -math.inf, torch.float32))
-    given = whole(m, 0, 1, 1, 0), whole(m, 3, 4, 5, 6), real(m, found), real(m, found, seed=1), one(m, found)
+    given = (
+        whole(m, 0, 1, 1, 0),
+        whole(m, 3, 4, 5, 6),
+        real(m, found),
+        real(m, found, seed=1),
+        one(m, found),
+    )
     nodes = (whole(m, 0, 2), one(m, 2)), ids(m, CAPACITY), m.put(torch.arange(COLUMNS)), one(m, 1)
     return [queues, given, *nodes, (3, 6, 0.0, True)]
 
@@ -229,7 +243,14 @@ def throughput(m: Memory) -> tuple[Any, ...]:
     verify, draft, *priced = (m.put(torch.rand(size) + 0.5) for size in (9, 4, 9, 4))
     real_ones = one(m, 0.3, torch.float32), one(m, 3), one(m, 0.1, torch.float32)
     experts = m.put(torch.rand(8) / 4)
-    return verify, draft, (*priced, whole(m, 1, 2, 3)), m.put(torch.rand(2) + 0.5), *real_ones, experts
+    return (
+        verify,
+        draft,
+        (*priced, whole(m, 1, 2, 3)),
+        m.put(torch.rand(2) + 0.5),
+        *real_ones,
+        experts,
+    )
 
 
 @call(optional=((3, 1), (3, 3)))
@@ -237,7 +258,16 @@ def grow_likely(m: Memory) -> Arguments:
     marks = m.put(torch.ones(ROWS, COLUMNS, dtype=torch.uint8))
     drafted = real(m, ROWS, COLUMNS), m.put(torch.arange(COLUMNS)), False, marks, None
     frontier, counters = (whole(m, 1, 2, 4), one(m, ROWS)), (one(m, NODES), one(m, 2), one(m, 0))
-    return [tree(m), counters, frontier, drafted, counts(m), notes(m), throughput(m), (-30.0, MOST, 2, 4)]
+    return [
+        tree(m),
+        counters,
+        frontier,
+        drafted,
+        counts(m),
+        notes(m),
+        throughput(m),
+        (-30.0, MOST, 2, 4),
+    ]
 
 
 def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
@@ -268,7 +298,15 @@ def root_rows(m: Memory) -> Arguments:
 @call(optional=(6,))
 def level_rows(m: Memory) -> Arguments:
     frontier = whole(m, 1, 2, 4), one(m, ROWS)
-    return [tree(m), one(m, NODES), frontier, one(m, 7), one(m, 2), memory_words(m, CAPACITY + 1), real(m, 4)]
+    return [
+        tree(m),
+        one(m, NODES),
+        frontier,
+        one(m, 7),
+        one(m, 2),
+        memory_words(m, CAPACITY + 1),
+        real(m, 4),
+    ]
 
 
 @call()
@@ -322,10 +360,19 @@ NO_ROUTING = ("softmax", [0, 1, 1, 2], [0.0, 1.0])
 NUMERICS = "bfloat16"
 
 
-def weights(cpu: Any, *, eagle: bool = False, without: str = "", kind: str = "f32", **changes: tuple[int, ...]) -> Any:
+def weights(
+    cpu: Any,
+    *,
+    eagle: bool = False,
+    without: str = "",
+    kind: str = "f32",
+    **changes: tuple[int, ...],
+) -> Any:
     """Packed random weights of a decoder or a head; changes: other shapes of tensors, dots as two underscores."""
     made, random = cpu.Weights(1), torch.Generator().manual_seed(0)
-    for name, shape in (shapes(eagle) | {name.replace("__", "."): size for name, size in changes.items()}).items():
+    for name, shape in (
+        shapes(eagle) | {name.replace("__", "."): size for name, size in changes.items()}
+    ).items():
         values = torch.randn(shape, generator=random)
         if name == without:
             continue
@@ -354,9 +401,19 @@ def shapes(eagle: bool) -> dict[str, tuple[int, ...]]:
             f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
         }
     if eagle:
-        norms: dict[str, tuple[int, ...]] = {"layers.0.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
-        return found | norms | {"fc.weight": (HIDDEN, 3 * HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    return found | {"model.norm.weight": (HIDDEN,), "model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+        norms: dict[str, tuple[int, ...]] = {
+            "layers.0.hidden_norm.weight": (HIDDEN,),
+            "norm.weight": (HIDDEN,),
+        }
+        return (
+            found
+            | norms
+            | {"fc.weight": (HIDDEN, 3 * HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+        )
+    return found | {
+        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    }
 
 
 def decoder(cpu: Any, made: Any = None, **changes: Any) -> Any:
@@ -393,8 +450,25 @@ def slab(m: Memory, layers: int = LAYERS, dtype: torch.dtype = torch.float32) ->
 def forward_of_decoder(m: Memory) -> Arguments:
     best = m.put(torch.zeros(ROWS, 2, dtype=torch.int64)), real(m, ROWS, 2)
     out = real(m, ROWS, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
-    given = whole(m, 4, 5, 5), 4, 4, m.put(torch.tensor([[1], [3], [5]])), whole(m, 1, 2, 3), slab(m)
-    return [*given, [0, LAYERS], *out, LAYERS, 1, None, 0, m.put(torch.zeros(ROWS, dtype=torch.int32)), None]
+    given = (
+        whole(m, 4, 5, 5),
+        4,
+        4,
+        m.put(torch.tensor([[1], [3], [5]])),
+        whole(m, 1, 2, 3),
+        slab(m),
+    )
+    return [
+        *given,
+        [0, LAYERS],
+        *out,
+        LAYERS,
+        1,
+        None,
+        0,
+        m.put(torch.zeros(ROWS, dtype=torch.int32)),
+        None,
+    ]
 
 
 def sparse(count: int = 6, **wrong: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -421,7 +495,14 @@ def lanes_of_decoder(m: Memory) -> Arguments:
     best = m.put(torch.zeros(ROWS + 1, 2, dtype=torch.int64)), real(m, ROWS + 1, 2)
     out = real(m, ROWS + 1, 2 * HIDDEN), real(m, 2, VOCABULARY), *best
     words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
-    given = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words, whole(m, 1, 2, 3, 4), (slab(m), slab(m))
+    given = (
+        (whole(m, 4, 5, 5), whole(m, 2)),
+        [4, 2],
+        [4, 2],
+        words,
+        whole(m, 1, 2, 3, 4),
+        (slab(m), slab(m)),
+    )
     return [*given, [0, LAYERS], *out, 1, [], []]
 
 
@@ -458,12 +539,25 @@ def forward_of_uneven(m: Memory) -> Arguments:
     return arguments
 
 
-DELTA = [96, 4, 1, 1, 32, 32, 0]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
+DELTA = [
+    96,
+    4,
+    1,
+    1,
+    32,
+    32,
+    0,
+]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
 
 
 def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:
     """Return a decoder whose second layer has the gated delta rule, with other shapes of its tensors."""
-    prefix, channels, taps, values = "model.layers.1.linear_attn.", DELTA[0], DELTA[1], DELTA[3] * DELTA[5]
+    prefix, channels, taps, values = (
+        "model.layers.1.linear_attn.",
+        DELTA[0],
+        DELTA[1],
+        DELTA[3] * DELTA[5],
+    )
     own: dict[str, tuple[int, ...]] = {
         "in_proj_qkv.weight": (channels, HIDDEN),
         "in_proj_z.weight": (values, HIDDEN),
@@ -484,7 +578,12 @@ MAMBA = [80, 4, 1, 2, 24, 16, 2]
 
 def mamba(cpu: Any, recurrence: list[int] = MAMBA, **changes: tuple[int, ...]) -> Any:
     """Return a decoder whose second layer has Mamba-2, with other shapes of its tensors."""
-    prefix, channels, heads, values = "model.layers.1.mamba.", MAMBA[0], MAMBA[3], MAMBA[3] * MAMBA[5]
+    prefix, channels, heads, values = (
+        "model.layers.1.mamba.",
+        MAMBA[0],
+        MAMBA[3],
+        MAMBA[3] * MAMBA[5],
+    )
     own: dict[str, tuple[int, ...]] = {
         "in_proj_z.weight": (values, HIDDEN),
         "in_proj_xbc.weight": (channels, HIDDEN),
@@ -585,8 +684,18 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "from": (decoder, "forward_from", forward_from_inputs, {3}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
     "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
-    "read": (decoder, "read", lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1], set()),
-    "embedding": (decoder, "embedding", lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)], set()),
+    "read": (
+        decoder,
+        "read",
+        lambda m: [real(m, ROWS, HIDDEN), real(m, ROWS, VOCABULARY), 1],
+        set(),
+    ),
+    "embedding": (
+        decoder,
+        "embedding",
+        lambda m: [whole(m, 0, 7, 39), real(m, ROWS, HIDDEN)],
+        set(),
+    ),
     "uneven": (uneven, "forward", forward_of_uneven, {3, 8, 9, 13, 15, 16}),
     "own_embedding": (
         uneven,
@@ -595,7 +704,12 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
         set(),
     ),
     "eagle": (eagle, "forward", forward_of_eagle, {4, 6, 7, 8, 11}),
-    "eagle, lanes": (eagle, "forward_lanes", lanes_of_eagle, {(4, 0), (4, 1), (6, 1), (7, 0), (8, 0), 11}),
+    "eagle, lanes": (
+        eagle,
+        "forward_lanes",
+        lanes_of_eagle,
+        {(4, 0), (4, 1), (6, 1), (7, 0), (8, 0), 11},
+    ),
     "eagle, later": (eagle, "forward", later_forward_of_eagle, {4, 11}),
 }
 
@@ -623,7 +737,14 @@ def mix_of_copies(m: Memory) -> Arguments:
 
 def free_of_copies(m: Memory) -> Arguments:
     parts = tree(m)
-    return [(parts[0], parts[1], parts[4], one(m, NODES)), whole(m, 1, 0, 4), one(m, 3), 6, -9.0, None]
+    return [
+        (parts[0], parts[1], parts[4], one(m, NODES)),
+        whole(m, 1, 0, 4),
+        one(m, 3),
+        6,
+        -9.0,
+        None,
+    ]
 
 
 def rows_of_table(m: Memory) -> Arguments:

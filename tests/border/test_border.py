@@ -55,7 +55,9 @@ REFUSED = (ValueError, TypeError)
 MADE: dict[str, Any] = {}
 
 
-def function(name: str) -> tuple[Callable[..., Any], Callable[[Memory], Arguments], set[tuple[int, ...]]]:
+def function(
+    name: str,
+) -> tuple[Callable[..., Any], Callable[[Memory], Arguments], set[tuple[int, ...]]]:
     """The function, what builds right arguments of it, and which of these may be None."""
     if name in OPS:
         return getattr(_ops, name), OPS[name], OPTIONAL[name]
@@ -85,10 +87,16 @@ def test_every_function_is_called() -> None:
     functions = {name for name in dir(_ops) if callable(getattr(_ops, name))}
     assert functions == {*OPS, "Copies", "SuccessorTable", "Suffixes"}
     methods = {
-        f"{kind}.{name}" for kind in ("Decoder", "Eagle") for name in vars(getattr(_cpu, kind)) if name[0] != "_"
+        f"{kind}.{name}"
+        for kind in ("Decoder", "Eagle")
+        for name in vars(getattr(_cpu, kind))
+        if name[0] != "_"
     }
     decoders = {hybrid, mamba, routed, uneven}
-    kinds = {make: "Decoder" if make in decoders else make.__name__.capitalize() for make, *_ in CPU.values()}
+    kinds = {
+        make: "Decoder" if make in decoders else make.__name__.capitalize()
+        for make, *_ in CPU.values()
+    }
     assert methods == {
         "Decoder.memory",
         "Decoder.own_channels",
@@ -107,8 +115,19 @@ def test_right_arguments_are_taken(name: str) -> None:
 
 
 # Logits of float16 are taken, and so is all of an attention where its queries are.
-LATENT, WIDE = [32, 8, 8, 8, 0, 1e-6], [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40]  # sizes that go together
-HALVES = {"top_children", "best_candidates", "top_entropy", "mix_rows", "classify_row", "couple", "grow_likely"}
+LATENT, WIDE = (
+    [32, 8, 8, 8, 0, 1e-6],
+    [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40],
+)  # sizes that go together
+HALVES = {
+    "top_children",
+    "best_candidates",
+    "top_entropy",
+    "mix_rows",
+    "classify_row",
+    "couple",
+    "grow_likely",
+}
 HALVES |= {"strict_cached_attention"}
 
 
@@ -119,11 +138,22 @@ def test_tensors_of_another_kind_are_refused_by_name(name: str) -> None:
         for kind, wrong in WRONG.items():
             memory = Memory()
             arguments = build(memory)
-            if kind in ("float16", "float64", "int16", "complex") and (name, place) == ("compact_kv", (0,)):
+            if kind in ("float16", "float64", "int16", "complex") and (name, place) == (
+                "compact_kv",
+                (0,),
+            ):
                 continue  # rows of any dtype are moved
-            if kind == "float16" and name in HALVES and place == ((3, 0) if name == "grow_likely" else (0,)):
+            if (
+                kind == "float16"
+                and name in HALVES
+                and place == ((3, 0) if name == "grow_likely" else (0,))
+            ):
                 continue
-            if kind in ("a number", "an address") and name == "best_candidates" and place in optional:
+            if (
+                kind in ("a number", "an address")
+                and name == "best_candidates"
+                and place in optional
+            ):
                 continue
             refusal = outcome(run, memory, replaced(arguments, place, wrong(at(arguments, place))))
             if kind != "rank":  # a single number may stand in any shape
@@ -148,7 +178,12 @@ def test_other_sizes_and_strides_never_reach_beyond_a_tensor(name: str) -> None:
                 other[axis] = size
                 wrong = memory.put(torch.zeros(other, dtype=at(arguments, place).dtype))
                 outcome(run, memory, replaced(arguments, place, wrong))
-        for change in (spread, misaligned, lambda t: t[:1].expand_as(t), lambda t: t.movedim(0, -1)):
+        for change in (
+            spread,
+            misaligned,
+            lambda t: t[:1].expand_as(t),
+            lambda t: t.movedim(0, -1),
+        ):
             memory = Memory()
             arguments = build(memory)
             if at(arguments, place).element_size() > 1:
@@ -166,7 +201,9 @@ def test_strided_outputs_are_refused(name: str) -> None:
         if old.numel() > 1 and not torch.equal(at(arguments, place), old):
             memory = Memory()
             again = build(memory)
-            assert outcome(run, memory, replaced(again, place, spread(at(again, place)))) is not None, place
+            assert (
+                outcome(run, memory, replaced(again, place, spread(at(again, place)))) is not None
+            ), place
 
 
 @pytest.mark.parametrize(
@@ -182,7 +219,10 @@ def test_strided_inputs_give_the_results_of_dense_ones(name: str) -> None:
     def results(arguments: Arguments) -> list[Tensor]:
         found = run(*arguments)
         parts = [found] if not isinstance(found, tuple) else list(found)
-        tensors = [torch.as_tensor(parts[place[0]] if len(place) == 1 else at(parts, place)) for place in _all(parts)]
+        tensors = [
+            torch.as_tensor(parts[place[0]] if len(place) == 1 else at(parts, place))
+            for place in _all(parts)
+        ]
         return [*tensors, *(at(arguments, place).clone() for place in tensors_of(arguments))]
 
     wanted, taken = results(build(Memory())), 0
@@ -203,7 +243,10 @@ def test_strided_inputs_give_the_results_of_dense_ones(name: str) -> None:
 
 
 def _all(parts: list[Any]) -> list[tuple[int, ...]]:
-    return [*tensors_of(parts), *((place,) for place, part in enumerate(parts) if isinstance(part, int))]
+    return [
+        *tensors_of(parts),
+        *((place,) for place, part in enumerate(parts) if isinstance(part, int)),
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -244,7 +287,9 @@ def test_any_mixture_of_wrong_arguments_does_no_harm(data: st.DataObject) -> Non
     run, build, _ = function(data.draw(st.sampled_from(NAMES)))
     memory = Memory()
     arguments = build(memory)
-    for place in data.draw(st.lists(st.sampled_from(list(tensors_of(arguments))), min_size=1, max_size=4, unique=True)):
+    for place in data.draw(
+        st.lists(st.sampled_from(list(tensors_of(arguments))), min_size=1, max_size=4, unique=True)
+    ):
         tensor = at(arguments, place)
         if not isinstance(tensor, Tensor):
             continue
@@ -256,7 +301,9 @@ def test_any_mixture_of_wrong_arguments_does_no_harm(data: st.DataObject) -> Non
             )
         elif kind == "shape":
             shape = data.draw(st.lists(st.integers(0, 9), max_size=5))
-            arguments = replaced(arguments, place, memory.put(torch.zeros(shape, dtype=tensor.dtype)))
+            arguments = replaced(
+                arguments, place, memory.put(torch.zeros(shape, dtype=tensor.dtype))
+            )
         elif kind in WRONG:
             arguments = replaced(arguments, place, WRONG[kind](tensor))
     outcome(run, memory, arguments)
@@ -272,7 +319,12 @@ def test_what_is_no_plain_tensor_but_has_its_memory_is_taken() -> None:
         pass
 
     live = torch.tensor([3], dtype=torch.int32)
-    for given_scores in (torch.nn.Parameter(scores), scores.as_subclass(Named), scores.clone().requires_grad_(), made):
+    for given_scores in (
+        torch.nn.Parameter(scores),
+        scores.as_subclass(Named),
+        scores.clone().requires_grad_(),
+        made,
+    ):
         found, count = _ops.select_best(given_scores, live, 2, None)
         assert found.tolist() == [0, 2]
         assert count.tolist() == [2]
@@ -280,7 +332,12 @@ def test_what_is_no_plain_tensor_but_has_its_memory_is_taken() -> None:
 
 def test_rows_may_stand_at_any_distance() -> None:
     wide = torch.rand(3, 40)
-    for given_rows in (wide[:, :20], wide[::2, 5:25], wide[:1].expand(3, -1), wide.to(torch.bfloat16)[:, :30]):
+    for given_rows in (
+        wide[:, :20],
+        wide[::2, 5:25],
+        wide[:1].expand(3, -1),
+        wide.to(torch.bfloat16)[:, :30],
+    ):
         rows, best = given_rows.shape[0], given_rows.float().argmax(1)
         columns = _ops.top_children(given_rows, 1, True)[1]
         assert len(columns) == rows
@@ -298,16 +355,27 @@ def test_nodes_of_no_tree_are_refused() -> None:
         with pytest.raises(ValueError, match=r"parents: got .*, accepted earlier nodes"):
             made.plan((tokens, above), below, live, 2)
         with pytest.raises(ValueError, match=r"parents: got .*, accepted earlier nodes"):
-            made.free((tokens, above, scores, torch.tensor([3], dtype=torch.int32)), below, live, 4, -9.0, None)
+            made.free(
+                (tokens, above, scores, torch.tensor([3], dtype=torch.int32)),
+                below,
+                live,
+                4,
+                -9.0,
+                None,
+            )
     sized = tokens, tokens - 1, scores, torch.tensor([2], dtype=torch.int32)
     with pytest.raises(ValueError, match="nodes: got 2"):
         made.free(sized, torch.tensor([2]), live, 4, -9.0, None)
     for path in ([3], [-1], [0, 2**40]):
         with pytest.raises(ValueError, match="path: got"):
-            _ops.SuccessorTable().learn(tokens, path, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
+            _ops.SuccessorTable().learn(
+                tokens, path, torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+            )
 
 
-@pytest.mark.parametrize(("arguments", "name"), [(([], 8.0, 0.98, 8), "hits"), (([0.5], 8.0, 0.98, 0), "followers")])
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(([], 8.0, 0.98, 8), "hits"), (([0.5], 8.0, 0.98, 0), "followers")]
+)
 def test_copies_of_no_length_are_refused(arguments: tuple[Any, ...], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: got 0"):
         _ops.Copies(*arguments)
@@ -335,7 +403,9 @@ def test_copies_of_no_length_are_refused(arguments: tuple[Any, ...], name: str) 
         (("what", 0, torch.ones(24, 8)), "kind: got what"),
     ],
 )
-def test_weights_of_another_kind_or_size_are_not_packed(arguments: tuple[Any, ...], message: str) -> None:
+def test_weights_of_another_kind_or_size_are_not_packed(
+    arguments: tuple[Any, ...], message: str
+) -> None:
     made = _cpu.Weights(1)
     made.add_matrix("m", "f32", 24, 8)
     with pytest.raises(ValueError, match=message):
@@ -369,7 +439,14 @@ def test_matrices_of_no_size_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_vectors_are_float32() -> None:
-    wrong = torch.ones(8, dtype=torch.bfloat16), torch.ones(0), torch.ones(2, 4), torch.ones(16)[::2], [1.0], None
+    wrong = (
+        torch.ones(8, dtype=torch.bfloat16),
+        torch.ones(0),
+        torch.ones(2, 4),
+        torch.ones(16)[::2],
+        [1.0],
+        None,
+    )
     for values in wrong:
         with pytest.raises(ValueError, match="values: got"):
             _cpu.Weights(1).add_vector("v", values)
@@ -380,8 +457,14 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
     layer = "layers.0." if kind is eagle else "model.layers.0."
     norm = "norm.weight" if kind is eagle else "model.norm.weight"
     wrong: dict[str, tuple[int, ...]] = {
-        f"{layer}self_attn.q_proj.weight": (HEADS[0] * HEADS[2] - 1, 2 * HIDDEN if kind is eagle else HIDDEN),
-        f"{layer}self_attn.k_proj.weight": (HEADS[1] * HEADS[2] + 1, 2 * HIDDEN if kind is eagle else HIDDEN),
+        f"{layer}self_attn.q_proj.weight": (
+            HEADS[0] * HEADS[2] - 1,
+            2 * HIDDEN if kind is eagle else HIDDEN,
+        ),
+        f"{layer}self_attn.k_proj.weight": (
+            HEADS[1] * HEADS[2] + 1,
+            2 * HIDDEN if kind is eagle else HIDDEN,
+        ),
         f"{layer}self_attn.v_proj.weight": (HEADS[1] * HEADS[2], 16),
         f"{layer}self_attn.o_proj.weight": (HIDDEN, 16),
         f"{layer}mlp.up_proj.weight": (GATED + 16, HIDDEN),
@@ -399,19 +482,48 @@ def test_a_network_is_made_of_weights_that_fit_it(kind: Callable[..., Any]) -> N
         with pytest.raises(ValueError, match=name.removesuffix(".weight").replace(".", r"\.")):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, **{name: shape}))
     needed = [norm, f"{layer}self_attn.k_proj.weight", f"{layer}mlp.down_proj.weight"]
-    for name in (*needed, *[f"{layer}post_attention_layernorm.weight"] * (kind is eagle)):  # a decoder may lack it
+    for name in (
+        *needed,
+        *[f"{layer}post_attention_layernorm.weight"] * (kind is eagle),
+    ):  # a decoder may lack it
         with pytest.raises(ValueError, match="no weights"):
             kind(_cpu, weights(_cpu, eagle=kind is eagle, without=name))
 
 
 def test_a_network_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Decoder("portable", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, None, [], [], NO_ROUTING, [], [], {})
+        _cpu.Decoder(
+            "portable",
+            "bfloat16",
+            [0, 8, 8, 1, 1, 2],
+            "silu",
+            NUMBERS,
+            None,
+            [],
+            [],
+            NO_ROUTING,
+            [],
+            [],
+            {},
+        )
     with pytest.raises(ValueError, match="weights: got None"):
-        _cpu.Eagle("portable", "bfloat16", [8, 8, 1, 1, 2, 0], [True, True, False], 1e-5, None, [1.0], 1.0)
+        _cpu.Eagle(
+            "portable", "bfloat16", [8, 8, 1, 1, 2, 0], [True, True, False], 1e-5, None, [1.0], 1.0
+        )
     with pytest.raises(ValueError, match="instruction set: this machine has no abacus"):
         _cpu.Decoder(
-            "abacus", "bfloat16", [0, 8, 8, 1, 1, 2], "silu", NUMBERS, _cpu.Weights(1), [], [], NO_ROUTING, [], [], {}
+            "abacus",
+            "bfloat16",
+            [0, 8, 8, 1, 1, 2],
+            "silu",
+            NUMBERS,
+            _cpu.Weights(1),
+            [],
+            [],
+            NO_ROUTING,
+            [],
+            [],
+            {},
         )
 
 
@@ -453,15 +565,30 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"numbers": [*NUMBERS[:5], -1.0, 1.0]}, "cap: got -1"),
         ({"numbers": [*NUMBERS[:6], math.inf]}, "factors: got inf"),
         ({"keeps": [(2, 8, -1)]}, "keeps: got 1, accepted one of each layer, or none"),
-        ({"keeps": [(*HEADS[1:], 0), (*HEADS[1:], -1)]}, "keys of layer: got 0, accepted -1, or a layer before"),
+        (
+            {"keeps": [(*HEADS[1:], 0), (*HEADS[1:], -1)]},
+            "keys of layer: got 0, accepted -1, or a layer before",
+        ),
         ({"keeps": [(*HEADS[1:], -1), (*HEADS[1:], -2)]}, "keys of layer: got -2"),
-        ({"keeps": [(*HEADS[1:], -1), (HEADS[1], 7, -1)]}, "head size: got 7, accepted an even number"),
+        (
+            {"keeps": [(*HEADS[1:], -1), (HEADS[1], 7, -1)]},
+            "head size: got 7, accepted an even number",
+        ),
         ({"keeps": [(*HEADS[1:], -1), (0, HEADS[2], -1)]}, "heads: got 0"),
-        ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted up to 4"),
+        (
+            {"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([1.0] * 5, 1.0)]},
+            "frequencies: got 5, accepted up to 4",
+        ),
         ({"keeps": [(*HEADS[1:], -1)] * 2, "ropes": [([], 1.0)]}, "frequencies: got 0"),
-        ({"routing": ("argmax", [1, 1, 1, 2], [0.0, 1.0])}, "scores: got argmax, accepted softmax or sigmoid"),
+        (
+            {"routing": ("argmax", [1, 1, 1, 2], [0.0, 1.0])},
+            "scores: got argmax, accepted softmax or sigmoid",
+        ),
         ({"routing": ("softmax", [1, 1], [0.0, 1.0])}, "routing: got 2, accepted 4 counts"),
-        ({"routing": ("softmax", [1, 1, 1, 3], [0.0, 1.0])}, "best experts of a group: got 3, accepted 1 or 2"),
+        (
+            {"routing": ("softmax", [1, 1, 1, 3], [0.0, 1.0])},
+            "best experts of a group: got 3, accepted 1 or 2",
+        ),
         ({"routing": ("softmax", [1, 1, 1, 2], [0.0])}, "routing: got 1, accepted 2 numbers"),
         ({"routing": ("softmax", [1, 1, 1, 2], [-1.0, 1.0])}, "least weight: got -1"),
         ({"routing": ("softmax", [1, 1, 1, 2], [0.0, math.nan])}, "factor of experts: got nan"),
@@ -470,12 +597,27 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"traits": {"latent": LATENT[:5]}}, "latent: got 5, accepted 5 sizes and an epsilon"),
         ({"traits": {"latent": LATENT}}, "head size: got 8, accepted one key-value head"),
         ({"traits": {"latent": [32, 8, 2.5, 8, 0, 1e-6]}}, "sizes of latent attention: got 2"),
-        ({"traits": {"latent": [32, 8, 7, 8, 0, 1e-6]}}, "sizes of latent attention: got 7, accepted even"),
+        (
+            {"traits": {"latent": [32, 8, 7, 8, 0, 1e-6]}},
+            "sizes of latent attention: got 7, accepted even",
+        ),
         ({"traits": {"latent": [32, 0, 8, 8, 0, 1e-6]}}, "sizes of latent attention: got 0"),
-        ({"traits": {"latent": [40, 8, 8, 8, 0, 1e-6]}}, "channels of a latent: got 40, accepted a multiple of 32"),
-        ({"traits": {"latent": LATENT}, "sizes": WIDE, "recurrence": [HIDDEN, 3, 0, 0, 0, 0, 0]}, "latent: got 32"),
-        ({"traits": {"latent": LATENT}, "sizes": WIDE, "ropes": [([1.0] * 5, 1.0)]}, "frequencies: got 5, accepted at"),
-        ({"traits": {"latent": LATENT}, "sizes": WIDE, "keeps": [(1, 8, -1)] * 2}, "keeps: got 8, accepted those of"),
+        (
+            {"traits": {"latent": [40, 8, 8, 8, 0, 1e-6]}},
+            "channels of a latent: got 40, accepted a multiple of 32",
+        ),
+        (
+            {"traits": {"latent": LATENT}, "sizes": WIDE, "recurrence": [HIDDEN, 3, 0, 0, 0, 0, 0]},
+            "latent: got 32",
+        ),
+        (
+            {"traits": {"latent": LATENT}, "sizes": WIDE, "ropes": [([1.0] * 5, 1.0)]},
+            "frequencies: got 5, accepted at",
+        ),
+        (
+            {"traits": {"latent": LATENT}, "sizes": WIDE, "keeps": [(1, 8, -1)] * 2},
+            "keeps: got 8, accepted those of",
+        ),
         ({"traits": {"latent": LATENT}, "sizes": WIDE}, "q_proj"),
     ],
 )
@@ -567,7 +709,9 @@ def test_a_layer_may_read_the_keys_of_one_before() -> None:
         ({"model.layers.0.scale": (2,)}, "scale: got"),
     ],
 )
-def test_inputs_of_single_layers_fit_together(wrong: dict[str, tuple[int, ...]], refusal: str) -> None:
+def test_inputs_of_single_layers_fit_together(
+    wrong: dict[str, tuple[int, ...]], refusal: str
+) -> None:
     with pytest.raises(ValueError, match=refusal):
         uneven(_cpu, **wrong)
 
@@ -658,7 +802,9 @@ def test_a_memory_is_one_of_its_decoder() -> None:
         with pytest.raises((ValueError, TypeError), match=r"memory: got None|incompatible"):
             network.forward(*replaced(right, (MEMORY_OF,), memory))
     with pytest.raises(ValueError, match="memory: got 1, accepted one of this decoder"):
-        decoder(_cpu).forward(*replaced(CPU["decoder"][2](Memory()), (MEMORY_OF,), right[MEMORY_OF]))
+        decoder(_cpu).forward(
+            *replaced(CPU["decoder"][2](Memory()), (MEMORY_OF,), right[MEMORY_OF])
+        )
     for committed in (-1, 1, 3, 1 << 40):
         with pytest.raises(ValueError, match=r"committed|memory: holds slots 2 to 2"):
             network.forward(*replaced(right, (MEMORY_OF + 1,), committed))
@@ -671,10 +817,22 @@ def test_paths_of_a_memory_are_of_slots_that_were_run() -> None:
     arguments = CPU["hybrid"][2](Memory())
     network.forward(*arguments)
     memory = arguments[MEMORY_OF]
-    for length, path, count in ((2, [0, 3], 2), (2, [1, 0], 2), (2, [-1], 1), (1, [0], 1), (3, [2], 1), (-1, [0], 1)):
+    for length, path, count in (
+        (2, [0, 3], 2),
+        (2, [1, 0], 2),
+        (2, [-1], 1),
+        (1, [0], 1),
+        (3, [2], 1),
+        (-1, [0], 1),
+    ):
         with pytest.raises(ValueError, match=r"path: |length: "):
             memory.keep(length, torch.tensor(path), count)
-    for wrong in (torch.tensor([0.0]), torch.tensor([[0]]), None, torch.tensor([0], dtype=torch.int32)):
+    for wrong in (
+        torch.tensor([0.0]),
+        torch.tensor([[0]]),
+        None,
+        torch.tensor([0], dtype=torch.int32),
+    ):
         with pytest.raises((ValueError, TypeError)):
             memory.keep(2, wrong, 1)
     with pytest.raises(ValueError, match="path: "):
@@ -715,7 +873,9 @@ def test_a_checksum_reads_contiguous_memory_of_the_cpu_alone() -> None:
         assert _cpu.checksum(whole.to(dtype), 1) == _cpu.checksum(whole.to(dtype).clone(), 2)
     assert _cpu.checksum(torch.empty(0), 1) == _cpu.checksum(torch.empty(0, 3), 1)
     for wrong in (whole.t(), whole[:, ::2], whole.to("meta"), whole.to_sparse(), None, 3, [1.0]):
-        with pytest.raises((ValueError, TypeError), match=r"tensor: got .* accepted a contiguous one|incompatible"):
+        with pytest.raises(
+            (ValueError, TypeError), match=r"tensor: got .* accepted a contiguous one|incompatible"
+        ):
             _cpu.checksum(wrong, 1)
     for threads in (0, -1, 1 << 40):
         with pytest.raises(ValueError, match="threads"):

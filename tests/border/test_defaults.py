@@ -38,7 +38,12 @@ def answered(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str
     """Answers by setting and case, from one process."""
     command = [sys.executable, "-m", "tests.border.answers", str(folder), request.param]
     run = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -50,7 +55,9 @@ def _whens(name: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [name + when for name in SETTINGS for when in _whens(name)])
-def test_the_answers_are_those_without_the_setting(setting: str, answered: dict[str, dict[str, Any]]) -> None:
+def test_the_answers_are_those_without_the_setting(
+    setting: str, answered: dict[str, dict[str, Any]]
+) -> None:
     wanted, found = answered[WITHOUT], answered[setting]
     assert len(found) > 30
     assert {case: answer for case, answer in found.items() if answer != wanted[case]} == {}
@@ -58,9 +65,37 @@ def test_the_answers_are_those_without_the_setting(setting: str, answered: dict[
 
 # ---------------------------------------------------------------------------------------------------- as it is written
 
-FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "logspace", "eye", "scalar_tensor"}
-FACTORIES |= {"rand", "randn", "randint", "randperm", "empty_strided", "empty_permuted", "as_tensor", "asarray"}
-LEGACY = {"Tensor", "FloatTensor", "DoubleTensor", "LongTensor", "range", "get_default_dtype", "set_default_dtype"}
+FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "linspace",
+    "logspace",
+    "eye",
+    "scalar_tensor",
+}
+FACTORIES |= {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "empty_strided",
+    "empty_permuted",
+    "as_tensor",
+    "asarray",
+}
+LEGACY = {
+    "Tensor",
+    "FloatTensor",
+    "DoubleTensor",
+    "LongTensor",
+    "range",
+    "get_default_dtype",
+    "set_default_dtype",
+}
 
 
 def without_dtype_or_device(source: str) -> list[str]:

@@ -63,14 +63,18 @@ def _iq1_m(count: int, random: np.random.Generator) -> np.ndarray:
     made = random.integers(0, 256, (count, 56), np.uint8)
     scales = random.uniform(2e-2, 4e-2, count).astype("<f2").view("<u2")
     for word in range(4):
-        made[:, 49 + 2 * word] = made[:, 49 + 2 * word] & 15 | (scales >> 4 * word & 15).astype(np.uint8) << 4
+        made[:, 49 + 2 * word] = (
+            made[:, 49 + 2 * word] & 15 | (scales >> 4 * word & 15).astype(np.uint8) << 4
+        )
     return made
 
 
 def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
     rows = int(np.prod(shape[:-1], dtype=int))
     data = blocks(kind, rows, shape[-1], seed)
-    writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[kind.upper()])
+    writer.add_tensor(
+        name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[kind.upper()]
+    )
 
 
 # ---- whole models
@@ -79,7 +83,12 @@ def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: 
 def byte_level_vocabulary() -> dict[str, Any]:
     """A BPE vocabulary like GPT-2's: each byte, a few merges, two control tokens and one of the user's."""
     merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
-    tokens = ["<|end|>", "<|im_start|>", *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    tokens = [
+        "<|end|>",
+        "<|im_start|>",
+        *bytes_to_unicode().values(),
+        *(merge.replace(" ", "") for merge in merges),
+    ]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
@@ -98,11 +107,19 @@ def sentencepiece_vocabulary() -> dict[str, Any]:
     """A vocabulary like Llama 2's: bytes, letters, and pieces whose scores are the order of the merges."""
     letters = ["▁", *"helowrd!"]
     pieces = ["he", "ll", "hell", "hello", "▁hello"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *pieces]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *letters,
+        *pieces,
+    ]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [0.0] * (len(tokens) - len(pieces)) + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.scores": [0.0] * (len(tokens) - len(pieces))
+        + [-float(rank) for rank in range(len(pieces))],
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(letters) + len(pieces))],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -128,7 +145,9 @@ def sizes(architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
-def weights(architecture: str, vocabulary: int, kind: str = "q8_0", *, tied: bool = False) -> dict[str, Any]:
+def weights(
+    architecture: str, vocabulary: int, kind: str = "q8_0", *, tied: bool = False
+) -> dict[str, Any]:
     """Name -> (kind, shape) of the model's tensors; vectors in float32, as llama.cpp stores them."""
     linear = {
         "attn_q": (HEADS * HEAD, HIDDEN),
@@ -144,7 +163,10 @@ def weights(architecture: str, vocabulary: int, kind: str = "q8_0", *, tied: boo
         vectors |= {f"attn_{part}.bias": linear[f"attn_{part}"][0] for part in "qkv"}
     if architecture == "qwen3":
         vectors |= {"attn_q_norm.weight": HEAD, "attn_k_norm.weight": HEAD}
-    named = {"token_embd.weight": (kind, (vocabulary, HIDDEN)), "output_norm.weight": ("f32", (HIDDEN,))}
+    named = {
+        "token_embd.weight": (kind, (vocabulary, HIDDEN)),
+        "output_norm.weight": ("f32", (HIDDEN,)),
+    }
     if not tied:
         named["output.weight"] = (kind, (vocabulary, HIDDEN))
     for layer in range(LAYERS):
@@ -165,7 +187,9 @@ def write_model(
 ) -> Path:
     """Random weights; `metadata` and `tensors` (name -> (kind, shape)) add, replace, or with None remove."""
     words = byte_level_vocabulary() if vocabulary is None else vocabulary
-    named = weights(architecture, len(words.get("tokenizer.ggml.tokens", range(300))), kind, tied=tied)
+    named = weights(
+        architecture, len(words.get("tokenizer.ggml.tokens", range(300))), kind, tied=tied
+    )
     values = {**sizes(architecture), **words, **(metadata or {})}
     writer = GGUFWriter(path, architecture)
     for key, value in values.items():
@@ -221,11 +245,19 @@ def info(name: str, dimensions: Iterable[int], number: int = 0, offset: int = 0)
 
 
 def encode(
-    entries: Iterable[bytes] = (), infos: Iterable[bytes] = (), data: int = 64, version: int = 3, alignment: int = 32
+    entries: Iterable[bytes] = (),
+    infos: Iterable[bytes] = (),
+    data: int = 64,
+    version: int = 3,
+    alignment: int = 32,
 ) -> bytes:
     """A file of these entries and tensors, with `data` bytes of zeros behind."""
     entries, infos = list(entries), list(infos)
-    head = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(entries)) + b"".join([*entries, *infos])
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", version, len(infos), len(entries))
+        + b"".join([*entries, *infos])
+    )
     return head + bytes(-len(head) % alignment + data)
 
 

@@ -30,7 +30,10 @@ NESTED: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
     "draft_vocab_size": 200,
     "norm_before_residual": True,
-    "transformer_layer_config": {**FLAT, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "transformer_layer_config": {
+        **FLAT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
 }
 READ: dict[str, Any] = {"rms_norm_eps": 1e-5}  # what all of these say
 
@@ -56,11 +59,14 @@ def speculators(config: EagleConfig, state: dict[str, Tensor]) -> dict[str, Tens
     if config.version == 3:
         return with_t2d(config, dict(state))
     return {
-        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): tensor for name, tensor in state.items()
+        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): tensor
+        for name, tensor in state.items()
     }
 
 
-def write(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False) -> Path:
+def write(
+    folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     if pickled:
@@ -72,5 +78,6 @@ def write(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], *, pick
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
     )

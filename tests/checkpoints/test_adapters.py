@@ -20,18 +20,29 @@ from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = list(range(40, 52))
-LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 4,
+    "target_modules": ["q_proj", "down_proj"],
+    "init_lora_weights": False,
+    "task_type": "CAUSAL_LM",
+}
 
 
 def answer(model: Any, count: int = 10) -> list[int]:
     ids = torch.tensor([PROMPT])
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    out = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
+    out = model.eval().generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options
+    )
     return out[0, len(PROMPT) :].tolist()
 
 
 def ours(model: Any, count: int = 10, **options: Any) -> list[int]:
-    return Engine.from_pretrained(model, **options).generate(PROMPT, max_new_tokens=count, eos_token_id=[]).token_ids
+    return (
+        Engine.from_pretrained(model, **options)
+        .generate(PROMPT, max_new_tokens=count, eos_token_id=[])
+        .token_ids
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +109,20 @@ def test_an_adapter_as_a_draft_and_one_kept_as_a_pickle(base: Path, tmp_path: Pa
     model.save_pretrained(tmp_path)
     engine = Engine.from_pretrained(base, tmp_path)
     assert engine.drafter.name.startswith("small_model")
-    assert engine.generate(PROMPT, max_new_tokens=10, eos_token_id=[]).token_ids == answer(loaded(base))
-    assert Engine.from_pretrained(tmp_path).tokenizer("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+    assert engine.generate(PROMPT, max_new_tokens=10, eos_token_id=[]).token_ids == answer(
+        loaded(base)
+    )
+    assert (
+        Engine.from_pretrained(tmp_path).tokenizer("abc")["input_ids"]
+        == byte_tokenizer()("abc")["input_ids"]
+    )
     file = tmp_path / "adapter_model.safetensors"
     torch.save(load_file(file), tmp_path / "adapter_model.bin")
     file.unlink()
-    with pytest.raises(UnsupportedModelError, match=r"an adapter of kind LORA .*adapter_model.safetensors.*merge it"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"an adapter of kind LORA .*adapter_model.safetensors.*merge it",
+    ):
         Engine.from_pretrained(tmp_path)
 
 
@@ -119,17 +138,29 @@ def test_learnt_prompts_are_refused_by_name(base: Path, tmp_path: Path, kind: st
     model = adapted(base, kind, num_virtual_tokens=3, task_type="CAUSAL_LM")
     model.save_pretrained(tmp_path)
     for given in (model, tmp_path):
-        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"
+        ):
             Engine.from_pretrained(given)
-        with pytest.raises(UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"adapter of kind PR.*_TUNING.*accepted: LORA"
+        ):
             Engine.from_pretrained(tiny("llama"), given)
 
 
-def test_weights_that_transformers_leaves_out_are_no_silent_other_answer(base: Path, tmp_path: Path) -> None:
+def test_weights_that_transformers_leaves_out_are_no_silent_other_answer(
+    base: Path, tmp_path: Path
+) -> None:
     adapted(base, **LORA).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["q_proj", "down_proj", "up_proj"]}))
-    with pytest.raises(UnsupportedModelError, match=r"cannot apply \(to .*missing: .*up_proj.*merge_and_unload"):
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"target_modules": ["q_proj", "down_proj", "up_proj"]}
+        )
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot apply \(to .*missing: .*up_proj.*merge_and_unload"
+    ):
         Engine.from_pretrained(tmp_path)
 
 
@@ -139,7 +170,9 @@ def test_a_vocabulary_that_grew_with_the_adapter(base: Path, tmp_path: Path) -> 
     model.resize_token_embeddings(model.config.vocab_size + 3)
     config = peft.LoraConfig(**LORA, modules_to_save=["embed_tokens", "lm_head"])
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"cannot apply \(.*shape.*AutoPeftModelForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot apply \(.*shape.*AutoPeftModelForCausalLM"
+    ):
         Engine.from_pretrained(tmp_path)
 
 
@@ -159,7 +192,10 @@ def test_without_peft_an_adapter_is_refused_by_name(
     shutil.copytree(base, tmp_path / "both")
     for folder in (tmp_path, written(tmp_path / "both")):
         for place in ({}, {"draft": folder}):
-            with pytest.raises(UnsupportedModelError, match=r"an adapter of kind LORA .*pip install peft, or merge it"):
+            with pytest.raises(
+                UnsupportedModelError,
+                match=r"an adapter of kind LORA .*pip install peft, or merge it",
+            ):
                 Engine.from_pretrained(base if place else folder, **place)
 
 
@@ -167,11 +203,19 @@ def test_without_peft_an_adapter_is_refused_by_name(
     ("fields", "message"),
     [
         ({"peft_type": None}, "peft_type: got None, accepted a name"),
-        ({"base_model_name_or_path": None}, "base_model_name_or_path of its adapter_config.json: got None"),
-        ({"base_model_name_or_path": 3}, "base_model_name_or_path of its adapter_config.json: got 3"),
+        (
+            {"base_model_name_or_path": None},
+            "base_model_name_or_path of its adapter_config.json: got None",
+        ),
+        (
+            {"base_model_name_or_path": 3},
+            "base_model_name_or_path of its adapter_config.json: got 3",
+        ),
     ],
 )
-def test_an_adapter_config_that_says_too_little(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_an_adapter_config_that_says_too_little(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         Engine.from_pretrained(written(tmp_path, **fields))
 
@@ -184,14 +228,21 @@ def test_a_damaged_adapter_config_is_refused_by_name(base: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/base", "nobody/no-such-model"])
-def test_an_adapter_of_a_model_that_is_not_there(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_a_model_that_is_not_there(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "_require_applicable", lambda *_: None)
     written(tmp_path, base_model_name_or_path=name)
-    with pytest.raises(UnsupportedModelError, match=f"for '{name}' .*there is no such.*correct that field, or merge"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=f"for '{name}' .*there is no such.*correct that field, or merge",
+    ):
         Engine.from_pretrained(tmp_path, offline=True)
 
 
-def test_an_adapter_upon_an_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_upon_an_adapter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "_require_applicable", lambda *_: None)
     (tmp_path / "first").mkdir()
     first = written(tmp_path / "first", base_model_name_or_path="x/y")
@@ -217,9 +268,18 @@ def test_the_model_inside_of_a_wrapper_answers(monkeypatch: pytest.MonkeyPatch) 
     model = tiny("llama")
     assert ours(Wrapped(model)) == answer(model)
     assert ours(model, draft=Wrapped(tiny("llama"))) == answer(model)
-    for kind in ({"is_prompt_learning": True}, {"is_adaption_prompt": True}, {"peft_type": "XLORA"}):
-        for field, given in (("model", (Wrapped(model, **kind),)), ("draft", (model, Wrapped(model, **kind)))):
-            with pytest.raises(UnsupportedModelError, match=f"^{field}: its Wrapped has an adapter of kind"):
+    for kind in (
+        {"is_prompt_learning": True},
+        {"is_adaption_prompt": True},
+        {"peft_type": "XLORA"},
+    ):
+        for field, given in (
+            ("model", (Wrapped(model, **kind),)),
+            ("draft", (model, Wrapped(model, **kind))),
+        ):
+            with pytest.raises(
+                UnsupportedModelError, match=f"^{field}: its Wrapped has an adapter of kind"
+            ):
                 Engine.from_pretrained(*given)
     with pytest.raises(InputError, match="model: got Linear"):
         Engine.from_pretrained(torch.nn.Linear(1, 1))

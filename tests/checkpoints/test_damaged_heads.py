@@ -30,10 +30,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 RAW = {**FLAT, **THIRD, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True}
 WEIGHTS = sorted(
     name
-    for name in official(head_config(), random_state(head_config(fusion_norm="each", qkv_bias=True)))
+    for name in official(
+        head_config(), random_state(head_config(fusion_norm="each", qkv_bias=True))
+    )
     if "2" not in name
 )
-quickly = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quickly = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @quickly
@@ -41,7 +45,9 @@ quickly = settings(deadline=None, max_examples=40, suppress_health_check=[Health
     name=st.sampled_from(WEIGHTS),
     kind=st.sampled_from(["missing", "renamed", "longer", "flat", "nan", "inf", "huge", "int"]),
 )
-def test_each_damaged_tensor_is_named(whole: tuple[Path, dict[str, Tensor]], name: str, kind: str) -> None:
+def test_each_damaged_tensor_is_named(
+    whole: tuple[Path, dict[str, Tensor]], name: str, kind: str
+) -> None:
     folder, tensors = whole[0], dict(whole[1])
     tensor = tensors.pop(name)
     if kind == "renamed":
@@ -83,7 +89,9 @@ def test_all_wrong_tensors_are_listed_at_once(whole: tuple[Path, dict[str, Tenso
     )
 
 
-def test_tensors_that_the_config_does_not_announce_are_refused(whole: tuple[Path, dict[str, Tensor]]) -> None:
+def test_tensors_that_the_config_does_not_announce_are_refused(
+    whole: tuple[Path, dict[str, Tensor]],
+) -> None:
     """And those that it announces are missed."""
     with pytest.raises(CheckpointError, match=r"unused: fc_norm\.0\.weight \[32\], fc_norm\.1"):
         load_head(write(whole[0], {**RAW, "fc_norm": False}, whole[1]))
@@ -94,7 +102,9 @@ def test_tensors_that_the_config_does_not_announce_are_refused(whole: tuple[Path
 
 @quickly
 @given(data=st.data())
-def test_each_damaged_vocabulary_map_is_detected(whole: tuple[Path, dict[str, Tensor]], data: st.DataObject) -> None:
+def test_each_damaged_vocabulary_map_is_detected(
+    whole: tuple[Path, dict[str, Tensor]], data: st.DataObject
+) -> None:
     """Any change of an offset, and any flipped mark, contradicts the other map, the order or the range."""
     folder, tensors = whole[0], dict(whole[1])
     if data.draw(st.booleans()):
@@ -110,17 +120,32 @@ def test_each_damaged_vocabulary_map_is_detected(whole: tuple[Path, dict[str, Te
 
 
 BAD_MAPS: list[tuple[dict[str, Any], str]] = [
-    ({"d2t": torch.zeros(200, dtype=torch.int64)}, "t2d and d2t disagree on which tokens are drafted"),
+    (
+        {"d2t": torch.zeros(200, dtype=torch.int64)},
+        "t2d and d2t disagree on which tokens are drafted",
+    ),
     ({"d2t": None}, "d2t is missing, but 200 of 260 tokens are drafted"),
     ({"d2t": torch.arange(60, 260)}, r"got 60 to 458 \(they look like ids, not offsets\)"),
-    ({"d2t": torch.full((200,), -1)}, "offsets to ascending tokens below 260 are needed, got -1 to 198"),
+    (
+        {"d2t": torch.full((200,), -1)},
+        "offsets to ascending tokens below 260 are needed, got -1 to 198",
+    ),
     ({"d2t": torch.arange(200, 0, -1)}, "offsets to ascending tokens"),
-    ({"d2t": torch.zeros(199, dtype=torch.int64)}, r"d2t: int64 \[200\] is needed, got int64 \[199\]"),
+    (
+        {"d2t": torch.zeros(199, dtype=torch.int64)},
+        r"d2t: int64 \[200\] is needed, got int64 \[199\]",
+    ),
     ({"d2t": torch.zeros(200)}, r"d2t: int64 \[200\] is needed, got float32 \[200\]"),
     ({"t2d": torch.zeros(260)}, r"t2d: bool \[260\] is needed, got float32 \[260\]"),
-    ({"d2t": None, "t2d": torch.zeros(260, dtype=torch.bool)}, "d2t is missing, but 200 of 260 tokens are drafted"),
+    (
+        {"d2t": None, "t2d": torch.zeros(260, dtype=torch.bool)},
+        "d2t is missing, but 200 of 260 tokens are drafted",
+    ),
     ({"t2d": torch.zeros(200, dtype=torch.bool)}, r"t2d: bool \[260\] is needed, got bool \[200\]"),
-    ({"t2d": torch.ones(260, dtype=torch.bool)}, "t2d and d2t disagree on which tokens are drafted"),
+    (
+        {"t2d": torch.ones(260, dtype=torch.bool)},
+        "t2d and d2t disagree on which tokens are drafted",
+    ),
 ]
 
 
@@ -128,7 +153,9 @@ BAD_MAPS: list[tuple[dict[str, Any], str]] = [
 def test_vocabulary_maps_that_lead_nowhere_are_refused(
     whole: tuple[Path, dict[str, Tensor]], changes: dict[str, Any], message: str
 ) -> None:
-    tensors = {name: tensor for name, tensor in (dict(whole[1]) | changes).items() if tensor is not None}
+    tensors = {
+        name: tensor for name, tensor in (dict(whole[1]) | changes).items() if tensor is not None
+    }
     with pytest.raises(CheckpointError, match=message):
         load_head(write(whole[0], RAW, tensors))
 
@@ -141,10 +168,17 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
     ),
     (
         {},
-        {"d2t": torch.zeros(200, dtype=torch.int64), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)},
+        {
+            "d2t": torch.zeros(200, dtype=torch.int64),
+            "t2d": torch.zeros(VOCABULARY, dtype=torch.bool),
+        },
         "d2t is all zero: the first 200 of 260 tokens are drafted",
     ),
-    ({}, {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "inv_freq is left out: computed from the config"),
+    (
+        {},
+        {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        "inv_freq is left out: computed from the config",
+    ),
     ({}, {"fc.bias": torch.ones(32)}, "fc.bias is left out: this head's fusion has no bias"),
 ]
 
@@ -164,7 +198,10 @@ def test_what_published_heads_carry_unused_is_left_out_with_a_note(
 
 def test_eagle_1_may_carry_the_targets_head(tmp_path: Path) -> None:
     config = head_config(1, **READ)
-    tensors = random_state(config) | {"lm_head.weight": torch.ones(VOCABULARY, 32), "fc.bias": torch.ones(32)}
+    tensors = random_state(config) | {
+        "lm_head.weight": torch.ones(VOCABULARY, 32),
+        "fc.bias": torch.ones(32),
+    }
     found = load_head(write(tmp_path, {**FLAT, "bias": False}, tensors))
     assert same(found.state, random_state(config))
     assert "lm_head.weight is left out: EAGLE-1 reads the target's head" in found.dialect.notes
@@ -227,7 +264,9 @@ def test_files_must_be_there_and_readable(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nested too deep"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**FLAT, **THIRD}))
-    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor pytorch_model\.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"holds neither model\.safetensors nor pytorch_model\.bin"
+    ):
         load_head(tmp_path)
 
 
@@ -237,9 +276,15 @@ def test_files_in_parts_are_joined_and_may_not_overlap(tmp_path: Path) -> None:
     write(tmp_path, {**FLAT, **THIRD}, {})
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
-    save_file({name: tensors[name] for name in names[:5]}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({name: tensors[name] for name in names[5:]}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: tensors[name] for name in names[:5]}, tmp_path / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {name: tensors[name] for name in names[5:]}, tmp_path / "model-00002-of-00002.safetensors"
+    )
     assert same(load_head(tmp_path).state, random_state(config))
-    save_file({name: tensors[name] for name in names[4:]}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: tensors[name] for name in names[4:]}, tmp_path / "model-00002-of-00002.safetensors"
+    )
     with pytest.raises(CheckpointError, match=f"{names[4]} are in another file as well"):
         load_head(tmp_path)

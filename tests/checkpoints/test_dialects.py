@@ -11,7 +11,17 @@ import torch
 from specengine.checkpoints.eagle import is_head, load_head
 from specengine.errors import CheckpointError
 from specengine.models.eagle import EagleConfig
-from tests.checkpoints.layouts import FLAT, LAYER_IDS, NESTED, READ, THIRD, official, same, speculators, write
+from tests.checkpoints.layouts import (
+    FLAT,
+    LAYER_IDS,
+    NESTED,
+    READ,
+    THIRD,
+    official,
+    same,
+    speculators,
+    write,
+)
 from tests.heads import LLAMA3, YARN
 from tests.toy import VOCABULARY, head_config, random_state, tiny
 
@@ -23,11 +33,18 @@ DIALECTS: list[tuple[str, dict[str, Any], EagleConfig, str]] = [
         head_config(1, fc_bias=True, own_embeddings=True, **READ),
         "EAGLE-1, official layout, fields as eagle",
     ),
-    ("EAGLE-1 no bias", {**FLAT, "bias": False}, head_config(1, **READ), "EAGLE-1, official layout, fields as eagle"),
+    (
+        "EAGLE-1 no bias",
+        {**FLAT, "bias": False},
+        head_config(1, **READ),
+        "EAGLE-1, official layout, fields as eagle",
+    ),
     (
         "EAGLE-1 for Qwen2",
         {**FLAT, "bias": True, "qkv_bias": True, "rope_theta": 1e6},
-        head_config(1, fc_bias=True, qkv_bias=True, rope={"rope_type": "default", "rope_theta": 1e6}, **READ),
+        head_config(
+            1, fc_bias=True, qkv_bias=True, rope={"rope_type": "default", "rope_theta": 1e6}, **READ
+        ),
         "EAGLE-1, official layout, fields as eagle",
     ),
     (
@@ -53,12 +70,23 @@ DIALECTS: list[tuple[str, dict[str, Any], EagleConfig, str]] = [
             "rope_theta": 1000000,
             "rope_scaling": None,
         },
-        head_config(head_dim=16, layer_ids=(2, 12, 22), rope={"rope_type": "default", "rope_theta": 1e6}, **READ),
+        head_config(
+            head_dim=16,
+            layer_ids=(2, 12, 22),
+            rope={"rope_type": "default", "rope_theta": 1e6},
+            **READ,
+        ),
         "EAGLE-3, official layout, fields as specforge",
     ),
     (
         "SpecForge 3.1",
-        {**FLAT, **THIRD, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": False},
+        {
+            **FLAT,
+            **THIRD,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "fc_norm": True,
+            "norm_output": False,
+        },
         head_config(fusion_norm="each", norm_logits=False, **READ),
         "EAGLE-3, official layout, fields as specforge",
     ),
@@ -71,18 +99,30 @@ DIALECTS: list[tuple[str, dict[str, Any], EagleConfig, str]] = [
     (
         "vLLM's ids in the official layout",
         {**FLAT, **THIRD, LAYER_IDS: [1, 2, 3], "rope_scaling": {"type": "linear", "factor": 2.0}},
-        head_config(layer_ids=(1, 2, 3), rope={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}, **READ),
+        head_config(
+            layer_ids=(1, 2, 3),
+            rope={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            **READ,
+        ),
         "EAGLE-3, official layout, fields as eagle",
     ),
     (
         "speculators",
         NESTED,
-        head_config(norm_before_residual=True, rope={"rope_type": "default", "rope_theta": 500000.0}, **READ),
+        head_config(
+            norm_before_residual=True, rope={"rope_type": "default", "rope_theta": 500000.0}, **READ
+        ),
         "EAGLE-3, speculators layout, fields as speculators",
     ),
     (
         "speculators 3.1",
-        {**NESTED, "norm_before_residual": False, "fc_norm": True, "norm_output": True, LAYER_IDS: [2, 16]},
+        {
+            **NESTED,
+            "norm_before_residual": False,
+            "fc_norm": True,
+            "norm_output": True,
+            LAYER_IDS: [2, 16],
+        },
         head_config(
             fusion_norm="each",
             norm_recurrent=True,
@@ -98,7 +138,12 @@ DIALECTS: list[tuple[str, dict[str, Any], EagleConfig, str]] = [
         {
             **NESTED,
             "norm_before_fc": True,
-            "transformer_layer_config": {**FLAT, "model_type": "qwen3", "attention_bias": True, "rope_theta": 5e5},
+            "transformer_layer_config": {
+                **FLAT,
+                "model_type": "qwen3",
+                "attention_bias": True,
+                "rope_theta": 5e5,
+            },
         },
         head_config(
             fusion_norm="whole",
@@ -121,7 +166,9 @@ DIALECTS: list[tuple[str, dict[str, Any], EagleConfig, str]] = [
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize(("raw", "config", "dialect"), [row[1:] for row in DIALECTS], ids=[row[0] for row in DIALECTS])
+@pytest.mark.parametrize(
+    ("raw", "config", "dialect"), [row[1:] for row in DIALECTS], ids=[row[0] for row in DIALECTS]
+)
 def test_every_dialect_is_read(
     tmp_path: Path, raw: dict[str, Any], config: EagleConfig, dialect: str, pickled: bool
 ) -> None:
@@ -138,14 +185,21 @@ def test_every_dialect_is_read(
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
 def test_the_official_layer_has_two_names(tmp_path: Path, prefix: str) -> None:
     config = head_config(**READ)
-    tensors = {name.replace("midlayer.", prefix): t for name, t in official(config, random_state(config)).items()}
+    tensors = {
+        name.replace("midlayer.", prefix): t
+        for name, t in official(config, random_state(config)).items()
+    }
     assert same(load_head(write(tmp_path, {**FLAT, **THIRD}, tensors)).state, random_state(config))
 
 
 def test_what_was_not_stated_is_said(tmp_path: Path) -> None:
     config = head_config(draft_vocab_size=VOCABULARY, **READ)
-    tensors = official(config, random_state(config)) | {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}
-    folder = write(tmp_path, {**FLAT, "draft_vocab_size": VOCABULARY, "attention_bias": True}, tensors)
+    tensors = official(config, random_state(config)) | {
+        "d2t": torch.zeros(VOCABULARY, dtype=torch.int64)
+    }
+    folder = write(
+        tmp_path, {**FLAT, "draft_vocab_size": VOCABULARY, "attention_bias": True}, tensors
+    )
     assert load_head(folder).dialect.notes == (
         "no rope_theta: 10000.0, with which the EAGLE repository trains",
         "attention_bias is set, but there are no biases: read as if it were not",
@@ -168,16 +222,24 @@ def test_whole_models_are_no_heads(tmp_path: Path) -> None:
 
 def test_norm_output_has_the_meaning_of_its_producer(tmp_path: Path) -> None:
     config = head_config(**READ)
-    folder = write(tmp_path, {**FLAT, **THIRD, "norm_output": False}, official(config, random_state(config)))
-    with pytest.raises(CheckpointError, match="norm_output: SpecForge and speculators mean different things by it"):
+    folder = write(
+        tmp_path, {**FLAT, **THIRD, "norm_output": False}, official(config, random_state(config))
+    )
+    with pytest.raises(
+        CheckpointError, match="norm_output: SpecForge and speculators mean different things by it"
+    ):
         load_head(folder)
     assert not load_head(folder, producer="specforge").config.norm_logits
     ignored = load_head(folder, producer="eagle")
     assert ignored.config.norm_logits
     assert "norm_output is ignored: the EAGLE repository has no such field" in ignored.dialect.notes
-    with pytest.raises(CheckpointError, match="producer: got 'speculators', but the config has the official layout"):
+    with pytest.raises(
+        CheckpointError, match="producer: got 'speculators', but the config has the official layout"
+    ):
         load_head(folder, producer="speculators")
-    with pytest.raises(CheckpointError, match="producer: got 'someone', accepted eagle, specforge, speculators"):
+    with pytest.raises(
+        CheckpointError, match="producer: got 'someone', accepted eagle, specforge, speculators"
+    ):
         load_head(folder, producer="someone")  # type: ignore[arg-type]
 
 
@@ -196,7 +258,9 @@ def test_layer_ids_that_stand_twice_and_differ_are_refused(tmp_path: Path) -> No
     assert load_head(folder, layer_ids=(2, 3, 4)).config.layer_ids == (2, 3, 4)
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN, {**YARN, "truncate": False, "attention_factor": None}])
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, YARN, {**YARN, "truncate": False, "attention_factor": None}]
+)
 def test_rotary_sets_are_read_with_all_that_they_say(tmp_path: Path, rope: dict[str, Any]) -> None:
     stated = {name: value for name, value in rope.items() if value is not None}
     config = head_config(rope=stated, **READ)
@@ -217,13 +281,28 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_attention_heads: got 4, not a multiple of 3 key-value heads"),
     ({"draft_vocab_size": 300}, "draft_vocab_size: got 300, more than the target's 260"),
     ({"hidden_act": "loud"}, "hidden_act: unknown name 'loud'"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: got 'dynamic', accepted default, linear"),
+    (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type: got 'dynamic', accepted default, linear",
+    ),
     ({"rope_scaling": {"type": "mrope"}}, "rope_type: got 'mrope'"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: one set is needed"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        "rope_parameters: one set is needed",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only whole heads are rotated"),
-    ({"fc_norm": True, "norm_before_fc": True}, "fc_norm, norm_before_fc: only one of them can be set"),
-    ({"target_hidden_size": 48}, "embed_tokens.weight: is missing, and the target's embeddings have another width"),
-    ({"hidden_size": 10**12}, "hidden_size: got 1000000000000, accepted a whole number, 1 to 16777216"),
+    (
+        {"fc_norm": True, "norm_before_fc": True},
+        "fc_norm, norm_before_fc: only one of them can be set",
+    ),
+    (
+        {"target_hidden_size": 48},
+        "embed_tokens.weight: is missing, and the target's embeddings have another width",
+    ),
+    (
+        {"hidden_size": 10**12},
+        "hidden_size: got 1000000000000, accepted a whole number, 1 to 16777216",
+    ),
     ({"hidden_size": 10**300}, "hidden_size: got 10{59}\\.\\.\\., accepted"),
     ({"num_key_value_heads": 0}, "num_key_value_heads: got 0"),
     ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
@@ -257,19 +336,39 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({LAYER_IDS: ["a"]}, f"{LAYER_IDS}: got .'a'., accepted a list of at most 64 whole numbers"),
     ({LAYER_IDS: [1] * 65}, f"{LAYER_IDS}: got .* accepted a list of at most 64"),
     ({"architectures": 5}, "architectures: got 5, accepted a list of text"),
-    ({"norm_before_residual": "false"}, "norm_before_residual: got 'false', accepted true or false"),
+    (
+        {"norm_before_residual": "false"},
+        "norm_before_residual: got 'false', accepted true or false",
+    ),
     ({"fc_norm": 0}, "fc_norm: got 0, accepted true or false"),
-    ({"draft_temperatures": 1.0}, "draft_temperatures: got 1.0, accepted a list of at most 64 numbers, 0.05 to 20"),
-    ({"draft_temperatures": [1.0, 0.0]}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
-    ({"draft_temperatures": [True]}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
-    ({"draft_temperatures": [1.0] * 65}, "draft_temperatures: got .* accepted a list of at most 64 numbers"),
+    (
+        {"draft_temperatures": 1.0},
+        "draft_temperatures: got 1.0, accepted a list of at most 64 numbers, 0.05 to 20",
+    ),
+    (
+        {"draft_temperatures": [1.0, 0.0]},
+        "draft_temperatures: got .* accepted a list of at most 64 numbers",
+    ),
+    (
+        {"draft_temperatures": [True]},
+        "draft_temperatures: got .* accepted a list of at most 64 numbers",
+    ),
+    (
+        {"draft_temperatures": [1.0] * 65},
+        "draft_temperatures: got .* accepted a list of at most 64 numbers",
+    ),
     ({"attention_bias": "no"}, "attention_bias: got 'no', accepted true or false"),
-    ({"layer_types": [NEAR], "sliding_window": 0}, "sliding_window: got 0, accepted a whole number"),
+    (
+        {"layer_types": [NEAR], "sliding_window": 0},
+        "sliding_window: got 0, accepted a whole number",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
-def test_fields_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_fields_that_make_no_sense_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     config = head_config(**READ)
     folder = write(tmp_path, {**FLAT, **THIRD, **changes}, official(config, random_state(config)))
     with pytest.raises(CheckpointError, match=message):
@@ -277,19 +376,37 @@ def test_fields_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str
 
 
 BAD_NESTED: list[tuple[dict[str, Any], str]] = [
-    ({"speculators_model_type": "mlp"}, "speculators_model_type: got 'mlp', known are eagle, eagle3"),
+    (
+        {"speculators_model_type": "mlp"},
+        "speculators_model_type: got 'mlp', known are eagle, eagle3",
+    ),
     ({"transformer_layer_config": None}, "transformer_layer_config: is missing"),
-    ({"transformer_layer_config": {**FLAT, "model_type": None}}, r"model_type: got None, accepted llama or qwen3"),
-    ({"transformer_layer_config": {**FLAT, "layer_types": [FULL, NEAR]}}, "drafts of several layers are not"),
+    (
+        {"transformer_layer_config": {**FLAT, "model_type": None}},
+        r"model_type: got None, accepted llama or qwen3",
+    ),
+    (
+        {"transformer_layer_config": {**FLAT, "layer_types": [FULL, NEAR]}},
+        "drafts of several layers are not",
+    ),
     (
         {"transformer_layer_config": {**FLAT, "layer_types": [NEAR]}},
         "sliding_window: got None, accepted a whole number",
     ),
-    ({"speculators_model_type": ["eagle3"]}, r"speculators_model_type: got \['eagle3'\], known are"),
+    (
+        {"speculators_model_type": ["eagle3"]},
+        r"speculators_model_type: got \['eagle3'\], known are",
+    ),
     ({"transformer_layer_config": "x"}, "transformer_layer_config: got 'x', accepted an object"),
-    ({"transformer_layer_config": {**FLAT, "layer_types": 1}}, "layer_types: got 1, accepted a list of text"),
+    (
+        {"transformer_layer_config": {**FLAT, "layer_types": 1}},
+        "layer_types: got 1, accepted a list of text",
+    ),
     ({"norm_output": "no"}, "norm_output: got 'no', accepted true or false"),
-    ({"speculators_model_type": "eagle", "layernorms": True}, "layernorms: this variant of EAGLE-1 is not supported"),
+    (
+        {"speculators_model_type": "eagle", "layernorms": True},
+        "layernorms: this variant of EAGLE-1 is not supported",
+    ),
 ]
 
 

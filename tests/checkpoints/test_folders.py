@@ -35,7 +35,9 @@ def config_with(**fields: Any) -> Change:
     def change(folder: Path) -> None:
         file = folder / "config.json"
         found = {**json.loads(file.read_text()), **fields}
-        file.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        file.write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
 
     return change
 
@@ -99,12 +101,16 @@ CHANGES: dict[str, Change] = {
     "more shards than the list": sharded_with_more_shards,
     "one file beside shards": one_file_beside_shards,
     "stray files": strays,
-    "a pickle beside it": lambda folder: torch.save(tiny("llama", 3).state_dict(), folder / "pytorch_model.bin"),
+    "a pickle beside it": lambda folder: torch.save(
+        tiny("llama", 3).state_dict(), folder / "pytorch_model.bin"
+    ),
     "no prefixes": without_prefixes,
     "only the head of a tied pair": only_the_head_of_a_tied_pair,
     "links": linked,
     "generation defaults in config.json": defaults_in_the_config,
-    "a generation config that is no JSON": lambda folder: (folder / "generation_config.json").write_text("{"),
+    "a generation config that is no JSON": lambda folder: (
+        folder / "generation_config.json"
+    ).write_text("{"),
     "no dtype": config_with(dtype=None),
     "code of its own": config_with(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}),
 }
@@ -120,12 +126,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs(folder: Path) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([PROMPT])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=9)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        pad_token_id=0,
+        eos_token_id=None,
+        max_new_tokens=9,
+    )
     return out[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_folder_is_read_as_transformers_reads_it(saved: Path, tmp_path: Path, change: str) -> None:
+def test_a_folder_is_read_as_transformers_reads_it(
+    saved: Path, tmp_path: Path, change: str
+) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     CHANGES[change](tmp_path)
     engine = Engine.from_pretrained(tmp_path)
@@ -143,7 +157,10 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         r"index.json: 1 of \d+ files are missing, fetch them: model-00002",
     ),
     "a list of shards that is none": (
-        lambda folder: (sharded(folder), (folder / "model.safetensors.index.json").write_text("[]")),
+        lambda folder: (
+            sharded(folder),
+            (folder / "model.safetensors.index.json").write_text("[]"),
+        ),
         r"index.json: is damaged, fetch it again",
     ),
     "shards without names": (
@@ -154,7 +171,10 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         r"index.json: is damaged, fetch it again",
     ),
     "a link to nothing": (
-        lambda folder: ((folder / "model.safetensors").unlink(), (folder / "model.safetensors").symlink_to("/no/file")),
+        lambda folder: (
+            (folder / "model.safetensors").unlink(),
+            (folder / "model.safetensors").symlink_to("/no/file"),
+        ),
         "no file named model.safetensors",
     ),
     "generation defaults of other types": (
@@ -178,7 +198,9 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_at_load(saved: Path, tmp_path: Path, damage: str, backend: str | None) -> None:
+def test_a_damaged_folder_is_refused_at_load(
+    saved: Path, tmp_path: Path, damage: str, backend: str | None
+) -> None:
     change, message = DAMAGES[damage]
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     change(tmp_path)
@@ -204,7 +226,9 @@ def test_sizes_that_differ_by_layer_are_read(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     engine = Engine.from_pretrained(tmp_path, "none", offline=True)
     prompt = prompt_of(20)
-    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(
+        model, prompt
+    )
 
 
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
@@ -215,7 +239,9 @@ def test_keys_that_no_layer_reads_are_not_read(tmp_path: Path, backend: str) -> 
     keys = {"model.layers.5.self_attn.k_proj.weight": torch.ones(16, 32)}
     save_file(load_file(file) | keys, file, {"format": "pt"})
     engine = Engine.from_pretrained(tmp_path, "none", offline=True, backend=backend)
-    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(
+        model, prompt
+    )
 
 
 def test_a_folder_without_a_tokenizers_files_or_package_answers_tokens(
@@ -226,4 +252,6 @@ def test_a_folder_without_a_tokenizers_files_or_package_answers_tokens(
     engine = Engine.from_pretrained(tmp_path, "none", offline=True)
     assert engine.tokenizer is None
     assert "no tokenizer for " in capsys.readouterr().err
-    assert engine.generate(prompt_of(9), max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt_of(9))
+    assert engine.generate(prompt_of(9), max_new_tokens=24, eos_token_id=[]).token_ids == generated(
+        model, prompt_of(9)
+    )

@@ -17,7 +17,11 @@ from tests.models.native_engines import plainly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = byte_level_vocabulary()
-COMMON = {"vocab_size": len(VOCABULARY["tokenizer.ggml.tokens"]), "bos_token_id": None, "eos_token_id": None}
+COMMON = {
+    "vocab_size": len(VOCABULARY["tokenizer.ggml.tokens"]),
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 PROMPT = [*range(20, 40), *range(20, 30)]
 
 
@@ -44,7 +48,9 @@ def nemotron() -> tuple[PreTrainedModel, dict[str, Any]]:
     return NemotronForCausalLM(config), keys
 
 
-def write(folder: Path, *, without: str = "", architecture: str = "nemotron") -> tuple[PreTrainedModel, Path]:
+def write(
+    folder: Path, *, without: str = "", architecture: str = "nemotron"
+) -> tuple[PreTrainedModel, Path]:
     torch.manual_seed(0)
     model, keys = nemotron()
     with torch.no_grad():
@@ -61,18 +67,27 @@ def write(folder: Path, *, without: str = "", architecture: str = "nemotron") ->
     for name, tensor in model.named_parameters():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored and stored != without:
-            writer.add_tensor(stored, (tensor + name.endswith("norm.weight")).detach().numpy())  # files have 1 + w
+            writer.add_tensor(
+                stored, (tensor + name.endswith("norm.weight")).detach().numpy()
+            )  # files have 1 + w
     return model.eval(), finish(writer, path)
 
 
 def add_value(writer: written.GGUFWriter, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     kinds[type(value)](key, value)
 
 
 def test_answers_are_those_of_the_model(tmp_path: Path) -> None:
     model, path = write(tmp_path)
-    engine = Engine.from_pretrained(str(path), "recycling", "fixed", dtype=torch.float32, offline=True)
+    engine = Engine.from_pretrained(
+        str(path), "recycling", "fixed", dtype=torch.float32, offline=True
+    )
     answer = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=[])
     assert answer.token_ids == plainly(model, PROMPT, 20)
     assert answer.stats.num_draft_tokens
@@ -82,7 +97,9 @@ def test_answers_are_those_of_the_model(tmp_path: Path) -> None:
     assert engine.target.lm.model.dtype is torch.float32
 
 
-def test_a_file_without_a_tensor_is_refused_and_never_answers_by_random_weights(tmp_path: Path) -> None:
+def test_a_file_without_a_tensor_is_refused_and_never_answers_by_random_weights(
+    tmp_path: Path,
+) -> None:
     _, path = write(tmp_path, without="blk.1.ffn_up.weight")
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         Engine.from_pretrained(str(path), offline=True)
@@ -90,5 +107,7 @@ def test_a_file_without_a_tensor_is_refused_and_never_answers_by_random_weights(
 
 def test_architectures_that_nobody_reads_are_refused_by_name(tmp_path: Path) -> None:
     _, path = write(tmp_path, architecture="plm")
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'plm'; accepted in GGUF files: .*llama"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'plm'; accepted in GGUF files: .*llama"
+    ):
         Engine.from_pretrained(str(path), offline=True)

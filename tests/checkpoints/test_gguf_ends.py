@@ -26,7 +26,11 @@ def vocabulary(*texts: str, kinds: int = 3, **ids: int | None) -> dict[str, Any]
         "tokenizer.ggml.tokens": [*bytes_to_unicode().values(), "ab", *texts],
         "tokenizer.ggml.token_type": [*[1] * 257, *[kinds] * len(texts)],
         "tokenizer.ggml.merges": ["a b"],
-        **{f"tokenizer.ggml.{role}_token_id": number + 257 for role, number in ids.items() if number is not None},
+        **{
+            f"tokenizer.ggml.{role}_token_id": number + 257
+            for role, number in ids.items()
+            if number is not None
+        },
     }
 
 
@@ -34,7 +38,10 @@ def ends_of(folder: Path, words: dict[str, Any]) -> list[str]:
     """Texts of the ends, the first of them the file's eos where it has one."""
     config = gguf.config(opened(folder, vocabulary=words))
     ids = config.eos_token_id
-    return [words["tokenizer.ggml.tokens"][i] for i in ([] if ids is None else [ids] if isinstance(ids, int) else ids)]
+    return [
+        words["tokenizer.ggml.tokens"][i]
+        for i in ([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    ]
 
 
 SENTENCE = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # DeepSeek's
@@ -48,17 +55,32 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "eom": (vocabulary("<y>", "<x>", eos=1, eom=0), ["<x>", "<y>"]),
     "all the same": (vocabulary("<x>", eos=0, eot=0, eom=0), ["<x>"]),
     "Llama 3": (vocabulary(*LLAMA3, eos=0), LLAMA3),
-    "ChatML": (vocabulary("<|endoftext|>", "<|im_start|>", "<|im_end|>", eos=2), ["<|im_end|>", "<|endoftext|>"]),
+    "ChatML": (
+        vocabulary("<|endoftext|>", "<|im_start|>", "<|im_end|>", eos=2),
+        ["<|im_end|>", "<|endoftext|>"],
+    ),
     "Gemma": (vocabulary("<eos>", "<end_of_turn>", eos=0), ["<eos>", "<end_of_turn>"]),
     "Kimi": (vocabulary("[EOS]", "[EOT]", "[PAD]", eos=0), ["[EOS]", "[EOT]", "[PAD]"]),
     "DeepSeek": (vocabulary(SENTENCE, "<x>"), [SENTENCE]),
-    "a name of another kind": (vocabulary("<x>", "<|im_end|>", kinds=1, eos=0), ["<x>", "<|im_end|>"]),
+    "a name of another kind": (
+        vocabulary("<x>", "<|im_end|>", kinds=1, eos=0),
+        ["<x>", "<|im_end|>"],
+    ),
     "files": (vocabulary(*FILES, eos=0), FILES),
     "files by id": (vocabulary("<x>", "<y>", "<|fim_pad|>", eos=0, fim_pad=1), ["<x>", "<y>"]),
-    "marks of what is to be filled in are none": (vocabulary("<x>", "<|fim_prefix|>", eos=0, fim_mid=1), ["<x>"]),
-    "parts of an answer": (vocabulary("<|return|>", "<|call|>", "<|end|>", eos=0), ["<|return|>", "<|call|>"]),
+    "marks of what is to be filled in are none": (
+        vocabulary("<x>", "<|fim_prefix|>", eos=0, fim_mid=1),
+        ["<x>"],
+    ),
+    "parts of an answer": (
+        vocabulary("<|return|>", "<|call|>", "<|end|>", eos=0),
+        ["<|return|>", "<|call|>"],
+    ),
     "an end without parts": (vocabulary("<|return|>", "<|end|>", eos=0), ["<|return|>", "<|end|>"]),
-    "parts by other names": (vocabulary("<|flush|>", "<|calls|>", "<|end|>"), ["<|flush|>", "<|calls|>"]),
+    "parts by other names": (
+        vocabulary("<|flush|>", "<|calls|>", "<|end|>"),
+        ["<|flush|>", "<|calls|>"],
+    ),
     "Gemma 4": (vocabulary("</s>", *GEMMA4, eos=1), GEMMA4),
 }
 
@@ -76,10 +98,25 @@ def test_sentencepiece_files_without_ids_have_the_usual_ones(tmp_path: Path) -> 
     file = opened(tmp_path, vocabulary=words)
     config, tokenizer = gguf.config(file), gguf.tokenizer(file)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
+        "<s>",
+        "</s>",
+        "<unk>",
+    )
 
 
-ROLES = ["bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep", "separator"]
+ROLES = [
+    "bos",
+    "eos",
+    "eot",
+    "eom",
+    "unknown",
+    "padding",
+    "fim_pad",
+    "fim_rep",
+    "fim_sep",
+    "separator",
+]
 
 
 @pytest.mark.parametrize("wrong", [0xFFFFFFFF, 265, ("INT32", -1), ("UINT64", 1 << 40)])
@@ -91,13 +128,19 @@ def test_an_id_outside_of_the_vocabulary_is_noted_and_none(
     file, without = opened(tmp_path, metadata={key: wrong}), opened(tmp_path, metadata={key: None})
     config, expected = gguf.config(file), gguf.config(without)
     shown = wrong[1] if isinstance(wrong, tuple) else wrong
-    assert f"model.gguf: {key} = {shown} is no token of 265, and not read" in capsys.readouterr().err
+    assert (
+        f"model.gguf: {key} = {shown} is no token of 265, and not read" in capsys.readouterr().err
+    )
     assert config.to_dict() == expected.to_dict()
-    assert gguf.tokenizer(file)("hello 12").input_ids == gguf.tokenizer(without)("hello 12").input_ids
+    assert (
+        gguf.tokenizer(file)("hello 12").input_ids == gguf.tokenizer(without)("hello 12").input_ids
+    )
     assert gguf.tokenizer(file).special_tokens_map == gguf.tokenizer(without).special_tokens_map
 
 
-def test_a_file_left_without_an_end_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_left_without_an_end_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = ["<0>", *files.byte_level_vocabulary()["tokenizer.ggml.tokens"][1:]]
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0xFFFFFFFF}
     assert gguf.config(opened(tmp_path, metadata=changes)).eos_token_id is None
@@ -137,7 +180,12 @@ def chain_model(path: Path, **metadata: Any) -> Path:
     """Says a b c and the first token behind the bytes, then d e f and the second, then g, whatever there is to say."""
     words = vocabulary("<x>", "<y>", "<z>")
     tokens = words["tokenizer.ggml.tokens"]
-    said = [*(tokens.index(letter) for letter in "abc"), 257, *(tokens.index(letter) for letter in "def"), 258]
+    said = [
+        *(tokens.index(letter) for letter in "abc"),
+        257,
+        *(tokens.index(letter) for letter in "def"),
+        258,
+    ]
     said += [tokens.index("g")] * 2
     hidden = len(tokens) + len(tokens) % 2
     table = np.zeros((len(tokens), hidden), np.float32)
@@ -146,13 +194,25 @@ def chain_model(path: Path, **metadata: Any) -> Path:
     for before, after in itertools.pairwise(said):
         head[after, before] = 1
     linear = {"attn_q": (hidden, hidden), "attn_k": (hidden, hidden), "attn_v": (hidden, hidden)}
-    linear |= {"attn_output": (hidden, hidden), "ffn_gate": (8, hidden), "ffn_up": (8, hidden), "ffn_down": (hidden, 8)}
-    tensors = {f"blk.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in linear.items()}
+    linear |= {
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (8, hidden),
+        "ffn_up": (8, hidden),
+        "ffn_down": (hidden, 8),
+    }
+    tensors = {
+        f"blk.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in linear.items()
+    }
     norms = ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")
     tensors |= {name: np.ones(hidden, np.float32) for name in norms}
     tensors |= {"token_embd.weight": table, "output.weight": head}
     unused = {name: None for name in files.weights("llama", len(tokens)) if name not in tensors}
-    sizes = {"block_count": 1, "embedding_length": hidden, "feed_forward_length": 8, "attention.head_count": 2}
+    sizes = {
+        "block_count": 1,
+        "embedding_length": hidden,
+        "feed_forward_length": 8,
+        "attention.head_count": 2,
+    }
     sizes |= {"attention.head_count_kv": 2, "rope.dimension_count": hidden // 2}
     return files.write_model(
         path,
@@ -164,7 +224,11 @@ def chain_model(path: Path, **metadata: Any) -> Path:
 
 @pytest.mark.usefixtures("one_thread")
 def test_an_answer_stops_at_each_end_and_at_none_that_is_ignored(tmp_path: Path) -> None:
-    roles = {"tokenizer.ggml.eos_token_id": 259, "tokenizer.ggml.eot_token_id": 257, "tokenizer.ggml.eom_token_id": 258}
+    roles = {
+        "tokenizer.ggml.eos_token_id": 259,
+        "tokenizer.ggml.eot_token_id": 257,
+        "tokenizer.ggml.eom_token_id": 258,
+    }
     engine = Engine.from_pretrained(chain_model(tmp_path / "model.gguf", **roles))
     options = {"raw": True, "max_new_tokens": 9}
     answer = engine.generate("a", **options)
@@ -182,7 +246,12 @@ def test_tokens_that_the_file_suppresses_are_not_said(tmp_path: Path) -> None:
     words = vocabulary()["tokenizer.ggml.tokens"]
     engine = Engine.from_pretrained(path)
     assert words.index("b") == engine.tokenizer("b").input_ids[0]
-    forbidden = chain_model(tmp_path / "other.gguf", **{"tokenizer.ggml.suppress_tokens": [words.index("b"), 99_999]})
+    forbidden = chain_model(
+        tmp_path / "other.gguf", **{"tokenizer.ggml.suppress_tokens": [words.index("b"), 99_999]}
+    )
     plain = engine.generate("a", raw=True, max_new_tokens=3).token_ids
     assert plain[0] == words.index("b")
-    assert Engine.from_pretrained(forbidden).generate("a", raw=True, max_new_tokens=3).token_ids[0] != plain[0]
+    assert (
+        Engine.from_pretrained(forbidden).generate("a", raw=True, max_new_tokens=3).token_ids[0]
+        != plain[0]
+    )

@@ -93,8 +93,15 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     ),
     "phi3 longrope": (
         "phi3",
-        {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE, "sliding_window": None},
-        {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5},
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": LONGROPE,
+            "sliding_window": None,
+        },
+        {
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.attn_factor": (1 + np.log(2) / np.log(128)) ** 0.5,
+        },
     ),
     "cohere": ("cohere", {}, {"logit_scale": 0.3}),
     "cohere2": (
@@ -136,7 +143,11 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
             "rope.scaling.yarn_log_multiplier": 0.1,
         },
     ),
-    "glm4": ("glm4", {}, {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}),
+    "glm4": (
+        "glm4",
+        {},
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+    ),
     "ministral3": (
         "ministral3",
         {},
@@ -153,14 +164,22 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, **PLAIN_QUERIES}},
         {"rope.freq_base": 1e5},
     ),
-    "stablelm": ("stablelm", {"use_qkv_bias": True}, {"rope.dimension_count": 2, "use_parallel_residual": False}),
+    "stablelm": (
+        "stablelm",
+        {"use_qkv_bias": True},
+        {"rope.dimension_count": 2, "use_parallel_residual": False},
+    ),
     "stablelm parallel": (
         "stablelm",
         {"use_parallel_residual": True, "hidden_size": 64},
         {"rope.dimension_count": 4, "use_parallel_residual": True},
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}, {}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}, {"rope.freq_base": 2e6}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+        {"rope.freq_base": 2e6},
+    ),
     "olmo2": ("olmo2", {}, {}),
     "granite": (
         "granite",
@@ -232,7 +251,12 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     ),
     "gemma4 experts": (
         "gemma4_text",
-        {**GEMMA4_EXPERTS, "num_hidden_layers": 3, "layer_types": [SWA, SWA, FULL], "attention_k_eq_v": False},
+        {
+            **GEMMA4_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": [SWA, SWA, FULL],
+            "attention_k_eq_v": False,
+        },
         GEMMA4
         | {
             "attention.sliding_window_pattern": [True, True, False],
@@ -256,7 +280,12 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {"mlp_only_layers": []},
-        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40, "attention.key_length": 8},
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "attention.key_length": 8,
+        },
     ),
 }
 
@@ -274,19 +303,27 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
             numbers = numbers + 1
         if names[0].endswith("attn_k_b.weight"):
             heads = numbers.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-            found |= dict(zip(names, np.split(heads, [config.qk_nope_head_dim], axis=1), strict=True))
+            found |= dict(
+                zip(names, np.split(heads, [config.qk_nope_head_dim], axis=1), strict=True)
+            )
             found[names[0]] = found[names[0]].swapaxes(1, 2).copy()
             continue
         parts = np.split(numbers, len(names), axis=int(len(names) > 1))
         if family_of(config).alternating:
             numbers = numbers.swapaxes(1, 2) if numbers.ndim > 2 else numbers
-            parts = [np.ascontiguousarray(numbers[:, i::2]) for i in range(2)] if len(names) > 1 else [numbers.copy()]
+            parts = (
+                [np.ascontiguousarray(numbers[:, i::2]) for i in range(2)]
+                if len(names) > 1
+                else [numbers.copy()]
+            )
         for stored, part in zip(names, parts, strict=True):
             order = gguf.row_order(config, stored)
             found[stored] = part if order is None else part[np.argsort(order)]
     if (config.rope_parameters or {}).get("rope_type") == "longrope":
         for kind in ("short", "long"):
-            found[f"rope_factors_{kind}.weight"] = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+            found[f"rope_factors_{kind}.weight"] = np.array(
+                config.rope_parameters[f"{kind}_factor"], np.float32
+            )
     full = (config.rope_parameters or {}).get(FULL)
     if own.proportional and full is not None:
         half = config.per_layer_config[FULL].head_dim // 2
@@ -338,24 +375,35 @@ def write(
     }
     writer = written.GGUFWriter(path, own.architecture)
     for key, value in values.items():
-        kinds = {int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+        kinds = {
+            int: writer.add_uint32,
+            bool: writer.add_bool,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         add = kinds.get(type(value), writer.add_float32)
         add(f"{own.architecture}.{key}", value)
     for name, numbers in (stored_of(model, own) | dict(more or {})).items():
         if isinstance(numbers, tuple):
             numbers = np.ones(numbers, np.float32)
         packed = kind is not None and numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
-        writer.add_tensor(name, quantize(numbers, kind) if packed else numbers, raw_dtype=kind if packed else None)
+        writer.add_tensor(
+            name, quantize(numbers, kind) if packed else numbers, raw_dtype=kind if packed else None
+        )
     return model, finish(writer, path)
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     model, path = write(tmp_path, case)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
     theirs = engine.target.model.state_dict()
-    assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
+    assert all(
+        (theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items()
+    )
     half = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
     assert half.target.dtype is torch.bfloat16
     norm = f"{family_of(model.config).norm.transformers}.weight"
@@ -365,7 +413,9 @@ def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("heads", [[0, 2], [0, 0, 0], [0, 2, 1], [0, 0, 3], [0, -2, 2], 2.0])
 def test_lists_of_heads_that_fit_no_layers_are_refused(heads: Any, tmp_path: Path) -> None:
     _, path = write(tmp_path, "lfm2", {"attention.head_count_kv": heads})
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"lfm2\.attention\.head_count_kv"):
+    with pytest.raises(
+        (CheckpointError, UnsupportedModelError), match=r"lfm2\.attention\.head_count_kv"
+    ):
         Engine.from_pretrained(str(path), "none", offline=True, backend="native")
 
 
@@ -382,11 +432,15 @@ def test_the_largest_gemma_3_divides_scores_by_another_root(tmp_path: Path) -> N
 def test_windows_of_other_architectures_are_refused(tmp_path: Path) -> None:
     """As of OLMo 3, whose files are called OLMo 2."""
     _, path = write(tmp_path, "olmo2", {"attention.sliding_window": 9})
-    with pytest.raises(UnsupportedModelError, match=r"olmo2\.attention\.sliding_window = 9 is not supported"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"olmo2\.attention\.sliding_window = 9 is not supported"
+    ):
         Engine.from_pretrained(str(path), "none", offline=True)
 
 
-@pytest.mark.parametrize(("case", "key"), [("phi3 part", "rope.dimension_count"), ("granite", "rope.dimension_count")])
+@pytest.mark.parametrize(
+    ("case", "key"), [("phi3 part", "rope.dimension_count"), ("granite", "rope.dimension_count")]
+)
 def test_rotated_channels_are_of_a_head(case: str, key: str, tmp_path: Path) -> None:
     _, path = write(tmp_path, case, {key: 20 if case == "phi3 part" else 4})
     with pytest.raises(UnsupportedModelError, match="must be the size of a head"):
@@ -401,8 +455,12 @@ def test_factors_of_another_length_are_refused(tmp_path: Path) -> None:
 
 def test_keys_that_no_layer_reads_are_not_read(tmp_path: Path) -> None:
     """Gemma 4's converter stores them for layers that read those of a layer before."""
-    model, path = write(tmp_path, "gemma4", more={"blk.5.attn_k.weight": (16, 32), "blk.4.attn_k_norm.weight": (8,)})
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    model, path = write(
+        tmp_path, "gemma4", more={"blk.5.attn_k.weight": (16, 32), "blk.4.attn_k_norm.weight": (8,)}
+    )
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
     _, path = write(tmp_path, "gemma4", more={"blk.5.attn_x.weight": (16, 32)})
     with pytest.raises(CheckpointError, match=r"not used by this model: blk\.5\.attn_x\.weight"):
@@ -410,14 +468,42 @@ def test_keys_that_no_layer_reads_are_not_read(tmp_path: Path) -> None:
 
 
 GEMMA4_DAMAGES: dict[str, tuple[Keys, dict[str, Any], str]] = {
-    "a head that turns in part": ({"rope.dimension_count_swa": 4}, {}, r"rope\.dimension_count_swa = 4"),
-    "values of another size": ({"attention.value_length_swa": 4}, {}, r"attention\.value_length_swa = 4"),
-    "widths of other layers": ({"feed_forward_length": [48] * 5}, {}, r"feed_forward_length must be a positive"),
-    "heads of other layers": ({"attention.head_count_kv": [2, 1]}, {}, r"attention\.head_count_kv must be a positive"),
-    "types of other layers": ({"attention.sliding_window_pattern": [True, False]}, {}, "no Gemma4TextConfig"),
+    "a head that turns in part": (
+        {"rope.dimension_count_swa": 4},
+        {},
+        r"rope\.dimension_count_swa = 4",
+    ),
+    "values of another size": (
+        {"attention.value_length_swa": 4},
+        {},
+        r"attention\.value_length_swa = 4",
+    ),
+    "widths of other layers": (
+        {"feed_forward_length": [48] * 5},
+        {},
+        r"feed_forward_length must be a positive",
+    ),
+    "heads of other layers": (
+        {"attention.head_count_kv": [2, 1]},
+        {},
+        r"attention\.head_count_kv must be a positive",
+    ),
+    "types of other layers": (
+        {"attention.sliding_window_pattern": [True, False]},
+        {},
+        "no Gemma4TextConfig",
+    ),
     "no keys at all": ({"attention.shared_kv_layers": 6}, {}, "layer types producing a cache"),
-    "other factors": ({}, {"rope_freqs.weight": np.float32([1.0, 2.0] + [1e30] * 6)}, "proportional positions"),
-    "no factors of one": ({}, {"rope_freqs.weight": np.float32([1e30] * 8)}, "proportional positions"),
+    "other factors": (
+        {},
+        {"rope_freqs.weight": np.float32([1.0, 2.0] + [1e30] * 6)},
+        "proportional positions",
+    ),
+    "no factors of one": (
+        {},
+        {"rope_freqs.weight": np.float32([1e30] * 8)},
+        "proportional positions",
+    ),
 }
 
 
@@ -435,17 +521,26 @@ def test_numbers_are_kept_or_their_rounding_is_said(tmp_path: Path) -> None:
         for weight in model.parameters():
             weight.mul_(1 + 2**-12)  # no bfloat16 number any more
     _, path = write(tmp_path, "gemma", model=model)
-    kept = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    kept = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     theirs = kept.target.model.state_dict()
-    assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
+    assert all(
+        (theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items()
+    )
     assert kept.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
     assert not kept.generate(PROMPT, max_new_tokens=1).stats.notes
     rounded = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
     (note,) = rounded.generate(PROMPT, max_new_tokens=1).stats.notes
-    assert "matrices stored in F32 are rounded to bfloat16; dtype='float32' keeps their numbers" in note
+    assert (
+        "matrices stored in F32 are rounded to bfloat16; dtype='float32' keeps their numbers"
+        in note
+    )
 
 
-def test_older_files_have_the_matrices_of_latents_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_files_have_the_matrices_of_latents_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, whole = made("deepseek_v3"), {}
     for name, numbers in stored_of(model, GGUF("deepseek2")).items():
         if name.endswith("attn_k_b.weight"):
@@ -454,37 +549,60 @@ def test_older_files_have_the_matrices_of_latents_as_one(tmp_path: Path, monkeyp
         elif not name.endswith("attn_v_b.weight"):
             whole[name] = numbers
     monkeypatch.setitem(globals(), "stored_of", lambda model, own: whole)
-    sizes = {"head_count_kv": 4, "key_length": 20, "value_length": 16, "key_length_mla": 0, "value_length_mla": 0}
-    _, path = write(tmp_path, "deepseek_v3", {f"attention.{key}": size for key, size in sizes.items()}, model)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    sizes = {
+        "head_count_kv": 4,
+        "key_length": 20,
+        "value_length": 16,
+        "key_length_mla": 0,
+        "value_length_mla": 0,
+    }
+    _, path = write(
+        tmp_path, "deepseek_v3", {f"attention.{key}": size for key, size in sizes.items()}, model
+    )
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
 
 
 def test_matrices_of_latents_are_read_from_blocks(tmp_path: Path) -> None:
     """Loading holds them against transformers' modules with the same numbers."""
     kind, sizes = written.GGMLQuantizationType.Q8_0, {"qk_nope_head_dim": 32, "v_head_dim": 32}
-    model, lengths = tiny("deepseek_v3", **sizes), {"attention.key_length_mla": 40, "attention.value_length_mla": 32}
+    model, lengths = (
+        tiny("deepseek_v3", **sizes),
+        {"attention.key_length_mla": 40, "attention.value_length_mla": 32},
+    )
     _, path = write(tmp_path, "deepseek_v3", lengths, model, kind)
     engine = Engine.from_pretrained(str(path), "none", offline=True, backend="native")
     read = engine.target.model.get_parameter("model.layers.0.self_attn.kv_b_proj.weight")
     heads = model.model.layers[0].self_attn.kv_b_proj.weight.detach().view(4, 64, 32).numpy()
     keys = dequantize(quantize(heads[:, :32].swapaxes(1, 2).copy(), kind), kind).swapaxes(1, 2)
     values = dequantize(quantize(heads[:, 32:].copy(), kind), kind)
-    assert torch.equal(read, torch.from_numpy(np.concatenate((keys, values), axis=1)).flatten(0, 1).bfloat16())
+    assert torch.equal(
+        read, torch.from_numpy(np.concatenate((keys, values), axis=1)).flatten(0, 1).bfloat16()
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"attention.kv_lora_rank": 64}, r"blk\.0\.attn_k_b\.weight \[4, 32, 12\], not \[4, 64, 12\]"),
+        (
+            {"attention.kv_lora_rank": 64},
+            r"blk\.0\.attn_k_b\.weight \[4, 32, 12\], not \[4, 64, 12\]",
+        ),
         ({"attention.kv_lora_rank": "many"}, "can be built from its metadata"),
         ({"attention.key_length_mla": "long"}, "can be built from its metadata"),
         ({"attention.value_length_mla": 20}, r"attn_v_b\.weight \[4, 16, 32\], not \[4, 20, 32\]"),
-        ({"expert_gating_func": 1}, "expert_weights_norm is true, but experts are chosen by softmax"),
+        (
+            {"expert_gating_func": 1},
+            "expert_weights_norm is true, but experts are chosen by softmax",
+        ),
         ({"attention.head_count_kv": 3}, "a divisor of the 4 heads"),
     ],
 )
-def test_files_of_latents_that_contradict_themselves_are_refused(changes: Keys, refusal: str, tmp_path: Path) -> None:
+def test_files_of_latents_that_contradict_themselves_are_refused(
+    changes: Keys, refusal: str, tmp_path: Path
+) -> None:
     _, path = write(tmp_path, "deepseek_v3", changes)
     with pytest.raises(CheckpointError, match=refusal):
         Engine.from_pretrained(str(path), "none", offline=True)

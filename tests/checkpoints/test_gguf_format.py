@@ -33,7 +33,12 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
         "bool": (GGUFValueType.BOOL, True),
         "text": (GGUFValueType.STRING, "naïve 🎉"),
     }
-    lists = {"integers": [1, -2], "numbers": [0.5, 2.0], "words": ["", "Ġa", "é"], "switches": [True, False]}
+    lists = {
+        "integers": [1, -2],
+        "numbers": [0.5, 2.0],
+        "words": ["", "Ġa", "é"],
+        "switches": [True, False],
+    }
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     for key, (kind, value) in values.items():
         writer.add_key_value(key, value, kind)
@@ -46,8 +51,14 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
 
 
 def test_a_long_vocabulary_spans_several_pieces(tmp_path: Path) -> None:
-    words = [f"{number:04d}" * (number % 40) for number in range(60_000)]  # 4.7 MB; pieces are of 1, 1 and 2 MB
-    entries = [files.entry("words", 9, struct.pack("<IQ", 8, len(words)) + b"".join(map(files.text, words)))]
+    words = [
+        f"{number:04d}" * (number % 40) for number in range(60_000)
+    ]  # 4.7 MB; pieces are of 1, 1 and 2 MB
+    entries = [
+        files.entry(
+            "words", 9, struct.pack("<IQ", 8, len(words)) + b"".join(map(files.text, words))
+        )
+    ]
     path = written(tmp_path, files.encode([*entries, files.entry("last", 0, b"\7")]))
     assert gguf.read(path).metadata == {"words": words, "last": 7}
 
@@ -79,7 +90,9 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path, chan
     file = gguf.read(path)
     file.read("output.weight")
     raw = path.read_bytes()
-    path.write_bytes({"appended": raw + b"\0", "shortened": raw[: len(raw) // 2], "rewritten": raw}[change])
+    path.write_bytes(
+        {"appended": raw + b"\0", "shortened": raw[: len(raw) // 2], "rewritten": raw}[change]
+    )
     if change == "rewritten":
         os.utime(path, ns=(1, 1))  # the clock of file times may not have moved on yet
     with pytest.raises(CheckpointError, match=r"model.gguf was changed"):
@@ -124,40 +137,91 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "version 1": (files.encode(version=1), "version 1: only 2 and 3"),
     "version 0": (files.encode(version=0), "version 0: only 2 and 3"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "is big endian"),
-    "tensor count": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0) + bytes(64), "more than the file of 88 bytes"),
-    "entry count": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63) + bytes(64), "more than the file of 88 bytes"),
-    "length of a key": (files.encode([HUGE + U32(4) + U32(0)]), "key of metadata entry 0 reaches to byte"),
+    "tensor count": (
+        b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0) + bytes(64),
+        "more than the file of 88 bytes",
+    ),
+    "entry count": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63) + bytes(64),
+        "more than the file of 88 bytes",
+    ),
+    "length of a key": (
+        files.encode([HUGE + U32(4) + U32(0)]),
+        "key of metadata entry 0 reaches to byte",
+    ),
     "long key": (files.encode([files.entry("k" * 70_000, 4, U32(0))]), "70000 characters"),
     "length of a text": (files.encode([files.entry("k", 8, HUGE)]), "metadata 'k' reaches to byte"),
-    "length of a list": (files.encode([files.entry("k", 9, U32(4) + HUGE)]), "metadata 'k' reaches to byte"),
-    "length of a list of texts": (files.encode([files.entry("k", 9, U32(8) + HUGE)]), "claims 9223372036854775808"),
-    "text in a list": (files.encode([files.entry("k", 9, U32(8) + struct.pack("<Q", 1) + HUGE)]), "reaches to byte"),
-    "UTF-8": (files.encode([files.entry("k", 8, files.text(b"\xff"))]), "metadata 'k' is not UTF-8"),
-    "type of a value": (files.encode([files.entry("k", 13, U32(0))]), "metadata 'k' has the unknown type 13"),
+    "length of a list": (
+        files.encode([files.entry("k", 9, U32(4) + HUGE)]),
+        "metadata 'k' reaches to byte",
+    ),
+    "length of a list of texts": (
+        files.encode([files.entry("k", 9, U32(8) + HUGE)]),
+        "claims 9223372036854775808",
+    ),
+    "text in a list": (
+        files.encode([files.entry("k", 9, U32(8) + struct.pack("<Q", 1) + HUGE)]),
+        "reaches to byte",
+    ),
+    "UTF-8": (
+        files.encode([files.entry("k", 8, files.text(b"\xff"))]),
+        "metadata 'k' is not UTF-8",
+    ),
+    "type of a value": (
+        files.encode([files.entry("k", 13, U32(0))]),
+        "metadata 'k' has the unknown type 13",
+    ),
     "list of lists": (files.encode([files.entry("k", 9, U32(9) + HUGE)]), "array of arrays"),
     "truth value": (files.encode([files.entry("k", 7, b"\2")]), "neither 0 nor 1"),
     "key twice": (files.encode([files.entry("k", 0, b"\0")] * 2), "metadata 'k' is there twice"),
-    "alignment": (files.encode([files.entry("general.alignment", 4, U32(24))]), "power of two, not 24"),
-    "no alignment": (files.encode([files.entry("general.alignment", 4, U32(0))]), "power of two, not 0"),
-    "alignment as text": (files.encode([files.entry("general.alignment", 8, files.text("32"))]), "power of two"),
-    "parts": (files.encode([files.entry("split.count", 2, b"\3\0")]), "one of 3 parts, and is not named so"),
+    "alignment": (
+        files.encode([files.entry("general.alignment", 4, U32(24))]),
+        "power of two, not 24",
+    ),
+    "no alignment": (
+        files.encode([files.entry("general.alignment", 4, U32(0))]),
+        "power of two, not 0",
+    ),
+    "alignment as text": (
+        files.encode([files.entry("general.alignment", 8, files.text("32"))]),
+        "power of two",
+    ),
+    "parts": (
+        files.encode([files.entry("split.count", 2, b"\3\0")]),
+        "one of 3 parts, and is not named so",
+    ),
     "tensor twice": (
         files.encode([], [files.info("t", [4]), files.info("t", [4], offset=32)]),
         "tensor 't' is there twice",
     ),
-    "five dimensions": (files.encode([], [files.info("t", [4] * 5)]), "tensor 't' has 5 dimensions"),
+    "five dimensions": (
+        files.encode([], [files.info("t", [4] * 5)]),
+        "tensor 't' has 5 dimensions",
+    ),
     "no dimension": (files.encode([], [files.info("t", [])]), "tensor 't' has 0 dimensions"),
     "empty tensor": (files.encode([], [files.info("t", [4, 0])]), r"tensor 't' is empty: \[0, 4\]"),
     "huge tensor": (files.encode([], [files.info("t", [2**63] * 4)]), "tensor 't' ends at byte"),
-    "type Q8_K": (files.encode([], [files.info("t", [256], 15)]), "'t' is of type Q8_K; accepted: F32, .*Q6_K"),
+    "type Q8_K": (
+        files.encode([], [files.info("t", [256], 15)]),
+        "'t' is of type Q8_K; accepted: F32, .*Q6_K",
+    ),
     "unknown type": (files.encode([], [files.info("t", [256], 999)]), "'t' is of type number 999"),
-    "part of a block": (files.encode([], [files.info("t", [48], 2)]), "rows of 48, not a multiple of the 32"),
+    "part of a block": (
+        files.encode([], [files.info("t", [48], 2)]),
+        "rows of 48, not a multiple of the 32",
+    ),
     "offset": (
         files.encode([], [files.info("t", [4], offset=16)]),
         "begins at byte 16 of the data, not a multiple of 32",
     ),
-    "overlap": (files.encode([], [files.info("a", [16]), files.info("b", [4], offset=32)]), "'b' overlaps tensor 'a'"),
-    "far offset": (files.encode([], [files.info("t", [4], offset=2**63)]), "tensor 't' ends at byte"),
+    "overlap": (
+        files.encode([], [files.info("a", [16]), files.info("b", [4], offset=32)]),
+        "'b' overlaps tensor 'a'",
+    ),
+    "far offset": (
+        files.encode([], [files.info("t", [4], offset=2**63)]),
+        "tensor 't' ends at byte",
+    ),
     "data cut off": (files.encode([], [files.info("t", [17])]), "the file has .*cut off"),
 }
 
@@ -181,7 +245,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]
 def small_vocabulary() -> dict[str, Any]:
     whole = files.byte_level_vocabulary()
     kept = {key: value for key, value in whole.items() if not isinstance(value, list)}
-    words = {"tokens": ["<|end|>", "a", "b", "ab", "<think>"], "token_type": [3, 1, 1, 1, 4], "merges": ["a b"]}
+    words = {
+        "tokens": ["<|end|>", "a", "b", "ab", "<think>"],
+        "token_type": [3, 1, 1, 1, 4],
+        "merges": ["a b"],
+    }
     return kept | {f"tokenizer.ggml.{name}": value for name, value in words.items()}
 
 
@@ -212,7 +280,9 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, small_file: tuple[by
             gguf.read(path)
 
 
-def test_changed_bytes_lead_to_a_refusal_or_to_another_model(tmp_path: Path, small_file: tuple[bytes, int]) -> None:
+def test_changed_bytes_lead_to_a_refusal_or_to_another_model(
+    tmp_path: Path, small_file: tuple[bytes, int]
+) -> None:
     raw, head = small_file
     draw = random.Random(0)
     read = 0
@@ -232,7 +302,9 @@ def test_changed_bytes_lead_to_a_refusal_or_to_another_model(tmp_path: Path, sma
 # ---- split files
 
 
-def split(folder: Path, shapes: dict[str, tuple[int, ...]], names: list[list[str]], **changes: Any) -> list[Path]:
+def split(
+    folder: Path, shapes: dict[str, tuple[int, ...]], names: list[list[str]], **changes: Any
+) -> list[Path]:
     """Write tensors of consecutive numbers to the parts of a split file; changes: of their metadata."""
     paths = []
     for part, inside in enumerate(names):
@@ -245,7 +317,9 @@ def split(folder: Path, shapes: dict[str, tuple[int, ...]], names: list[list[str
             writer.add_uint32("llama.block_count", 7)
         for name in inside:
             size = int(np.prod(shapes[name]))
-            writer.add_tensor(name, np.arange(size, dtype=np.float32).reshape(shapes[name]) + len(name))
+            writer.add_tensor(
+                name, np.arange(size, dtype=np.float32).reshape(shapes[name]) + len(name)
+            )
         paths.append(files.finish(writer, path))
     return paths
 
@@ -274,10 +348,14 @@ def test_split_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     renamed = (tmp_path / "other" / "model.gguf", paths[0].read_bytes())
     renamed[0].write_bytes(renamed[1])
-    with pytest.raises(CheckpointError, match=r"one of 3 parts, and is not named so \(NAME-00001-of-00003\.gguf\)"):
+    with pytest.raises(
+        CheckpointError, match=r"one of 3 parts, and is not named so \(NAME-00001-of-00003\.gguf\)"
+    ):
         gguf.read(renamed[0])
     paths[1].unlink()
-    with pytest.raises(CheckpointError, match=r"1 of its 3 parts are missing: model-00002-of-00003\.gguf"):
+    with pytest.raises(
+        CheckpointError, match=r"1 of its 3 parts are missing: model-00002-of-00003\.gguf"
+    ):
         gguf.read(paths[0])
 
 

@@ -65,7 +65,11 @@ GRANITE: Keys = {
     "expert_shared_feed_forward_length": 40,
 }
 BLOCKS = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
-HEADS: Keys = {"attention.key_length": 16, "attention.value_length": 16, "attention.head_count_kv": [0, 0, 2, 0, 0]}
+HEADS: Keys = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.head_count_kv": [0, 0, 2, 0, 0],
+}
 FALCON: Keys = {
     "ssm.conv_kernel": 4,
     "ssm.state_size": 8,
@@ -89,7 +93,12 @@ FILES: dict[str, tuple[str, str, Keys, Keys]] = {
         {"linear_num_value_heads": 6},
         {**QWEN, "rope.dimension_sections": [2, 1, 1, 0]},
     ),
-    "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", {"linear_num_value_heads": 6}, {**QWEN, **EXPERTS}),
+    "qwen35moe": (
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        {"linear_num_value_heads": 6},
+        {**QWEN, **EXPERTS},
+    ),
     "qwen3next": (
         "qwen3next",
         "qwen3_next",
@@ -132,7 +141,12 @@ FILES: dict[str, tuple[str, str, Keys, Keys]] = {
     "falcon-h1 norms": (
         "falcon-h1",
         "falcon_h1",
-        {**PLAIN, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False},
+        {
+            **PLAIN,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+        },
         FALCON,
     ),
     "falcon-h1 multiplied": ("falcon-h1", "falcon_h1", {}, FALCON),
@@ -165,7 +179,10 @@ def laid_out(name: str, numbers: np.ndarray, config: Any) -> list[np.ndarray]:
     if kind.startswith("qwen"):
         if name.endswith("norm.weight") and "linear_attn" not in name:
             numbers = numbers + 1
-        keys, each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        keys, each = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads // config.linear_num_key_heads,
+        )
         if module == "in_proj_qkvz":
             q, k, v, z = by_key(numbers, keys, [16, 16, each * 16, each * 16])
             return [np.concatenate((q, k, v)), z]
@@ -181,11 +198,19 @@ def laid_out(name: str, numbers: np.ndarray, config: Any) -> list[np.ndarray]:
     elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         numbers = numbers.reshape(2, -1)
     elif module in ("q_proj", "k_proj") and kind != "falcon_h1":
-        half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
-        numbers = numbers.reshape(-1, 2, half, numbers.shape[-1]).swapaxes(1, 2).reshape(numbers.shape)
+        half = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        ) // 2
+        numbers = (
+            numbers.reshape(-1, 2, half, numbers.shape[-1]).swapaxes(1, 2).reshape(numbers.shape)
+        )
     if module == "gate_up_proj":
         return np.split(numbers, 2, axis=1)
-    return np.split(numbers, 2) if name.endswith("input_linear.weight") and "shared" in name else [numbers]
+    return (
+        np.split(numbers, 2)
+        if name.endswith("input_linear.weight") and "shared" in name
+        else [numbers]
+    )
 
 
 def made(case: str) -> PreTrainedModel:
@@ -201,7 +226,9 @@ def made(case: str) -> PreTrainedModel:
     return model
 
 
-def write(folder: Path, case: str, kind: str = "F32", **changes: Any) -> tuple[PreTrainedModel, Path]:
+def write(
+    folder: Path, case: str, kind: str = "F32", **changes: Any
+) -> tuple[PreTrainedModel, Path]:
     """kind: of matrices whose rows fill blocks; changes: of the metadata, and tensors by name."""
     (architecture, _, _, metadata), model, path = FILES[case], made(case), folder / "model.gguf"
     config, writer = model.config, written.GGUFWriter(path, architecture)
@@ -223,14 +250,20 @@ def write(folder: Path, case: str, kind: str = "F32", **changes: Any) -> tuple[P
         if value is not None:
             kinds.get(type(value), writer.add_float32)(f"{architecture}.{key}", value)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {name: tensors[name].detach().numpy().astype(np.float32) for name in layer_template(config)}
+    tensors = {
+        name: tensors[name].detach().numpy().astype(np.float32) for name in layer_template(config)
+    }
     stored: dict[str, np.ndarray] = {}
     for name, names in gguf.tensor_names(config, tensors).items():
         stored |= dict(zip(names, laid_out(name, tensors[name], config), strict=True))
     stored |= {name: value for name, value in changes.items() if isinstance(value, np.ndarray)}
     wanted = written.GGMLQuantizationType[kind]
     for name, numbers in stored.items():
-        blocks = wanted is not written.GGMLQuantizationType.F32 and numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
+        blocks = (
+            wanted is not written.GGMLQuantizationType.F32
+            and numbers.ndim > 1
+            and numbers.shape[-1] % 32 == 0
+        )
         data = written.quants.quantize(numbers, wanted) if blocks else np.ascontiguousarray(numbers)
         writer.add_tensor(name, data, raw_dtype=wanted if blocks else None)
     return model, finish(writer, path)
@@ -239,10 +272,14 @@ def write(folder: Path, case: str, kind: str = "F32", **changes: Any) -> tuple[P
 @pytest.mark.parametrize("case", [case for case in FILES if case != MULTIPLIED])
 def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     model, path = write(tmp_path, case)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
     theirs = engine.target.model.state_dict()
-    assert all((theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items())
+    assert all(
+        (theirs[name] - tensor).abs().max() < 1e-6 for name, tensor in model.state_dict().items()
+    )
 
 
 def test_numbers_that_a_file_was_multiplied_by_are_not_asked_for(tmp_path: Path) -> None:
@@ -269,15 +306,21 @@ def test_numbers_that_a_file_was_multiplied_by_are_not_asked_for(tmp_path: Path)
         if name.split(".")[-2] in own
     }
     _, path = write(tmp_path, MULTIPLIED, **changed)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     expected = plainly(model, PROMPT, 20)
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == expected
     _, path = write(tmp_path, MULTIPLIED)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids != expected
 
 
-@pytest.mark.parametrize("case", ["qwen35", "qwen3next", "granitehybrid dense", "nemotron_h", "falcon-h1"])
+@pytest.mark.parametrize(
+    "case", ["qwen35", "qwen3next", "granitehybrid dense", "nemotron_h", "falcon-h1"]
+)
 def test_blocks_are_of_the_rows_that_transformers_has(case: str, tmp_path: Path) -> None:
     """Loading compares layers with transformers' modules, which are made of unpacked tensors."""
     _, path = write(tmp_path, case, "Q8_0")
@@ -285,20 +328,31 @@ def test_blocks_are_of_the_rows_that_transformers_has(case: str, tmp_path: Path)
     packed = [weight for weight in source.weights(blocks=source.blocks) if weight.kind == "q8_0"]
     assert any("in_proj" in weight.name for weight in packed)
     for weight in packed:
-        if weight.name.endswith((".gate_up_proj", ".down_proj")):  # stacks are read a matrix at a time
+        if weight.name.endswith(
+            (".gate_up_proj", ".down_proj")
+        ):  # stacks are read a matrix at a time
             continue
         blocks = weight.rows(0, weight.shape[0]).numpy().reshape(weight.shape[0], -1)
         numbers = written.quants.dequantize(blocks, written.GGMLQuantizationType.Q8_0)
         rows = numbers if weight.order is None else numbers[weight.order.numpy()]
         whole = source.tensor(weight.name).float().flatten(0, -2)
         assert torch.equal(torch.from_numpy(rows).bfloat16().float(), whole), weight.name
-    assert Engine.from_pretrained(str(path), "none", offline=True, backend="native").target.dtype is torch.bfloat16
+    assert (
+        Engine.from_pretrained(str(path), "none", offline=True, backend="native").target.dtype
+        is torch.bfloat16
+    )
 
 
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    changes = {"block_count": 4, "nextn_predict_layers": 1, "blk.3.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}
+    changes = {
+        "block_count": 4,
+        "nextn_predict_layers": 1,
+        "blk.3.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
+    }
     model, path = write(tmp_path, "qwen35", **changes)
-    engine = Engine.from_pretrained(str(path), "none", offline=True, dtype="float32", backend="native")
+    engine = Engine.from_pretrained(
+        str(path), "none", offline=True, dtype="float32", backend="native"
+    )
     assert engine.generate(PROMPT, max_new_tokens=8).token_ids == plainly(model, PROMPT, 8)
     for count in (4, True, 2.5):
         _, path = write(tmp_path, "qwen35", **{**changes, "nextn_predict_layers": count})
@@ -317,7 +371,10 @@ BLOCK = {  # of an MTP head, as llama.cpp's converter calls what Qwen's checkpoi
     **{f"block.self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"},
     "block.self_attn.o_proj.weight": "attn_output.weight",
     **{f"block.mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
-    **{f"block.mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+    **{
+        f"block.mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight"
+        for part in ("gate", "up", "down")
+    },
     "block.mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "block.mlp.gate.weight": "ffn_gate_inp.weight",
     "block.mlp.experts.down_proj": "ffn_down_exps.weight",
@@ -325,7 +382,10 @@ BLOCK = {  # of an MTP head, as llama.cpp's converter calls what Qwen's checkpoi
 
 
 BLOCKS_OF_NEMOTRON = {
-    **{name: BLOCK[name] for name in ("fc.weight", "embedding_norm.weight", "hidden_norm.weight", "norm.weight")},
+    **{
+        name: BLOCK[name]
+        for name in ("fc.weight", "embedding_norm.weight", "hidden_norm.weight", "norm.weight")
+    },
     "block.0.norm.weight": "attn_norm.weight",
     **{f"block.0.mixer.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
     "block.0.mixer.o_proj.weight": "attn_output.weight",
@@ -333,7 +393,10 @@ BLOCKS_OF_NEMOTRON = {
     "block.1.mixer.gate.weight": "ffn_gate_inp.weight",
     "block.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     **{f"block.1.mixer.experts.{part}_proj": f"ffn_{part}_exps.weight" for part in ("up", "down")},
-    **{f"block.1.mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")},
+    **{
+        f"block.1.mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight"
+        for part in ("up", "down")
+    },
 }
 
 
@@ -342,17 +405,28 @@ def test_a_head_of_several_blocks_is_read(tmp_path: Path) -> None:
     model = made("nemotron_h")
     torch.manual_seed(3)
     head = {
-        key: torch.randn(one.shape) * 0.2 for key, one in MtpLayer(model.config, torch.float32).state_dict().items()
+        key: torch.randn(one.shape) * 0.2
+        for key, one in MtpLayer(model.config, torch.float32).state_dict().items()
     }
     assert head.keys() == BLOCKS_OF_NEMOTRON.keys()
-    changes: Keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.head_count_kv": [0, 0, 2, 0, 0, 2]}
+    changes: Keys = {
+        "block_count": 6,
+        "nextn_predict_layers": 1,
+        "attention.head_count_kv": [0, 0, 2, 0, 0, 2],
+    }
     changes |= {"feed_forward_length": [0, 24, 0, 0, 24, 24]}
-    changes |= {f"blk.5.{BLOCKS_OF_NEMOTRON[name]}": tensor.numpy() for name, tensor in head.items()}
+    changes |= {
+        f"blk.5.{BLOCKS_OF_NEMOTRON[name]}": tensor.numpy() for name, tensor in head.items()
+    }
     for part in "qk":
         rows = changes[f"blk.5.attn_{part}.weight"]
-        changes[f"blk.5.attn_{part}.weight"] = rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        changes[f"blk.5.attn_{part}.weight"] = (
+            rows.reshape(-1, 2, 8, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        )
     _, path = write(tmp_path, "nemotron_h", **changes)
-    engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
+    engine = Engine.from_pretrained(
+        str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False
+    )
     found = mtp._in_file(engine.target.lm.source)
     assert type(engine.drafter.head) is NativeMtpHead
     assert found.keys() == head.keys()
@@ -368,7 +442,8 @@ def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
     model = made(case)
     torch.manual_seed(3)
     head = {
-        name: torch.randn(one.shape) * 0.2 for name, one in MtpLayer(model.config, torch.float32).state_dict().items()
+        name: torch.randn(one.shape) * 0.2
+        for name, one in MtpLayer(model.config, torch.float32).state_dict().items()
     }
     changes: Keys = {"block_count": 4, "nextn_predict_layers": 1}
     for name, tensor in head.items():
@@ -379,7 +454,9 @@ def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
         else:
             changes[f"blk.3.{BLOCK[name]}"] = numbers
     _, path = write(tmp_path, case, **changes)
-    engine = Engine.from_pretrained(str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False)
+    engine = Engine.from_pretrained(
+        str(path), "mtp", "eagle", offline=True, dtype="float32", lookup=False
+    )
     found = mtp._in_file(engine.target.lm.source)
     assert type(engine.drafter.head) is NativeMtpHead
     assert found.keys() == head.keys()
@@ -391,11 +468,15 @@ def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
     changes.pop("blk.3.attn_output.weight")
     _, path = write(tmp_path, case, **changes)
     assert "mtp" not in Engine.from_pretrained(str(path), offline=True).drafter.name
-    with pytest.raises(CheckpointError, match=r"does not fit the model's config; missing: block.self_attn.o_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the model's config; missing: block.self_attn.o_proj"
+    ):
         Engine.from_pretrained(str(path), "mtp", offline=True)
 
 
-@pytest.mark.parametrize("width", [[0, 24, 0, 0, 23], [0, 0, 0, 0, 0], [0, -24, 0, 0, 24], 2.0, "wide"])
+@pytest.mark.parametrize(
+    "width", [[0, 24, 0, 0, 23], [0, 0, 0, 0, 0], [0, -24, 0, 0, 24], 2.0, "wide"]
+)
 def test_widths_that_fit_no_layers_are_refused(width: Any, tmp_path: Path) -> None:
     _, path = write(tmp_path, "nemotron_h")
     with gguf.read(path) as file:

@@ -34,14 +34,18 @@ def test_blocks_and_their_numbers_are_those_of_the_gguf_package(tmp_path: Path, 
             numbers = file.numbers(name)
             assert numbers.dtype == np.float32
             assert np.array_equal(
-                numbers.reshape(rows, columns).view(np.int32), expected.astype(np.float32).view(np.int32)
+                numbers.reshape(rows, columns).view(np.int32),
+                expected.astype(np.float32).view(np.int32),
             )
 
 
 @pytest.mark.parametrize("kind", gguf.Kind)
 def test_numbers_and_sizes_of_kinds_are_those_of_the_gguf_package(kind: gguf.Kind) -> None:
     assert GGMLQuantizationType(kind.value).name == kind.name
-    assert gguf_package.GGML_QUANT_SIZES[GGMLQuantizationType(kind.value)] == (kind.elements, kind.bytes)
+    assert gguf_package.GGML_QUANT_SIZES[GGMLQuantizationType(kind.value)] == (
+        kind.elements,
+        kind.bytes,
+    )
 
 
 def test_blocks_into_a_given_buffer(models: dict[str, Path]) -> None:
@@ -58,7 +62,12 @@ def test_blocks_into_a_given_buffer(models: dict[str, Path]) -> None:
 
 
 def test_dequantize_refuses_what_does_not_fit() -> None:
-    for kind, size, shape in [("q4_0", 17, (1, 32)), ("q4_0", 18, (2, 16)), ("q8_1", 36, (1, 32)), ("f32", 8, (1,))]:
+    for kind, size, shape in [
+        ("q4_0", 17, (1, 32)),
+        ("q4_0", 18, (2, 16)),
+        ("q8_1", 36, (1, 32)),
+        ("f32", 8, (1,)),
+    ]:
         with pytest.raises(InputError):
             gguf.dequantize(kind, np.zeros(size, np.uint8), shape)
 
@@ -68,7 +77,9 @@ def test_dequantize_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_names_and_shapes_are_those_of_the_model(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
     file = opened(tmp_path, architecture, tied=tied)
     config = gguf.config(file)
     with torch.device("meta"):
@@ -106,7 +117,9 @@ def unpacking() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_weights_are_those_that_transformers_loads(models: dict[str, Path], architecture: str) -> None:
+def test_weights_are_those_that_transformers_loads(
+    models: dict[str, Path], architecture: str
+) -> None:
     path = models[architecture]
     file = gguf.read(path)
     config = gguf.config(file)  # given, as transformers does not read the size of a head for qwen3

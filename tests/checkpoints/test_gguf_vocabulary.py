@@ -34,7 +34,9 @@ def test_a_byte_level_tokenizer_is_that_of_transformers(tmp_path: Path, architec
         ids = ours(text).input_ids
         assert ids == theirs(text).input_ids
         assert ours.decode(ids) == theirs.decode(ids)
-        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(
+            ids, skip_special_tokens=True
+        )
 
 
 # ---- ids below are llama.cpp's for these vocabularies
@@ -58,14 +60,22 @@ SENTENCES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "one of its own as well": (" hello", {}, [1, SPACE, SPACED_HELLO]),
     "one of its own alone": (" hello", {"add_space_prefix": False}, [1, SPACED_HELLO]),
     "after a special token": ("hello</s>hello", {}, [1, SPACED_HELLO, 2, SPACED_HELLO]),
-    "not after a special token": ("hello</s>hello", {"add_space_prefix": False}, [1, HELLO, 2, HELLO]),
+    "not after a special token": (
+        "hello</s>hello",
+        {"add_space_prefix": False},
+        [1, HELLO, 2, HELLO],
+    ),
     "lines": ("\n\nh", {"add_space_prefix": False}, [1, *byte("\n\n"), H]),
     "bytes": ("é", {"add_space_prefix": False}, [1, *byte("é")]),
     "nothing": ("", {}, [1]),
     "no first token": ("hello", {"add_bos_token": False}, [SPACED_HELLO]),
     "a last token": ("hello", {"add_eos_token": True}, [1, SPACED_HELLO, 2]),
     "whatever merges say": ("hello", {"merges": ["h e"]}, [1, SPACED_HELLO]),
-    "spaces stay": ("hello  hello", {"remove_extra_whitespaces": True}, [1, SPACED_HELLO, SPACE, SPACED_HELLO]),
+    "spaces stay": (
+        "hello  hello",
+        {"remove_extra_whitespaces": True},
+        [1, SPACED_HELLO, SPACE, SPACED_HELLO],
+    ),
     "no separator": ("hello", {"add_sep_token": True, "seperator_token_id": 0}, [1, SPACED_HELLO]),
 }
 
@@ -83,7 +93,9 @@ def test_of_pieces_that_overlap_the_better_score_is_merged_first(
     vocabulary = files.sentencepiece_vocabulary()
     for key, value in (("tokens", "el"), ("scores", score), ("token_type", 1)):
         vocabulary[f"tokenizer.ggml.{key}"] = [*vocabulary[f"tokenizer.ggml.{key}"], value]
-    assert ids_of(tmp_path, vocabulary, "hel", add_space_prefix=False, add_bos_token=False) == expected
+    assert (
+        ids_of(tmp_path, vocabulary, "hel", add_space_prefix=False, add_bos_token=False) == expected
+    )
 
 
 def test_sentencepiece_answers_keep_their_spaces(tmp_path: Path) -> None:
@@ -108,7 +120,11 @@ def test_control_tokens_are_not_made_of_letters(tmp_path: Path) -> None:
 # Merges alone count in Gemma 4's vocabulary, lines are apart, and the first token comes whatever the file says.
 GEMMA4_TEXTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "no space before it": ("hello hello", {}, [1, HELLO, SPACED_HELLO]),
-    "no space where the file does not say": ("hello hello", {"add_space_prefix": None}, [1, HELLO, SPACED_HELLO]),
+    "no space where the file does not say": (
+        "hello hello",
+        {"add_space_prefix": None},
+        [1, HELLO, SPACED_HELLO],
+    ),
     "two spaces": ("hello  hello", {}, [1, HELLO, SPACE, SPACED_HELLO]),
     "whatever scores say": ("hello", {"merges": ["e l", "h e", "l l"]}, [1, H, 273, 262, 263]),
     "lines": ("hello\n\nhello\n", {}, [1, HELLO, 275, HELLO, 274]),
@@ -146,7 +162,12 @@ def gemma4_vocabulary() -> dict[str, Any]:
 def word_vocabulary() -> dict[str, Any]:
     """Bytes, and merges that show where text is cut."""
     merges = ["1 2", "12 3", "123 4", "' s", "t 's", "a b", "a bc", "b c", "Ġ a", "! !", "Ċ Ċ"]
-    tokens = [*bytes_to_unicode().values(), *dict.fromkeys(merge.replace(" ", "") for merge in merges), "abc", "<|e|>"]
+    tokens = [
+        *bytes_to_unicode().values(),
+        *dict.fromkeys(merge.replace(" ", "") for merge in merges),
+        "abc",
+        "<|e|>",
+    ]
     tokens = list(dict.fromkeys(tokens))
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -186,18 +207,24 @@ def test_words_are_cut_as_in_llama_cpp(tmp_path: Path, name: str) -> None:
     assert [word_vocabulary()["tokenizer.ggml.tokens"][number] for number in ids] == expected
 
 
-def test_a_file_of_llama_3_takes_whole_words_and_begins_with_its_first_token(tmp_path: Path) -> None:
+def test_a_file_of_llama_3_takes_whole_words_and_begins_with_its_first_token(
+    tmp_path: Path,
+) -> None:
     vocabulary = word_vocabulary()
     tokens, first = vocabulary["tokenizer.ggml.tokens"], vocabulary["tokenizer.ggml.bos_token_id"]
     assert ids_of(tmp_path, vocabulary, "abc") == [tokens.index("ab"), tokens.index("c")]
     assert ids_of(tmp_path, vocabulary, "abc", pre="llama-bpe") == [first, tokens.index("abc")]
-    assert ids_of(tmp_path, vocabulary, "abc", pre="llama-bpe", add_bos_token=False) == [tokens.index("abc")]
+    assert ids_of(tmp_path, vocabulary, "abc", pre="llama-bpe", add_bos_token=False) == [
+        tokens.index("abc")
+    ]
     assert ids_of(tmp_path, vocabulary, "abc", pre="tekken") == [first, tokens.index("abc")]
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
 def test_every_way_of_cutting_gives_the_text_back(tmp_path: Path, name: str) -> None:
-    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=word_vocabulary() | {"tokenizer.ggml.pre": name}))
+    tokenizer = gguf.tokenizer(
+        opened(tmp_path, vocabulary=word_vocabulary() | {"tokenizer.ggml.pre": name})
+    )
     text = "It's 1234 x\r\n\n  été! 漢字かな हिन्दी (ab)_c\t🎉  "
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
@@ -205,7 +232,9 @@ def test_every_way_of_cutting_gives_the_text_back(tmp_path: Path, name: str) -> 
 def test_an_unknown_way_of_cutting_is_refused_and_none_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"tokenizer.ggml.pre = 'mine' is unknown.* pass tokenizer="):
+    with pytest.raises(
+        UnsupportedModelError, match=r"tokenizer.ggml.pre = 'mine' is unknown.* pass tokenizer="
+    ):
         ids_of(tmp_path, word_vocabulary(), "1", pre="mine")
     assert not capsys.readouterr().err
     vocabulary = word_vocabulary()
@@ -214,7 +243,9 @@ def test_an_unknown_way_of_cutting_is_refused_and_none_is_noted(
     assert "model.gguf: the file has no tokenizer.ggml.pre" in capsys.readouterr().err
 
 
-def test_keys_that_are_not_read_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_are_not_read_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = {"add_sep_token": False, "fim_pre_token_id": 3, "mask_token_id": 3}
     ids_of(tmp_path, word_vocabulary(), "1", **known)
     assert not capsys.readouterr().err
@@ -231,12 +262,19 @@ def test_special_tokens_outside_of_the_byte_alphabet_keep_their_ids(tmp_path: Pa
     tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=vocabulary | metadata))
     assert len(tokenizer) == len(tokens)
     assert tokenizer.bos_token_id == len(tokens) - 2
-    assert tokenizer(f"{begin}1  wide").input_ids == [len(tokens) - 2, tokens.index("1"), len(tokens) - 1]
+    assert tokenizer(f"{begin}1  wide").input_ids == [
+        len(tokens) - 2,
+        tokens.index("1"),
+        len(tokens) - 1,
+    ]
     assert tokenizer.decode([len(tokens) - 1]) == "  wide"
 
 
 def test_named_chat_templates(tmp_path: Path) -> None:
-    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "with tools"}
+    templates = {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "with tools",
+    }
     tokenizer = gguf.tokenizer(opened(tmp_path, metadata=templates))
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     messages = [{"role": "user", "content": "hello"}]
@@ -284,5 +322,7 @@ def test_merges_of_unknown_pieces_and_a_missing_vocabulary_are_refused(tmp_path:
         gguf.tokenizer(twice)
     missing = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}
     unset = opened(tmp_path, metadata=missing)
-    with pytest.raises(CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id names no"):
+    with pytest.raises(
+        CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id names no"
+    ):
         gguf.tokenizer(unset)

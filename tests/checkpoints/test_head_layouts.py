@@ -26,7 +26,10 @@ from tests.toy import head_config, random_state
         ("DFlash", {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]}}),
         ("DFlash", {"speculators_model_type": "dflash", "transformer_layer_config": {}}),
         ("DSpark", {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}),
-        ("DSpark", {"architectures": ["LlamaForCausalLM"], "dflash_config": {"projector_type": "dspark"}}),
+        (
+            "DSpark",
+            {"architectures": ["LlamaForCausalLM"], "dflash_config": {"projector_type": "dspark"}},
+        ),
     ],
 )
 def test_heads_that_draft_blocks_are_refused_by_name(family: str, raw: dict[str, Any]) -> None:
@@ -37,7 +40,11 @@ def test_heads_that_draft_blocks_are_refused_by_name(family: str, raw: dict[str,
 
 def test_each_file_is_a_layout() -> None:
     assert layouts.names() == ["eagle", "specforge", "speculators"]
-    assert [layouts.named(name) for name in layouts.names()] == [EagleLayout, SpecForge, Speculators]
+    assert [layouts.named(name) for name in layouts.names()] == [
+        EagleLayout,
+        SpecForge,
+        Speculators,
+    ]
     assert layouts.FALLBACK in layouts.names()
 
 
@@ -64,7 +71,8 @@ def test_a_config_of_two_layouts_is_refused(tmp_path: Path) -> None:
     config = head_config(**READ)
     raw = {**FLAT, **THIRD, "eagle_config": {LAYER_IDS: [1]}, "speculators_model_type": "eagle3"}
     with pytest.raises(
-        CheckpointError, match=r"config\.json: its fields fit several layouts: specforge, speculators$"
+        CheckpointError,
+        match=r"config\.json: its fields fit several layouts: specforge, speculators$",
     ) as refused:
         load_head(write(tmp_path, raw, official(config, random_state(config))))
     assert str(tmp_path) in str(refused.value)
@@ -92,24 +100,32 @@ def known(monkeypatch: pytest.MonkeyPatch, **more: type[layouts.Layout]) -> None
     monkeypatch.setattr(layouts, "named", classes.__getitem__)
 
 
-def test_the_variant_of_the_layouts_that_recognise_a_config_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_of_the_layouts_that_recognise_a_config_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known(monkeypatch, variant=Variant)
     assert layouts.layout_of({"eagle_config": {}}) is Variant
 
 
 def test_unrelated_layouts_are_not_chosen_between(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, stranger=Stranger)
-    with pytest.raises(CheckpointError, match="its fields fit several layouts: specforge, test_head_layouts"):
+    with pytest.raises(
+        CheckpointError, match="its fields fit several layouts: specforge, test_head_layouts"
+    ):
         layouts.layout_of({"eagle_config": {}})
     assert layouts.layout_of({"strange": 1}) is Stranger
 
 
-def test_a_layout_without_a_writer_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_without_a_writer_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known(monkeypatch, stranger=Stranger)
     config = head_config(**READ)
     state = random_state(config)
     assert load_head(write(tmp_path, {**FLAT, **THIRD, "strange": 1}, state)).config == config
-    with pytest.raises(CheckpointError, match="layout: got 'strange', accepted official, speculators"):
+    with pytest.raises(
+        CheckpointError, match="layout: got 'strange', accepted official, speculators"
+    ):
         save_head(config, state, tmp_path / "other", "strange")
     with pytest.raises(CheckpointError, match="layout: strange heads can be read, but not written"):
         Stranger.written(config, "float32", layouts.Verifier())

@@ -28,7 +28,9 @@ BOTH = [
     head_config(layer_ids=(0, 4, 9), norm_before_residual=True),
     head_config(fusion_norm="each", own_embeddings=True, target_hidden_size=48, head_dim=16),
     head_config(fusion_norm="whole", layer_ids=(1, 2)),
-    head_config(draft_vocab_size=VOCABULARY, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}),
+    head_config(
+        draft_vocab_size=VOCABULARY, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    ),
     head_config(qkv_bias=True, o_bias=True),
     head_config(temperatures=(0.85, 1.0, 1.25)),
     head_config(1, temperatures=(0.9,)),
@@ -44,7 +46,9 @@ ONE = {
 def logits(config: EagleConfig, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     head = head_from(config, state, dtype, CPU)
     random = torch.Generator().manual_seed(1)
-    features = torch.randn(1, 9, config.num_features * config.target_hidden_size, generator=random).to(dtype)
+    features = torch.randn(
+        1, 9, config.num_features * config.target_hidden_size, generator=random
+    ).to(dtype)
     embeddings = torch.randn(1, 9, config.hidden_size, generator=random).to(dtype)
     with torch.inference_mode():
         states = head(head.fuse(features), embeddings, torch.arange(9)[None], causal)
@@ -58,7 +62,10 @@ def logits(config: EagleConfig, state: dict[str, Tensor], dtype: torch.dtype) ->
 def test_round_trips_between_the_layouts_are_bit_identical(
     tmp_path: Path, config: EagleConfig, first: Any, dtype: torch.dtype
 ) -> None:
-    state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in random_state(config).items()}
+    state = {
+        name: t.to(dtype) if t.is_floating_point() else t
+        for name, t in random_state(config).items()
+    }
     other: Any = "speculators" if first == "official" else "official"
     save_head(config, state, tmp_path / "one", first, verifier=MODEL)
     there = load_head(tmp_path / "one")
@@ -75,8 +82,12 @@ def test_round_trips_between_the_layouts_are_bit_identical(
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
 
 
-@pytest.mark.parametrize(("layout", "config"), [(layout, config) for layout, many in ONE.items() for config in many])
-def test_what_one_layout_cannot_say_is_refused_by_it(tmp_path: Path, layout: Any, config: EagleConfig) -> None:
+@pytest.mark.parametrize(
+    ("layout", "config"), [(layout, config) for layout, many in ONE.items() for config in many]
+)
+def test_what_one_layout_cannot_say_is_refused_by_it(
+    tmp_path: Path, layout: Any, config: EagleConfig
+) -> None:
     save_head(config, random_state(config), tmp_path, layout, verifier=MODEL)
     assert load_head(tmp_path).config == config
     other: Any = "speculators" if layout == "official" else "official"
@@ -88,7 +99,10 @@ def test_what_one_layout_cannot_say_is_refused_by_it(tmp_path: Path, layout: Any
 def test_the_official_file_is_what_upstream_reads(tmp_path: Path) -> None:
     config = head_config(layer_ids=(2, 3, 4))
     save_head(config, random_state(config), tmp_path)
-    tensors, raw = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    tensors, raw = (
+        load_file(tmp_path / "model.safetensors"),
+        json.loads((tmp_path / "config.json").read_text()),
+    )
     assert same(tensors, official(config, random_state(config)))
     assert raw["eagle_config"] == {LAYER_IDS: [1, 2, 3]}
     assert raw[LAYER_IDS] == [2, 3, 4]  # as vLLM counts them
@@ -103,15 +117,26 @@ def test_what_is_not_the_usual_stands_in_the_official_file(tmp_path: Path) -> No
     save_head(config, random_state(config), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["norm_output"] is False
-    assert raw["attention_bias"] is raw["qkv_bias"] is True  # vLLM reads the former, the EAGLE repository the latter
+    assert (
+        raw["attention_bias"] is raw["qkv_bias"] is True
+    )  # vLLM reads the former, the EAGLE repository the latter
     assert load_head(tmp_path).config == config
 
 
 @pytest.mark.parametrize("target", [None, ""])
 def test_the_speculators_layout_needs_the_targets_name(tmp_path: Path, target: str | None) -> None:
     config = head_config()
-    with pytest.raises(CheckpointError, match=r"target: got .*, accepted the name of the model that the head was made"):
-        save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=Verifier(target))
+    with pytest.raises(
+        CheckpointError,
+        match=r"target: got .*, accepted the name of the model that the head was made",
+    ):
+        save_head(
+            config,
+            random_state(config),
+            tmp_path / "head",
+            "speculators",
+            verifier=Verifier(target),
+        )
     assert not (tmp_path / "head").exists()
     save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=MODEL)
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -176,7 +201,9 @@ def test_draft_options_overrule_the_config(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(model, str(tmp_path), draft_options={"layer_ids": "1,2,4"})
     assert engine.drafter is not None
     assert engine.drafter.traits.features == (1, 2, 4)
-    with pytest.raises(InputError, match="draft_options: unknown option 'layers', known are producer, layer_ids"):
+    with pytest.raises(
+        InputError, match="draft_options: unknown option 'layers', known are producer, layer_ids"
+    ):
         Engine.from_pretrained(model, str(tmp_path), draft_options={"layers": "1,2,4"})
     other = replace(config, target_hidden_size=48, own_embeddings=True)
     save_head(other, random_state(other), tmp_path)

@@ -41,7 +41,9 @@ def answers(target: Any, folder: Path, **options: Any) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
-def test_a_head_of_the_whole_vocabulary_reads_by_the_targets(tmp_path: Path, backend: str | None) -> None:
+def test_a_head_of_the_whole_vocabulary_reads_by_the_targets(
+    tmp_path: Path, backend: str | None
+) -> None:
     folder = saved(tmp_path, without=("lm_head.weight",), draft_vocab_size=VOCABULARY)
     found = load_head(folder)
     assert not found.config.own_head
@@ -63,13 +65,18 @@ def test_its_logits_are_those_of_a_head_with_the_targets_weights(tmp_path: Path)
     assert torch.allclose(lm.head(bare.readout(states)), whole.logits(states), atol=1e-5)
     texts = [list(range(30, 50))]
     ours, theirs = one_step_agreement(bare, lm, texts), one_step_agreement(whole, lm, texts)
-    assert [convention.hits.tolist() for convention in ours] == [convention.hits.tolist() for convention in theirs]
+    assert [convention.hits.tolist() for convention in ours] == [
+        convention.hits.tolist() for convention in theirs
+    ]
     assert len(ours) > 1
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"draft_vocab_size": 200}, {"draft_vocab_size": VOCABULARY, "hidden_size": 24, "own_embeddings": True}],
+    [
+        {"draft_vocab_size": 200},
+        {"draft_vocab_size": VOCABULARY, "hidden_size": 24, "own_embeddings": True},
+    ],
 )
 def test_other_heads_need_their_own(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
@@ -85,12 +92,16 @@ def test_other_heads_need_their_own(tmp_path: Path, changes: dict[str, Any]) -> 
 def test_a_head_serves_a_target_with_appended_tokens(
     tmp_path: Path, changes: dict[str, Any], backend: str | None
 ) -> None:
-    drafted, plain = answers(deep(vocab_size=VOCABULARY + 3), saved(tmp_path, **changes), backend=backend)
+    drafted, plain = answers(
+        deep(vocab_size=VOCABULARY + 3), saved(tmp_path, **changes), backend=backend
+    )
     assert drafted == plain
     target = deep(vocab_size=VOCABULARY + 3)
     prompt = [VOCABULARY, VOCABULARY + 2, 41]  # of the new tokens
     engine = Engine.from_pretrained(target, tmp_path, backend=backend)
-    expected = Engine.from_pretrained(target, policy="plain", backend=backend).generate(prompt, max_new_tokens=8)
+    expected = Engine.from_pretrained(target, policy="plain", backend=backend).generate(
+        prompt, max_new_tokens=8
+    )
     assert engine.generate(prompt, max_new_tokens=8).token_ids == expected.token_ids
 
 
@@ -108,5 +119,7 @@ def test_appended_tokens_change_nothing_for_the_others(version: Literal[1, 3]) -
 
 @pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + MAX_APPENDED + 1])
 def test_another_vocabulary_is_refused_with_what_to_do(tmp_path: Path, size: int) -> None:
-    with pytest.raises(InputError, match=f"vocabulary 260, this one has {size}; train one for this target"):
+    with pytest.raises(
+        InputError, match=f"vocabulary 260, this one has {size}; train one for this target"
+    ):
         Engine.from_pretrained(deep(vocab_size=size), saved(tmp_path))

@@ -35,7 +35,8 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 @pytest.mark.parametrize(
-    "name", ["./hd", "../hd", "~/hd", "/no/hd", "a/b/hd", "hd/", "hd.gguf", "hd.safetensors", "a\\hd"]
+    "name",
+    ["./hd", "../hd", "~/hd", "/no/hd", "a/b/hd", "hd/", "hd.gguf", "hd.safetensors", "a\\hd"],
 )
 def test_what_looks_like_a_path_is_looked_up_on_the_disk_alone(name: str, away: Hub) -> None:
     assert checks.why_absent(name) == "there is no such file or folder"
@@ -53,7 +54,9 @@ def test_a_name_is_asked_for_once(name: str, away: Hub, monkeypatch: pytest.Monk
     assert "no such model on the Hub" in str(checks.why_absent(name))
     away.answer = True
     assert checks.why_absent(name) is None
-    monkeypatch.setattr(checks, "try_to_load_from_cache", lambda name, file: "/somewhere/config.json")
+    monkeypatch.setattr(
+        checks, "try_to_load_from_cache", lambda name, file: "/somewhere/config.json"
+    )
     away.asked = 0
     assert checks.why_absent(name) is None
     assert away.asked == 0
@@ -68,8 +71,12 @@ def test_what_is_on_the_disk_is_there(tmp_path: Path, away: Hub) -> None:
 def test_a_draft_that_is_not_there_is_refused_as_a_draft_before_anything_is_loaded(
     draft: Any, away: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specengine.loading.load_model", lambda *_: pytest.fail("the target was loaded"))
-    with pytest.raises(InputError, match=rf"^draft: got '{draft}', accepted .*there is no such") as refused:
+    monkeypatch.setattr(
+        "specengine.loading.load_model", lambda *_: pytest.fail("the target was loaded")
+    )
+    with pytest.raises(
+        InputError, match=rf"^draft: got '{draft}', accepted .*there is no such"
+    ) as refused:
         Engine.from_pretrained(None, draft)
     assert "model '" not in str(refused.value)
 
@@ -84,7 +91,11 @@ def test_a_draft_that_is_there_is_taken(tmp_path: Path, away: Hub) -> None:
 
 @pytest.mark.parametrize("model", ["hd", "owner/hd", "./hd", "nowhere/hd.gguf"])
 @pytest.mark.parametrize("backend", [None, "huggingface"])
-def test_a_model_that_is_not_there_is_asked_for_once(model: str, backend: str | None, away: Hub) -> None:
-    with pytest.raises(InputError, match=rf"^model: got '{model}', accepted a path or a Hub id; there is no such"):
+def test_a_model_that_is_not_there_is_asked_for_once(
+    model: str, backend: str | None, away: Hub
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"^model: got '{model}', accepted a path or a Hub id; there is no such"
+    ):
         Engine.from_pretrained(model, "none", backend=backend)
     assert away.asked <= 1

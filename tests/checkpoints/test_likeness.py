@@ -36,7 +36,11 @@ def tuned(model: Any, noise: float = 0.05, appended: int = 0) -> Any:
     """The model after a little training, as it were: all weights moved, tokens appended."""
     with torch.no_grad():
         for weight in model.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            weight += (
+                noise
+                * weight.std()
+                * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            )
     if appended:
         model.resize_token_embeddings(VOCABULARY + appended, mean_resizing=False)
     return model
@@ -44,7 +48,9 @@ def tuned(model: Any, noise: float = 0.05, appended: int = 0) -> Any:
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("appended", [0, 3])
-def test_a_fine_tune_gets_the_head_of_its_base(head: Path, appended: int, backend: str | None) -> None:
+def test_a_fine_tune_gets_the_head_of_its_base(
+    head: Path, appended: int, backend: str | None
+) -> None:
     engine = Engine.from_pretrained(tuned(deep(), appended=appended), backend=backend)
     assert engine.drafter.name.startswith("eagle (EAGLE-3, mine)")
     plain = engine.generate(PROMPT, max_new_tokens=12, policy="plain").token_ids

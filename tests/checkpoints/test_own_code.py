@@ -39,7 +39,11 @@ def changed(file: Path, **fields: Any) -> None:
 
 
 def of_tokenizer(folder: Path) -> str:
-    changed(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    changed(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["own.Own", None]},
+    )
     return TOKENIZER
 
 
@@ -65,7 +69,11 @@ def of_model(folder: Path) -> str:
 
 
 def of_processor(folder: Path) -> str:
-    changed(folder / "processor_config.json", processor_class="Own", auto_map={"AutoProcessor": "own.Own"})
+    changed(
+        folder / "processor_config.json",
+        processor_class="Own",
+        auto_map={"AutoProcessor": "own.Own"},
+    )
     changed(folder / "preprocessor_config.json", auto_map={"AutoImageProcessor": "own.Own"})
     return CONFIG
 
@@ -77,7 +85,11 @@ def of_generation(folder: Path) -> str:
 
 
 def of_another_repository(folder: Path) -> str:
-    changed(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["a/b--own.Own", None]})
+    changed(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["a/b--own.Own", None]},
+    )
     return TOKENIZER
 
 
@@ -120,12 +132,16 @@ def test_code_of_a_folder_does_not_run(
 ) -> None:
     folder = folder_with(tmp_path / "model", kind)
     if kind in (of_config, of_model):
-        with pytest.raises(SpecEngineError, match="trust_remote_code" if kind is of_config else "do not fit"):
+        with pytest.raises(
+            SpecEngineError, match="trust_remote_code" if kind is of_config else "do not fit"
+        ):
             Engine.from_pretrained(str(folder), "ngram", backend=backend)
     else:
         engine = Engine.from_pretrained(str(folder), "ngram", backend=backend)
         assert engine.generate([5, 6, 7], **OPTIONS).token_ids
-        assert (engine.tokenizer is None) == (kind in (of_tokenizer, of_tokenizer_as_a_list, of_another_repository))
+        assert (engine.tokenizer is None) == (
+            kind in (of_tokenizer, of_tokenizer_as_a_list, of_another_repository)
+        )
     out, err = capsys.readouterr()
     assert out == ""
     assert not (folder / "ran").exists()
@@ -139,11 +155,17 @@ def test_code_of_what_is_given_beside_a_model_does_not_run(
     given: str, tmp_path: Path, agreeing: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_with(tmp_path / "other", of_tokenizer if given == "tokenizer" else of_config)
-    arguments: tuple[Any, ...] = (tiny("llama"), "ngram") if given == "tokenizer" else (tiny("llama"), str(folder))
+    arguments: tuple[Any, ...] = (
+        (tiny("llama"), "ngram") if given == "tokenizer" else (tiny("llama"), str(folder))
+    )
     if given == "adapter":
         pytest.importorskip("peft")
         (tmp_path / "adapter").mkdir()
-        adapter = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "target_modules": ["q_proj"]}
+        adapter = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": str(folder),
+            "target_modules": ["q_proj"],
+        }
         changed(tmp_path / "adapter" / "adapter_config.json", **adapter)
         arguments = (str(tmp_path / "adapter"), "ngram")
     options = {"tokenizer": str(folder)} if given == "tokenizer" else {}
@@ -176,13 +198,24 @@ def test_the_command_line_names_its_option(
     assert not (folder / "ran").exists()
 
 
-def test_a_module_that_an_adapter_names_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_an_adapter_names_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "of_an_adapter.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     tiny("llama").save_pretrained(tmp_path / "base")
     (tmp_path / "adapter").mkdir()
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base"), "target_modules": ["q_proj"]}
-    changed(tmp_path / "adapter" / "adapter_config.json", **adapter, megatron_config={}, megatron_core="of_an_adapter")
+    adapter = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(tmp_path / "base"),
+        "target_modules": ["q_proj"],
+    }
+    changed(
+        tmp_path / "adapter" / "adapter_config.json",
+        **adapter,
+        megatron_config={},
+        megatron_core="of_an_adapter",
+    )
     with pytest.raises(SpecEngineError, match="of_an_adapter"):
         Engine.from_pretrained(str(tmp_path / "adapter"), "ngram")
     assert not (tmp_path / "ran").exists()
@@ -233,7 +266,12 @@ def test_code_in_a_pickle_does_not_run(given: str, tmp_path: Path) -> None:
 
 # ---- the rule in the code
 
-READS_NO_CODE = ("GenerationConfig", "PeftConfig", "Engine", "cls")  # fields alone, and this package's own
+READS_NO_CODE = (
+    "GenerationConfig",
+    "PeftConfig",
+    "Engine",
+    "cls",
+)  # fields alone, and this package's own
 
 
 def breaches(code: str) -> list[str]:
@@ -247,18 +285,27 @@ def breaches(code: str) -> list[str]:
         if text in ("pickle.load", "pickle.loads", "pickle.Unpickler", "unpickle"):
             listed.append(ast.unparse(call))
         receiver, _, name = text.rpartition(".")
-        if name not in ("from_pretrained", "from_config") or receiver.rpartition(".")[2] in READS_NO_CODE:
+        if (
+            name not in ("from_pretrained", "from_config")
+            or receiver.rpartition(".")[2] in READS_NO_CODE
+        ):
             continue
         trusted = given.get("trust_remote_code")
-        if trusted is None or (isinstance(trusted, ast.Constant) and type(trusted.value) is not bool):
+        if trusted is None or (
+            isinstance(trusted, ast.Constant) and type(trusted.value) is not bool
+        ):
             listed.append(ast.unparse(call))
     return listed
 
 
 def test_every_call_says_whether_code_is_trusted() -> None:
-    files = [file for part in ("specengine", "bench", "research") for file in (ROOT / part).rglob("*.py")]
+    files = [
+        file for part in ("specengine", "bench", "research") for file in (ROOT / part).rglob("*.py")
+    ]
     assert len(files) > 200
-    assert [(str(file), call) for file in files for call in breaches(file.read_text(encoding="utf-8"))] == []
+    assert [
+        (str(file), call) for file in files for call in breaches(file.read_text(encoding="utf-8"))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -275,4 +322,9 @@ def test_every_call_says_whether_code_is_trusted() -> None:
 )
 def test_a_breach_of_the_rule_is_seen(code: str) -> None:
     assert breaches(code) == [code]
-    assert breaches("AutoTokenizer.from_pretrained(a, trust_remote_code=b); torch.load(a, weights_only=True)") == []
+    assert (
+        breaches(
+            "AutoTokenizer.from_pretrained(a, trust_remote_code=b); torch.load(a, weights_only=True)"
+        )
+        == []
+    )

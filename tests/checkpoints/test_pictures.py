@@ -28,20 +28,28 @@ def saved(kind: str, folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param(None, marks=needs_extension)])
-@pytest.mark.parametrize("kind", ["mistral3", "llava", "gemma3", "gemma4", "gemma4_unified", "smolvlm", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind", ["mistral3", "llava", "gemma3", "gemma4", "gemma4_unified", "smolvlm", "qwen3_5"]
+)
 def test_a_folder_answers_texts(kind: str, backend: str | None, tmp_path: Path) -> None:
     model, prompt = saved(kind, tmp_path), prompt_of(40)
     options = {} if backend is None else {"backend": backend}
     engine = Engine.from_pretrained(tmp_path, "ngram", policy_for("eagle"), offline=True, **options)
     assert engine.target.backend.startswith("native (" if backend is None else "huggingface")
-    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(
+        model, prompt
+    )
     if kind != "qwen3_5":  # of which transformers loads the language model alone
         assert type(engine.target.model) is type(model)  # whole, pictures and all
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> None:
     file = folder / "model.safetensors"
-    save_file({change(name): tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file(
+        {change(name): tensor for name, tensor in load_file(file).items()},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 @needs_extension
@@ -49,9 +57,13 @@ def test_tensors_of_the_language_model_have_one_of_the_known_names(tmp_path: Pat
     model, prompt = saved("gemma3", tmp_path), prompt_of(20)
     renamed(tmp_path, lambda name: name.replace("language_model.model.", "model.language_model."))
     engine = Engine.from_pretrained(tmp_path, "none", offline=True, backend="native")
-    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(model, prompt)
+    assert engine.generate(prompt, max_new_tokens=24, eos_token_id=[]).token_ids == generated(
+        model, prompt
+    )
     renamed(tmp_path, lambda name: name.replace("model.language_model.", "model.text."))
-    with pytest.raises(UnsupportedModelError, match="names the tensors of its language model in no known way"):
+    with pytest.raises(
+        UnsupportedModelError, match="names the tensors of its language model in no known way"
+    ):
         Engine.from_pretrained(tmp_path, "none", offline=True, backend="native")
 
 
@@ -64,7 +76,10 @@ def test_a_tensor_that_its_language_model_lacks_is_named(tmp_path: Path) -> None
 
 
 def test_a_model_that_goes_on_with_no_text_is_named_by_its_type() -> None:
-    with pytest.raises(UnsupportedModelError, match="model type t5 is no language model of transformers that goes on"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="model type t5 is no language model of transformers that goes on",
+    ):
         auto_class(T5Config())
     with pytest.raises(UnsupportedModelError, match=r"^model \S*: model type t5"):
         empty_model(T5Config(), torch.float32)

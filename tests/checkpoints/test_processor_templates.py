@@ -32,7 +32,9 @@ def in_json(name: str, template: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         file = folder / name
         held = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(held | {"processor_class": "LlavaProcessor", "chat_template": template}))
+        file.write_text(
+            json.dumps(held | {"processor_class": "LlavaProcessor", "chat_template": template})
+        )
 
     return write
 
@@ -49,7 +51,9 @@ PLACES: dict[str, tuple[Callable[[Path], None], ...]] = {
     "chat_template.json": (in_json("chat_template.json", PLAIN),),
     "chat_template.jinja": (as_text("chat_template.jinja", PLAIN),),
     "processor_config.json": (in_json("processor_config.json", PLAIN),),
-    "processor_config.json, named": (in_json("processor_config.json", {"default": PLAIN, "tool_use": TOOLS}),),
+    "processor_config.json, named": (
+        in_json("processor_config.json", {"default": PLAIN, "tool_use": TOOLS}),
+    ),
     "processor_config.json, a list": (in_json("processor_config.json", NAMED),),
     "tokenizer_config.json": (in_json("tokenizer_config.json", PLAIN),),
     "tokenizer_config.json, a list": (in_json("tokenizer_config.json", NAMED),),
@@ -65,12 +69,18 @@ PLACES: dict[str, tuple[Callable[[Path], None], ...]] = {
         in_json("chat_template.json", "other"),
         in_json("processor_config.json", PLAIN),
     ),
-    "the tokenizer's own first": (in_json("chat_template.json", "other"), in_json("tokenizer_config.json", PLAIN)),
+    "the tokenizer's own first": (
+        in_json("chat_template.json", "other"),
+        in_json("tokenizer_config.json", PLAIN),
+    ),
     "of parts": (in_json("chat_template.json", PARTS),),
     "of parts, in the tokenizer's": (as_text("chat_template.jinja", PARTS),),
     "of first parts": (in_json("processor_config.json", INDEXED),),
 }
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+}
 
 
 def folder_with(place: Path, name: str) -> Path:
@@ -92,11 +102,16 @@ def prompt_of(engine: Engine, prompt: Any, **options: Any) -> str:
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("name", PLACES)
 def test_prompts_are_put_into_the_template(name: str, backend: str | None, tmp_path: Path) -> None:
-    engine = Engine.from_pretrained(str(folder_with(tmp_path / "model", name)), "ngram", backend=backend)
+    engine = Engine.from_pretrained(
+        str(folder_with(tmp_path / "model", name)), "ngram", backend=backend
+    )
     assert prompt_of(engine, "hi") == "<u>hi</u><a>"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
     assert prompt_of(engine, messages) == "<u>hi</u><u>so</u><a>"
-    assert prompt_of(engine, [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]) == "<u>hi</u><a>"
+    assert (
+        prompt_of(engine, [{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+        == "<u>hi</u><a>"
+    )
     assert prompt_of(engine, "hi", raw=True) == "hi"
     assert isinstance(engine.tokenizer.chat_template, dict) == (
         "list" in name or "named" in name or "additional" in name
@@ -130,9 +145,13 @@ def test_a_server_answers_by_the_template(name: str, tmp_path: Path) -> None:
         assert answer.json()["usage"]["prompt_tokens"] == len("<u>hi</u><a>")
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"chat_template": 7}', '{"chat_template": [{"name": "default"}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"chat_template": 7}', '{"chat_template": [{"name": "default"}]}']
+)
 @pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
-def test_a_damaged_file_is_noted(file: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_noted(
+    file: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = folder_with(tmp_path / "model", "tokenizer_config.json")
     in_json("tokenizer_config.json", None)(folder)
     (folder / file).write_text(content)
@@ -144,7 +163,12 @@ def test_a_damaged_file_is_noted(file: str, content: str, tmp_path: Path, capsys
 
 
 def test_a_template_that_takes_texts_stays_as_it_is() -> None:
-    for template in (PLAIN, TOOLS, "{{ raise_exception('text') }}", "{% for m in messages %}text{% endfor %}"):
+    for template in (
+        PLAIN,
+        TOOLS,
+        "{{ raise_exception('text') }}",
+        "{% for m in messages %}text{% endfor %}",
+    ):
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
         assert taking_texts(tokenizer).chat_template == template
@@ -165,7 +189,9 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
             engine.generate("hi", max_new_tokens=1)
 
 
-def test_the_process_that_fills_templates_starts_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_that_fills_templates_starts_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events = list[str]()
 
     class Stop(Exception):

@@ -22,7 +22,11 @@ from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError
 from specengine.options import LoadOptions
 
-QUESTIONS = ("What is a rainbow?", "Write a Python function that adds two numbers.", "Name three uses of salt.")
+QUESTIONS = (
+    "What is a rainbow?",
+    "Write a Python function that adds two numbers.",
+    "Name three uses of salt.",
+)
 
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +52,11 @@ def test_the_package_holds_a_head_with_its_card() -> None:
 
 
 def test_it_is_for_the_embedded_model_under_any_of_its_names() -> None:
-    for name in (embedded.NAME, "HuggingFaceTB/SmolLM2-135M-Instruct", f"/somewhere/models/{embedded.NAME}"):
+    for name in (
+        embedded.NAME,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        f"/somewhere/models/{embedded.NAME}",
+    ):
         assert embedded.draft_head(name) == shipped()
     for name in ("", "HuggingFaceTB/SmolLM2-360M-Instruct", "Qwen/Qwen3-0.6B"):
         assert embedded.draft_head(name) is None
@@ -73,14 +81,21 @@ def test_an_installed_package_has_it_where_no_checkout_is(no_head: Path) -> None
 
 
 def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_head: Path) -> None:
-    target = cast(Any, SimpleNamespace(name=embedded.NAME, lm=SimpleNamespace(config=SimpleNamespace())))
+    target = cast(
+        Any, SimpleNamespace(name=embedded.NAME, lm=SimpleNamespace(config=SimpleNamespace()))
+    )
     assert loading._default(target) == "recycling"
     (note,) = loading._notes(target, None, cast(Any, Recycling()))
-    assert note.startswith("draft: recycled tokens, because the head for smollm2-135m-instruct is not installed")
+    assert note.startswith(
+        "draft: recycled tokens, because the head for smollm2-135m-instruct is not installed"
+    )
     assert note.endswith("pip install that file")
     assert loading._notes(target, "recycling", cast(Any, Recycling())) == []
     assert embedded.missing_head("Qwen/Qwen3-0.6B") is None
-    with pytest.raises(InputError, match=r"draft: the head for smollm2-135m-instruct is not installed; .* that file"):
+    with pytest.raises(
+        InputError,
+        match=r"draft: the head for smollm2-135m-instruct is not installed; .* that file",
+    ):
         loading.check_draft("default-head", LoadOptions())
     assert main(["export", "default-head", str(no_head / "out")]) == 2
 
@@ -92,7 +107,9 @@ def test_its_package_holds_the_three_files() -> None:
     assert project["project"]["name"].replace("-", "_") == embedded.HEAD_PACKAGE
     patterns = project["tool"]["setuptools"]["package-data"][embedded.HEAD_PACKAGE]
     package = ROOT / "heads" / embedded.HEAD_PACKAGE
-    assert {file for pattern in patterns for file in package.glob(pattern)} == set(shipped().iterdir())
+    assert {file for pattern in patterns for file in package.glob(pattern)} == set(
+        shipped().iterdir()
+    )
 
 
 def test_it_loads_and_its_vocabulary_is_sound() -> None:
@@ -105,13 +122,17 @@ def test_it_loads_and_its_vocabulary_is_sound() -> None:
 
 
 @pytest.mark.model
-def test_it_drafts_for_the_default_model_without_changing_its_answers(default_model_path: Path) -> None:
+def test_it_drafts_for_the_default_model_without_changing_its_answers(
+    default_model_path: Path,
+) -> None:
     """In float32, and well: more than a token and a half per cycle, without copying too.
 
     Of given costs: by measured ones `auto` drafts less where other work runs beside it.
     """
     policy = policies.make("auto", costs="2-cores-amx")
-    engine = specengine.Engine.from_pretrained(str(default_model_path), policy=policy, dtype="float32")
+    engine = specengine.Engine.from_pretrained(
+        str(default_model_path), policy=policy, dtype="float32"
+    )
     plain = specengine.Engine(engine.target, None, None, engine.tokenizer)
     assert isinstance(engine.drafter, Lookup)
     assert isinstance(engine.drafter.inner, Eagle)
@@ -122,5 +143,8 @@ def test_it_drafts_for_the_default_model_without_changing_its_answers(default_mo
         assert engine.generate(question, max_new_tokens=32, temperature=0.0).token_ids == expected
         answer = alone.generate(question, max_new_tokens=32, temperature=0.0)
         assert answer.token_ids == expected
-        tokens, cycles = tokens + answer.stats.num_generated_tokens, cycles + answer.stats.num_spec_steps
+        tokens, cycles = (
+            tokens + answer.stats.num_generated_tokens,
+            cycles + answer.stats.num_spec_steps,
+        )
     assert tokens / cycles > 1.5

@@ -22,7 +22,10 @@ from specengine.models.eagle import causal, head_from
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 LAYERS, ROWS = 6, 9
-NEAR = {"rtol": 1e-4, "atol": 1e-4}  # its positions begin with 1, which rounds the rotations otherwise
+NEAR = {
+    "rtol": 1e-4,
+    "atol": 1e-4,
+}  # its positions begin with 1, which rounds the rotations otherwise
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True},
@@ -62,7 +65,9 @@ def their_logits(model: Eagle3DraftModel, features: Tensor, tokens: Tensor) -> T
 def our_logits(head: Checkpoint, table: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
     made = head_from(head.config, head.state, torch.float32, CPU)
     with torch.inference_mode():
-        states = made(made.fuse(features), table[tokens], torch.arange(tokens.shape[1])[None], causal)
+        states = made(
+            made.fuse(features), table[tokens], torch.arange(tokens.shape[1])[None], causal
+        )
         found = made.logits(states)
     assert found is not None
     return found
@@ -77,7 +82,13 @@ def some_input(features: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_speculators_loads_our_export(tmp_path: Path, target: str, changes: dict[str, Any]) -> None:
     config = head_config(**({"layer_ids": (1, 3, 4)} | changes), own_embeddings=True)
-    save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=Verifier(target, tokens=4))
+    save_head(
+        config,
+        random_state(config),
+        tmp_path / "head",
+        "speculators",
+        verifier=Verifier(target, tokens=4),
+    )
     model, head = theirs(tmp_path / "head"), load_head(tmp_path / "head")
     assert model.config.speculators_config.proposal_methods[0].speculative_tokens == 4
     features, tokens = some_input(config.num_features)
@@ -89,7 +100,9 @@ def test_speculators_takes_missing_embeddings_from_the_target_that_the_export_na
     tmp_path: Path, target: str
 ) -> None:
     config = head_config(layer_ids=(1, 3, 4))
-    save_head(config, random_state(config), tmp_path / "head", "speculators", verifier=Verifier(target))
+    save_head(
+        config, random_state(config), tmp_path / "head", "speculators", verifier=Verifier(target)
+    )
     model, head = theirs(tmp_path / "head"), load_head(tmp_path / "head")
     model.load_verifier_weights()
     features, tokens = some_input(3)
@@ -105,8 +118,15 @@ def test_speculators_takes_missing_embeddings_from_the_target_that_the_export_na
         (Qwen3Config, {"norm_before_fc": True, "norm_output": True}),
     ],
 )
-def test_a_head_of_speculators_loads_here(tmp_path: Path, target: str, layer: Any, changes: dict[str, Any]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+def test_a_head_of_speculators_loads_here(
+    tmp_path: Path, target: str, layer: Any, changes: dict[str, Any]
+) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     shape = layer(**sizes, head_dim=8, vocab_size=VOCABULARY, num_hidden_layers=1)
     shape._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(
@@ -125,7 +145,9 @@ def test_a_head_of_speculators_loads_here(tmp_path: Path, target: str, layer: An
     made = Eagle3DraftModel(config)
     with torch.no_grad():
         for name, weight in made.named_parameters():
-            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else torch.randn_like(weight) * 0.3)
+            weight.copy_(
+                0.5 + torch.rand_like(weight) if "norm" in name else torch.randn_like(weight) * 0.3
+            )
     ids = torch.randperm(VOCABULARY)[:200].sort().values
     made.load_vocab_mappings(
         torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True), ids - torch.arange(200)
@@ -138,4 +160,6 @@ def test_a_head_of_speculators_loads_here(tmp_path: Path, target: str, layer: An
     assert torch.equal(head.state["d2t"] + torch.arange(200), ids)
     features, tokens = some_input(3)
     ours = our_logits(head, head.state["embed_tokens.weight"], features, tokens)
-    torch.testing.assert_close(their_logits(theirs(tmp_path / "head"), features, tokens), ours, **NEAR)
+    torch.testing.assert_close(
+        their_logits(theirs(tmp_path / "head"), features, tokens), ours, **NEAR
+    )

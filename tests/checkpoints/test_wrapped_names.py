@@ -17,7 +17,9 @@ from tests.toy import head_config, random_state, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def folder_with(place: Path, rename: Callable[[str], str] = str, fields: Any = None, **more: torch.Tensor) -> Path:
+def folder_with(
+    place: Path, rename: Callable[[str], str] = str, fields: Any = None, **more: torch.Tensor
+) -> Path:
     model = tiny("llama")
     model.save_pretrained(place)
     state = {rename(name): tensor.clone() for name, tensor in model.state_dict().items()}
@@ -32,17 +34,25 @@ def written_head(place: Path) -> Path:
     return place / "head"
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "other."])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "other."]
+)
 def test_a_prefix_of_all_names_is_named(prefix: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model", lambda name: prefix + name)
-    with pytest.raises(CheckpointError, match=rf"missing: .*; names of tensors begin with '{prefix}', .* remove it"):
+    with pytest.raises(
+        CheckpointError, match=rf"missing: .*; names of tensors begin with '{prefix}', .* remove it"
+    ):
         Engine.from_pretrained(str(folder), "ngram")
 
 
 @pytest.mark.parametrize("inside", ["base_layer", "_orig_mod", "module"])
 def test_a_wrapper_within_names_is_named(inside: str, tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "model", lambda name: name.replace("q_proj.", f"q_proj.{inside}."))
-    with pytest.raises(CheckpointError, match=rf"names of tensors hold '\.{inside}\.', which a wrapper adds"):
+    folder = folder_with(
+        tmp_path / "model", lambda name: name.replace("q_proj.", f"q_proj.{inside}.")
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"names of tensors hold '\.{inside}\.', which a wrapper adds"
+    ):
         Engine.from_pretrained(str(folder), "ngram")
 
 
@@ -54,11 +64,20 @@ def test_states_within_a_state_are_named(tmp_path: Path) -> None:
         Engine.from_pretrained(str(folder), "ngram")
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(0), torch.tensor(3.0), torch.ones(2, 3)])
+@pytest.mark.parametrize(
+    "value", [torch.ones(1), torch.ones(0), torch.tensor(3.0), torch.ones(2, 3)]
+)
 def test_a_value_beside_the_layers_is_left_out(value: torch.Tensor, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model", **{"model.step": value})
-    expected = Engine.from_pretrained(tiny("llama"), "ngram").generate([5, 6, 7], max_new_tokens=4).token_ids
-    assert Engine.from_pretrained(str(folder), "ngram").generate([5, 6, 7], max_new_tokens=4).token_ids == expected
+    expected = (
+        Engine.from_pretrained(tiny("llama"), "ngram")
+        .generate([5, 6, 7], max_new_tokens=4)
+        .token_ids
+    )
+    assert (
+        Engine.from_pretrained(str(folder), "ngram").generate([5, 6, 7], max_new_tokens=4).token_ids
+        == expected
+    )
     within = folder_with(tmp_path / "within", **{"model.layers.0.mlp.step": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.0\.mlp\.step"):
         Engine.from_pretrained(str(within), "ngram")
@@ -74,7 +93,9 @@ def test_weights_packed_by_mlx_are_named(fields: tuple[str, ...], tmp_path: Path
     state["lm_head.weight"] = torch.zeros(state["lm_head.weight"].shape[0], 8, dtype=torch.uint32)
     state |= {f"lm_head.{name}": torch.ones(2, 2) for name in ("scales", "biases")}
     save_file(state, folder / "model.safetensors", metadata={"format": "mlx"})
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"MLX has packed .* mlx_lm\.convert"):
+    with pytest.raises(
+        (CheckpointError, UnsupportedModelError), match=r"MLX has packed .* mlx_lm\.convert"
+    ):
         Engine.from_pretrained(str(folder), "ngram")
 
 
@@ -89,12 +110,18 @@ def test_a_head_with_a_prefix_says_so(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 def test_a_head_as_the_model_says_so(backend: str | None, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is a draft head, accepted a whole model; give it as draft="):
+    with pytest.raises(
+        InputError, match=r"is a draft head, accepted a whole model; give it as draft="
+    ):
         Engine.from_pretrained(str(written_head(tmp_path)), backend=backend)
 
 
-def test_a_note_says_why_there_is_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_says_why_there_is_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Engine.from_pretrained(str(folder_with(tmp_path / "model")), "ngram")
-    note = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("no tokenizer for"))
+    note = next(
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("no tokenizer for")
+    )
     assert not note.endswith(":")
     assert len(note) > 150

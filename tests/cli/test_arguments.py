@@ -71,12 +71,25 @@ def test_help_and_mistakes_import_nothing_slow(given: str, status: int) -> None:
 
 def test_a_trace_is_shown_without_torch(tmp_path: Path) -> None:
     tree = {"tokens": [1, 2], "texts": ["a", "b"], "parents": [-1, 0], "probabilities": [1.0, 0.5]}
-    cycle = {"path_probabilities": [1.0, 0.5], "kept": [0, 1], "accepted": [0, 1], "committed": [2, 3], "passes": 1}
+    cycle = {
+        "path_probabilities": [1.0, 0.5],
+        "kept": [0, 1],
+        "accepted": [0, 1],
+        "committed": [2, 3],
+        "passes": 1,
+    }
     seconds = dict.fromkeys(("draft", "policy", "verify", "walk", "commit", "model", "total"), 0.0)
     records = [
         {"record": "trace", "format": 1, "model": "m", "draft": "d", "policy": "p", "versions": {}},
         {"record": "query", "prompt": "a", "prompt_tokens": [1], "seed": None},
-        {"record": "cycle", **tree, **cycle, "committed_texts": ["b", "c"], "text": "bc", "seconds": seconds},
+        {
+            "record": "cycle",
+            **tree,
+            **cycle,
+            "committed_texts": ["b", "c"],
+            "text": "bc",
+            "seconds": seconds,
+        },
         {"record": "end", "finish_reason": "length", "stats": {}},
     ]
     file = tmp_path / "run.jsonl"
@@ -125,8 +138,12 @@ def test_every_option_says_what_it_means(of: Any) -> None:
     assert all(meanings.values())
     for field in fields(of):
         if field.type in ("int", "float", "tuple[int, ...]", "float | None"):
-            rule = r"\d or more|above 0|\d to (below )?\d|\d to batch_tokens|0 to expansions|0 or less"
-            assert re.search(rule, meanings[field.name]), f"{field.name}: nothing is said of what is accepted"
+            rule = (
+                r"\d or more|above 0|\d to (below )?\d|\d to batch_tokens|0 to expansions|0 or less"
+            )
+            assert re.search(rule, meanings[field.name]), (
+                f"{field.name}: nothing is said of what is accepted"
+            )
 
 
 @pytest.mark.parametrize("command", OF_COMMAND)
@@ -135,15 +152,22 @@ def test_help_lists_options_with_their_values(command: str, capsys: Any) -> None
         main(["train", command, "--help"])
     out = capsys.readouterr().out
     keys = re.findall(r"^  (\w+)=(\S*)  ", out, re.MULTILINE)
-    expected = [field.name for of in OF_COMMAND[command] for field in fields(of) if field.name != "name"]
+    expected = [
+        field.name for of in OF_COMMAND[command] for field in fields(of) if field.name != "name"
+    ]
     assert [key for key, _ in keys] == expected
-    of_all = [key for group in re.split(r"\n\n(?=options of -l)", out) for key in re.findall(r"^  (\w+)=", group, re.M)]
+    of_all = [
+        key
+        for group in re.split(r"\n\n(?=options of -l)", out)
+        for key in re.findall(r"^  (\w+)=", group, re.M)
+    ]
     assert command == "draft" or len(of_all) == len(set(of_all)), "one key, one meaning"
     assert max(map(len, out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
-    ("value", "typed"), [(True, "true"), (None, "none"), ((1, 2), "1,2"), (0.5, "0.5"), ("adam", "adam")]
+    ("value", "typed"),
+    [(True, "true"), (None, "none"), ((1, 2), "1,2"), (0.5, "0.5"), ("adam", "adam")],
 )
 def test_values_are_shown_as_they_are_typed(value: Any, typed: str) -> None:
     assert as_typed(value) == typed
@@ -159,7 +183,9 @@ def test_every_command_formats_its_help_and_says_what_each_argument_is() -> None
         assert parser.format_help().startswith("usage: specengine")
         assert parser.description
         for action in parser._actions:
-            assert action.help or isinstance(action, argparse._SubParsersAction), f"{parser.prog}: {action.dest}"
+            assert action.help or isinstance(action, argparse._SubParsersAction), (
+                f"{parser.prog}: {action.dest}"
+            )
 
 
 def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

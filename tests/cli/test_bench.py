@@ -26,11 +26,23 @@ def bench(folder: str, tmp_path: Path) -> Bench:
     """Runs the command on the tiny model, two sets of two conversations and the ways above."""
     (tmp_path / "prompts").mkdir()
     for name in ("one", "two"):
-        entries = [{"question_id": n, "turns": [f"{name} and {name} {n}", "and then?"]} for n in (7, 8)]
-        (tmp_path / "prompts" / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        entries = [
+            {"question_id": n, "turns": [f"{name} and {name} {n}", "and then?"]} for n in (7, 8)
+        ]
+        (tmp_path / "prompts" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(entry) + "\n" for entry in entries)
+        )
 
     def run(*given: str, ways: tuple[str, ...] = WAYS) -> int:
-        command = ["bench", "--model", folder, "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "8"]
+        command = [
+            "bench",
+            "--model",
+            folder,
+            "--prompts",
+            str(tmp_path / "prompts"),
+            "--max-new-tokens",
+            "8",
+        ]
         for way in ways:
             command += ["--way", way]
         return main([*command, "--rounds", "2", "--dtype", "float32", "--offline", *given])
@@ -50,7 +62,9 @@ def key(record: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(record.get(name) for name in ("record", "way", "set", "id", "round", "tokens"))
 
 
-def test_every_way_answers_every_prompt_in_every_round(bench: Bench, tmp_path: Path, capsys: Any) -> None:
+def test_every_way_answers_every_prompt_in_every_round(
+    bench: Bench, tmp_path: Path, capsys: Any
+) -> None:
     assert bench("--out", str(tmp_path / "out.jsonl")) == 0
     records = read(tmp_path / "out.jsonl")
     names = ["plain", *WAYS]
@@ -67,14 +81,18 @@ def test_every_way_answers_every_prompt_in_every_round(bench: Bench, tmp_path: P
     out, err = capsys.readouterr()
     assert "By set [prompts]" in out
     assert "one [2]" in out
-    assert re.search(r"^\S+: Speculation (pays|does not pay|changes little) on this CPU \(", out.splitlines()[-1])
+    assert re.search(
+        r"^\S+: Speculation (pays|does not pay|changes little) on this CPU \(", out.splitlines()[-1]
+    )
     assert err.count("tokens/s") == 4
     assert str(tmp_path) not in (tmp_path / "out.jsonl").read_text()
 
 
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.99])
-def test_a_killed_run_goes_on_where_it_was(bench: Bench, tmp_path: Path, capsys: Any, share: float) -> None:
+def test_a_killed_run_goes_on_where_it_was(
+    bench: Bench, tmp_path: Path, capsys: Any, share: float
+) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert bench("--out", str(whole)) == 0
     text = whole.read_bytes()
@@ -85,12 +103,16 @@ def test_a_killed_run_goes_on_where_it_was(bench: Bench, tmp_path: Path, capsys:
     assert bench("--out", str(cut)) == 0
     assert cut.read_bytes().startswith(kept)
     records = [record for record in read(cut) if record["record"] != "resumed"]
-    assert sorted(map(repr, map(key, records))) == sorted(repr(key(record)) for record in read(whole))
+    assert sorted(map(repr, map(key, records))) == sorted(
+        repr(key(record)) for record in read(whole)
+    )
     assert main(["bench", "report", str(cut)]) == 0
     assert "4 of 4 prompts" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_in_the_middle_goes_on(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_that_fails_in_the_middle_goes_on(
+    bench: Bench, tmp_path: Path, monkeypatch: Any
+) -> None:
     out, count = tmp_path / "out.jsonl", 0
     real = EngineDecoder.__call__
 
@@ -129,7 +151,12 @@ def test_a_finished_run_measures_nothing_anew(bench: Bench, tmp_path: Path, caps
     ],
 )
 def test_a_file_of_other_arguments_is_refused(
-    bench: Bench, tmp_path: Path, capsys: Any, monkeypatch: Any, given: tuple[str, ...], message: str
+    bench: Bench,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: Any,
+    given: tuple[str, ...],
+    message: str,
 ) -> None:
     out = tmp_path / "out.jsonl"
     assert bench("--out", str(out), ways=("plain",)) == 0
@@ -196,7 +223,9 @@ def test_a_word_that_is_none_of_an_option_is_refused(bench: Bench, capsys: Any) 
     assert "--dtype" in capsys.readouterr().err
 
 
-def test_a_file_of_something_else_is_refused_and_kept(bench: Bench, tmp_path: Path, capsys: Any) -> None:
+def test_a_file_of_something_else_is_refused_and_kept(
+    bench: Bench, tmp_path: Path, capsys: Any
+) -> None:
     other = tmp_path / "notes.txt"
     for text in ("my notes", "my notes\n", '{"record": "case"}\n'):
         other.write_text(text)
@@ -206,7 +235,9 @@ def test_a_file_of_something_else_is_refused_and_kept(bench: Bench, tmp_path: Pa
     assert "was not written by" in capsys.readouterr().err
 
 
-def test_an_answer_that_is_not_plain_decodings_is_a_fault(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_answer_that_is_not_plain_decodings_is_a_fault(
+    bench: Bench, tmp_path: Path, monkeypatch: Any
+) -> None:
     out, real = tmp_path / "out.jsonl", EngineDecoder.__call__
 
     def wrong(self: EngineDecoder, prompt: list[int], length: int) -> Any:
@@ -218,8 +249,14 @@ def test_an_answer_that_is_not_plain_decodings_is_a_fault(bench: Bench, tmp_path
     monkeypatch.setattr(EngineDecoder, "__call__", wrong)
     assert bench("--out", str(out), ways=("chain", "generate")) == 1
     verdicts = {(row["way"], row["verdict"], row["diverges_at"]) for row in of(read(out), "row")}
-    assert verdicts == {("plain", "exact", None), ("chain", "mismatch", 7), ("generate", "exact", None)}
-    assert bench("--out", str(out), ways=("chain", "generate")) == 1  # a fault of the run before counts
+    assert verdicts == {
+        ("plain", "exact", None),
+        ("chain", "mismatch", 7),
+        ("generate", "exact", None),
+    }
+    assert (
+        bench("--out", str(out), ways=("chain", "generate")) == 1
+    )  # a fault of the run before counts
 
 
 def test_a_near_tie_is_no_fault(bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
@@ -227,12 +264,19 @@ def test_a_near_tie_is_no_fault(bench: Bench, tmp_path: Path, monkeypatch: Any) 
 
     def other(self: EngineDecoder, prompt: list[int], length: int) -> Any:
         answer = real(self, prompt, length)
-        return answer if self.engine.policy is None else answer._replace(tokens=[*answer.tokens[:-1], 65])
+        return (
+            answer
+            if self.engine.policy is None
+            else answer._replace(tokens=[*answer.tokens[:-1], 65])
+        )
 
     monkeypatch.setattr(EngineDecoder, "__call__", other)
     monkeypatch.setattr(checking, "near_tie_logits", lambda target: 100.0)
     assert bench("--out", str(out), ways=("chain",)) == 0
-    assert {row["verdict"] for row in of(read(out), "row") if row["way"] == "chain"} <= {"near-tie", "exact"}
+    assert {row["verdict"] for row in of(read(out), "row") if row["way"] == "chain"} <= {
+        "near-tie",
+        "exact",
+    }
     assert any(row["gap"] > 0 for row in of(read(out), "row") if row.get("gap"))
 
 
@@ -261,15 +305,24 @@ def test_later_turns_stand_behind_plain_decodings_answers(bench: Bench, tmp_path
 
 
 def test_an_assistant_drafts_for_transformers(bench: Bench, tmp_path: Path, folder: str) -> None:
-    assert bench("--out", str(tmp_path / "out.jsonl"), "--assistant", folder, ways=("assisted",)) == 0
+    assert (
+        bench("--out", str(tmp_path / "out.jsonl"), "--assistant", folder, ways=("assisted",)) == 0
+    )
     assert {row["way"] for row in of(read(tmp_path / "out.jsonl"), "row")} == {"plain", "assisted"}
 
 
 def test_no_round_remembers_another(bench: Bench, tmp_path: Path) -> None:
     """A draft that recycles the answers of a round before would know this round's by heart."""
     assert bench("--out", str(tmp_path / "out.jsonl"), ways=("recycling:eagle",)) == 0
-    answers = [answer for answer in of(read(tmp_path / "out.jsonl"), "answer") if answer["way"] == "recycling:eagle"]
-    rounds = [[answer["cycles"]["cycles"] for answer in answers if answer["round"] == round_] for round_ in (0, 1)]
+    answers = [
+        answer
+        for answer in of(read(tmp_path / "out.jsonl"), "answer")
+        if answer["way"] == "recycling:eagle"
+    ]
+    rounds = [
+        [answer["cycles"]["cycles"] for answer in answers if answer["round"] == round_]
+        for round_ in (0, 1)
+    ]
     assert rounds[0] == rounds[1]
 
 
@@ -278,7 +331,10 @@ def test_the_report_draws(bench: Bench, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.jsonl"
     assert bench("--out", str(out), ways=("chain",)) == 0
     capsys.readouterr()
-    assert main(["bench", "report", str(out), "--set", "two", "--plot", str(tmp_path / "pictures")]) == 0
+    assert (
+        main(["bench", "report", str(out), "--set", "two", "--plot", str(tmp_path / "pictures")])
+        == 0
+    )
     printed, err = capsys.readouterr()
     assert "two; " in printed
     assert (tmp_path / "pictures" / "out.svg").read_text().startswith("<?xml")

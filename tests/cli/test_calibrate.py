@@ -21,7 +21,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "cache"))
 
 
-def test_the_table_of_a_model_and_its_draft(folder: str, head: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_table_of_a_model_and_its_draft(
+    folder: str, head: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["calibrate", "--model", folder, "--draft", head]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -66,12 +68,23 @@ def test_without_a_draft_there_is_no_table_of_it(folder: str, capsys: Any) -> No
 
 
 def test_captured_costs_say_so(folder: str, capsys: Any) -> None:
-    given = ["calibrate", "--model", folder, "--backend", "huggingface", "--graphs", "--draft", "ngram"]
+    given = [
+        "calibrate",
+        "--model",
+        folder,
+        "--backend",
+        "huggingface",
+        "--graphs",
+        "--draft",
+        "ngram",
+    ]
     assert main(given) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("captured:")
 
 
-def test_a_folder_that_cannot_be_written_is_a_note(folder: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_folder_that_cannot_be_written_is_a_note(
+    folder: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     assert main(["calibrate", "--model", folder, "--draft", "none"]) == 0

@@ -75,8 +75,14 @@ def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> Non
     ("line", "said"),
     [
         ("/set max-new-tokens 3", "max_new_tokens 3"),
-        ("/set max_new_tokens 0", "error: max_new_tokens: got 0, accepted a whole number, 1 or more"),
-        ("/set max_new_tokens many", "error: max_new_tokens: got 'many', accepted a value of type int"),
+        (
+            "/set max_new_tokens 0",
+            "error: max_new_tokens: got 0, accepted a whole number, 1 or more",
+        ),
+        (
+            "/set max_new_tokens many",
+            "error: max_new_tokens: got 'many', accepted a value of type int",
+        ),
         ("/set max_new_tokens", "max_new_tokens as by default"),
         ("/set coupled off", "coupled False"),
         ("/set coupled perhaps", "error: coupled: got 'perhaps', accepted True or False"),
@@ -96,8 +102,18 @@ def test_commands(folder: str, capsys: Any, monkeypatch: Any, line: str, said: s
     assert said in capsys.readouterr().err
 
 
-def test_options_that_were_set_hold_for_later_answers(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    type_in(monkeypatch, "hello", "/set max_new_tokens 3", "/set stop no", "/set stop nor", "/reset", "hello")
+def test_options_that_were_set_hold_for_later_answers(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
+    type_in(
+        monkeypatch,
+        "hello",
+        "/set max_new_tokens 3",
+        "/set stop no",
+        "/set stop nor",
+        "/reset",
+        "hello",
+    )
     assert main([*CHAT, folder]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(turns(folder, "hello")[0])
@@ -116,30 +132,44 @@ def test_a_system_message_is_changed_in_place(folder: str, monkeypatch: Any) -> 
     assert [message["content"] for message in talk.session.messages] == ["hello"]
 
 
-def test_statistics_have_plain_decoding_beside_them(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_statistics_have_plain_decoding_beside_them(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     type_in(monkeypatch, "hello", "/stats")
     assert main([*CHAT, folder]) == 0
     err = capsys.readouterr().err
-    assert re.search(r"all answers +12 tokens, [\d.]+ per second behind the first; plain decoding would make", err)
+    assert re.search(
+        r"all answers +12 tokens, [\d.]+ per second behind the first; plain decoding would make",
+        err,
+    )
     assert err.count("Speculation ") == 2, "and at the end of the conversation"
     assert err.splitlines()[-1].startswith("Speculation ")
 
 
-def test_a_conversation_is_kept_and_goes_on(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_conversation_is_kept_and_goes_on(
+    folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "talk.json"
     type_in(monkeypatch, "hello", f"/save {file}")
     assert main([*CHAT, folder]) == 0
     assert f"2 messages are in {file}" in capsys.readouterr().err
     first, second = turns(folder, "hello", "again")
-    assert [message["content"] for message in json.loads(file.read_text())["messages"]] == ["hello", first]
+    assert [message["content"] for message in json.loads(file.read_text())["messages"]] == [
+        "hello",
+        first,
+    ]
     type_in(monkeypatch, f"/load {file}", "again", f"/save {file}")
     assert main([*CHAT, folder]) == 0
     assert capsys.readouterr().out.splitlines()[0] == second
     assert len(json.loads(file.read_text())["messages"]) == 4
 
 
-@pytest.mark.parametrize("content", ["a letter", "[]", '{"messages": [1]}', '{"messages": [{"role": "user"}]}'])
-def test_other_files_are_left_alone(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["a letter", "[]", '{"messages": [1]}', '{"messages": [{"role": "user"}]}']
+)
+def test_other_files_are_left_alone(
+    folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path, content: str
+) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(content)
     type_in(monkeypatch, "hello", f"/save {file}", f"/load {file}")
@@ -157,7 +187,9 @@ def test_several_lines_are_one_message(folder: str, capsys: Any, monkeypatch: An
     assert capsys.readouterr().out == f"{first}\n{second}\n\n"
 
 
-def test_answers_are_drawn_as_markdown_where_asked(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_answers_are_drawn_as_markdown_where_asked(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     pytest.importorskip("rich")
     type_in(monkeypatch, "hello")
     assert main([*CHAT, folder, "--markdown"]) == 0
@@ -175,7 +207,9 @@ def test_chat_in_a_terminal(folder: str, capsys: Any, monkeypatch: Any) -> None:
     assert "specengine: error: prompt" in err  # and the conversation went on
 
 
-@pytest.mark.parametrize(("module", "name"), [(cycle, "walk"), (chat, "write")], ids=["in the engine", "in output"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(cycle, "walk"), (chat, "write")], ids=["in the engine", "in output"]
+)
 def test_ctrl_c_stops_the_answer_and_the_session_goes_on(
     folder: str, capsys: Any, monkeypatch: Any, module: Any, name: str
 ) -> None:
@@ -199,7 +233,9 @@ def test_ctrl_c_stops_the_answer_and_the_session_goes_on(
     assert "(stopped)" in err
 
 
-def test_a_stopped_answer_stays_in_the_conversation(folder: str, monkeypatch: Any, capsys: Any) -> None:
+def test_a_stopped_answer_stays_in_the_conversation(
+    folder: str, monkeypatch: Any, capsys: Any
+) -> None:
     made = specengine.Engine.from_pretrained(folder)
     session = made.session()
     real, calls = chat.write, []

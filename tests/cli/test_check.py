@@ -40,7 +40,9 @@ def test_check_has_prompts_of_its_own(folder: str, capsys: Any) -> None:
     assert capsys.readouterr().out == "2 exact, 0 near-tie, 0 mismatch\n"
 
 
-@pytest.mark.parametrize("extra", [["--temperature", "0.9", "--seed", "4"], ["--temperature", "1.2"]])
+@pytest.mark.parametrize(
+    "extra", [["--temperature", "0.9", "--seed", "4"], ["--temperature", "1.2"]]
+)
 def test_check_sampled(folder: str, capsys: Any, extra: list[str]) -> None:
     assert main([*CHECK, folder, PROMPT, *extra]) == 0
     assert capsys.readouterr().out.startswith("1 exact")
@@ -52,9 +54,17 @@ def test_check_against_huggingface(folder: str, capsys: Any) -> None:
     assert main([*CHECK, folder, PROMPT, "--against", "huggingface", "--temperature", "1"]) == 2
 
 
-def test_check_reports_a_mismatch(folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_check_reports_a_mismatch(
+    folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
-    drafting = [*CHECK, folder, PROMPT, "--policy", "eagle"]  # auto drafts where measured costs are such that it pays
+    drafting = [
+        *CHECK,
+        folder,
+        PROMPT,
+        "--policy",
+        "eagle",
+    ]  # auto drafts where measured costs are such that it pays
     out_file = tmp_path / "report.json"
     assert main([*drafting, "--json", "--out", str(out_file)]) == 1
     out, err = capsys.readouterr()
@@ -71,7 +81,11 @@ def test_who_waits_at_a_terminal_sees_each_step(folder: str, capsys: Any, monkey
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main([*CHECK, folder, PROMPT, "another", "--policy", "chain"]) == 0
     err = capsys.readouterr().err
-    for step in (f"[1/4] plain decoding of {PROMPT!r}", f"[2/4] policy chain on {PROMPT!r}", "[4/4] policy chain on"):
+    for step in (
+        f"[1/4] plain decoding of {PROMPT!r}",
+        f"[2/4] policy chain on {PROMPT!r}",
+        "[4/4] policy chain on",
+    ):
         assert f"{step}" in err
     assert err.count("\r\x1b[K") == 4
 
@@ -82,7 +96,12 @@ def test_check_reads_jsonl_with_turns(folder: str, capsys: Any, tmp_path: Path) 
     file.write_text("\n".join(lines))
     assert main([*CHECK, folder, "--prompts", str(file), "--limit", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["prompt"] for row in found["comparisons"]] == ["a string", "an object", "one", "two"]
+    assert [row["prompt"] for row in found["comparisons"]] == [
+        "a string",
+        "an object",
+        "one",
+        "two",
+    ]
     assert found["exact"] == 4
 
 
@@ -103,7 +122,9 @@ def test_check_reads_text(folder: str, capsys: Any, tmp_path: Path) -> None:
         ("missing/a.txt", None, "cannot be read"),
     ],
 )
-def test_check_refuses_bad_files(capsys: Any, tmp_path: Path, name: str, content: str | None, message: str) -> None:
+def test_check_refuses_bad_files(
+    capsys: Any, tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
     file = tmp_path / name
     if content is not None:
         file.write_text(content)

@@ -30,7 +30,9 @@ def test_demo_compares_three_ways(folder: str, capsys: Any, monkeypatch: Any) ->
     assert "round 1 of 1" in err
     last = out.splitlines()[-1]
     assert last.startswith("On this CPU plain decoding here is ")
-    assert re.search(r"takes \d+\.\d+ times as long as (over )?one", last), "auto is the policy, so costs are known"
+    assert re.search(r"takes \d+\.\d+ times as long as (over )?one", last), (
+        "auto is the policy, so costs are known"
+    )
 
 
 def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) -> None:
@@ -85,8 +87,20 @@ def test_demo_is_strict_where_it_can_be(folder: str, capsys: Any, monkeypatch: A
     assert asked == [{}]
 
 
-def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    given = ["demo", "--model", folder, "--policy", "chain", "--max-new-tokens", "60", "--rounds", "1"]
+def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
+    given = [
+        "demo",
+        "--model",
+        folder,
+        "--policy",
+        "chain",
+        "--max-new-tokens",
+        "60",
+        "--rounds",
+        "1",
+    ]
     assert main(given) == 0
     plainly = capsys.readouterr().out
     assert "One cycle: a tree of drafted tokens" in plainly
@@ -108,9 +122,26 @@ def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
     assert "1 of 3 rounds have to do" in err
 
 
-def test_demo_times_fewer_tokens_where_they_take_long(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_demo_times_fewer_tokens_where_they_take_long(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("specengine.cli.demo.MAX_TIMING_SECONDS", 0.0)
-    assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--prompt", PROMPT, "--rounds", "1"]) == 0
+    assert (
+        main(
+            [
+                "demo",
+                "--model",
+                folder,
+                "--max-new-tokens",
+                "24",
+                "--prompt",
+                PROMPT,
+                "--rounds",
+                "1",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "16 tokens instead of 24 are timed" in err
     assert re.search(r"^plain decoding +16 ", out, re.MULTILINE)
@@ -131,9 +162,13 @@ def told(
     others: float | None = None,
 ) -> str:
     """Return the demo's last words, of so many tokens per second; others: share of the processors of other programs."""
-    stats = Stats(num_spec_steps=10, num_emitted_in_steps=24, num_draft_tokens=70, num_draft_passes=15)
+    stats = Stats(
+        num_spec_steps=10, num_emitted_in_steps=24, num_draft_tokens=70, num_draft_passes=15
+    )
     timed = {"tokens": [0] * tokens, "seconds": [1.0] * rounds}
-    ways = [SimpleNamespace(speed=speed, stats=[stats], **timed) for speed in (theirs, plain, drafted)]
+    ways = [
+        SimpleNamespace(speed=speed, stats=[stats], **timed) for speed in (theirs, plain, drafted)
+    ]
     target = SimpleNamespace(device=torch.device("cpu"))
     asked = SimpleNamespace(target=target, drafter=object() if drafts else None, policy=None)
     return demo._verdict(cast(Any, ways), cast(Any, asked), others)
@@ -142,10 +177,19 @@ def told(
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
-        ((10, 50, 100), "is 5.00 times as fast as transformers' generate. Speculation pays on this CPU (2.00 times"),
-        ((10, 10.2, 10.3), "is as fast as transformers' generate. Speculation changes little on this CPU (1.01 times"),
+        (
+            (10, 50, 100),
+            "is 5.00 times as fast as transformers' generate. Speculation pays on this CPU (2.00 times",
+        ),
+        (
+            (10, 10.2, 10.3),
+            "is as fast as transformers' generate. Speculation changes little on this CPU (1.01 times",
+        ),
         ((10, 20, 10), "Speculation does not pay on this CPU (0.50 times plain decoding): "),
-        ((10, 5, 5), "0.50 times as fast as transformers' generate. Speculation changes little on this CPU (1.00"),
+        (
+            (10, 5, 5),
+            "0.50 times as fast as transformers' generate. Speculation changes little on this CPU (1.00",
+        ),
     ],
 )
 def test_the_demo_ends_with_what_it_found(speeds: tuple[float, float, float], words: str) -> None:

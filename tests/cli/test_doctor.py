@@ -24,7 +24,9 @@ def test_the_report_ends_with_the_verdict(folder: str, head: str, capsys: Any) -
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if line and not line.startswith(" ")]
     assert titles[:4] == ["versions", "devices", "model", "draft"]
-    assert any("instruction set" in line for line in lines) or any("huggingface" in line for line in lines)
+    assert any("instruction set" in line for line in lines) or any(
+        "huggingface" in line for line in lines
+    )
     assert any(line.startswith("  share of bandwidth") and line.endswith(" %") for line in lines)
     assert any(line.split()[:3] == ["1", "1.00", "x"] for line in lines)
     assert "missing" in lines, "this cache has no default model"
@@ -39,7 +41,9 @@ def test_json_has_the_figures(folder: str, capsys: Any) -> None:
     assert all(row["tokens to pay"] >= row["cost"] for row in found["rows"])
     assert found["memory"]["share of bandwidth"] > 0
     assert found["observed"]["tokens"] >= 1
-    assert any("train draft FOLDER --target" in line for line in found["missing"]), "recycling is its draft"
+    assert any("train draft FOLDER --target" in line for line in found["missing"]), (
+        "recycling is its draft"
+    )
     assert found["verdict"].startswith("Speculation ")
 
 

@@ -33,20 +33,28 @@ runpy.run_module("specengine", run_name="__main__")
 """
 
 
-def command(*words: str, unbuffered: bool = False, **options: Any) -> subprocess.CompletedProcess[bytes]:
+def command(
+    *words: str, unbuffered: bool = False, **options: Any
+) -> subprocess.CompletedProcess[bytes]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})
-    return subprocess.run([sys.executable, *words], env=environment, stderr=subprocess.PIPE, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, *words], env=environment, stderr=subprocess.PIPE, timeout=120, **options
+    )
 
 
-@pytest.mark.parametrize("module", ["specengine.cli", "specengine.cli.parser", "specengine.cli.storage", "filelock"])
+@pytest.mark.parametrize(
+    "module", ["specengine.cli", "specengine.cli.parser", "specengine.cli.storage", "filelock"]
+)
 def test_ctrl_c_during_imports_is_no_traceback(module: str) -> None:
     done = command("-c", INTERRUPTED, module, "list", stdout=subprocess.DEVNULL)
     assert (done.returncode, done.stderr) == (130, b"")
 
 
 @pytest.mark.parametrize("kind", ["cause", "context"])
-def test_an_error_that_was_made_of_ctrl_c_is_ctrl_c(kind: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_an_error_that_was_made_of_ctrl_c_is_ctrl_c(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def broken(arguments: Any) -> int:
         try:
             raise KeyboardInterrupt
@@ -94,7 +102,9 @@ def _homeless() -> Path:
 
 
 @pytest.fixture(params=["no home", "a file", "a loop"])
-def unusable(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def unusable(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     place = tmp_path / "cache"
     if request.param == "no home":
         monkeypatch.delenv("SPECENGINE_CACHE", raising=False)

@@ -30,7 +30,9 @@ def test_generate_prints_the_answer_alone(folder: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [["-"], []])
-def test_generate_reads_standard_input(folder: str, capsys: Any, monkeypatch: Any, given: list[str]) -> None:
+def test_generate_reads_standard_input(
+    folder: str, capsys: Any, monkeypatch: Any, given: list[str]
+) -> None:
     pipe_in(monkeypatch, PROMPT + "\n")
     assert main(["generate", *given, "--model", folder, "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == expected(folder) + "\n"
@@ -70,7 +72,9 @@ def test_generate_streams_pieces(folder: str, capsys: Any, monkeypatch: Any) -> 
     assert "".join(flushes) == expected(folder) + "\n"
 
 
-def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     real, cycles = cycle.walk, []
 
     def interrupted(*given: Any) -> Any:
@@ -80,7 +84,17 @@ def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, cap
         return real(*given)
 
     monkeypatch.setattr(cycle, "walk", interrupted)
-    given = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--policy", "plain", "--stream"]
+    given = [
+        "generate",
+        PROMPT,
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "20",
+        "--policy",
+        "plain",
+        "--stream",
+    ]
     assert main(given) == 130
     out, err = capsys.readouterr()
     whole = expected(folder)
@@ -91,8 +105,12 @@ def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(folder: str, cap
     assert re.search(r"^tokens +2 in", err, re.MULTILINE)
 
 
-def test_generate_passes_every_option(folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specengine.costs.MAX_LOAD", 1.0)  # a busy machine would have a note of its own
+def test_generate_passes_every_option(
+    folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "specengine.costs.MAX_LOAD", 1.0
+    )  # a busy machine would have a note of its own
     monkeypatch.setattr("specengine.costs.MAX_SPREAD", math.inf)
     options = {
         "max_new_tokens": 20,
@@ -107,7 +125,9 @@ def test_generate_passes_every_option(folder: str, capsys: Any, monkeypatch: pyt
         "seed": 3,
     }
     declared = declarations().values()
-    assert list(options) == [each.name for each in declared if each.help and each.reader.kind in (int, float)]  # type: ignore[union-attr]
+    assert list(options) == [
+        each.name for each in declared if each.help and each.reader.kind in (int, float)
+    ]  # type: ignore[union-attr]
     given = [text for name, value in options.items() for text in (flag(name), str(value))]
     assert main(["generate", PROMPT, "--model", folder, "--raw", *given]) == 0
     out, err = capsys.readouterr()
@@ -117,13 +137,33 @@ def test_generate_passes_every_option(folder: str, capsys: Any, monkeypatch: pyt
 
 def test_generate_stops_at_a_stop_string(folder: str, capsys: Any) -> None:
     text = expected(folder)
-    stop = next(letter for letter in text[3:] if letter.isprintable() and letter != "\N{REPLACEMENT CHARACTER}")
-    assert main(["generate", PROMPT, "--model", folder, "--stop", "not in there", "--stop", stop]) == 0
+    stop = next(
+        letter
+        for letter in text[3:]
+        if letter.isprintable() and letter != "\N{REPLACEMENT CHARACTER}"
+    )
+    assert (
+        main(["generate", PROMPT, "--model", folder, "--stop", "not in there", "--stop", stop]) == 0
+    )
     assert capsys.readouterr().out == expected(folder, stop_strings=[stop]) + "\n"
 
 
 def test_generate_with_a_system_message(folder: str, capsys: Any) -> None:
-    assert main(["generate", PROMPT, "--model", folder, "--system", "be brief", "--max-new-tokens", "20"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                PROMPT,
+                "--model",
+                folder,
+                "--system",
+                "be brief",
+                "--max-new-tokens",
+                "20",
+            ]
+        )
+        == 0
+    )
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
     assert capsys.readouterr().out == expected(folder, messages) + "\n"  # type: ignore[arg-type]
     assert main(["generate", PROMPT, "--model", folder, "--system", "be brief", "--raw"]) == 2
@@ -132,7 +172,10 @@ def test_generate_with_a_system_message(folder: str, capsys: Any) -> None:
 def test_generate_takes_policy_and_draft_options(folder: str, capsys: Any) -> None:
     policy = ["--policy", "eagle", "-o", "width=2", "--policy-option", "budget=5"]
     draft = ["--draft", "ngram", "--draft-option", "longest=3"]
-    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", *policy, *draft]) == 0
+    assert (
+        main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", *policy, *draft])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == expected(folder) + "\n"
     assert "Eagle(width=2, expansions=7, budget=5)" in err
@@ -141,7 +184,16 @@ def test_generate_takes_policy_and_draft_options(folder: str, capsys: Any) -> No
 def test_generate_takes_a_prediction(folder: str, capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "expected.txt"
     file.write_text(expected(folder), encoding="utf-8")
-    given = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--prediction", str(file)]
+    given = [
+        "generate",
+        PROMPT,
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "20",
+        "--prediction",
+        str(file),
+    ]
     assert main(given) == 0
     assert capsys.readouterr().out == expected(folder) + "\n"
     assert main([*given, "--policy", "plain"]) == 2
@@ -149,11 +201,16 @@ def test_generate_takes_a_prediction(folder: str, capsys: Any, tmp_path: Path) -
     file.write_bytes(b"\xff")
     for missing in (str(file), str(tmp_path / "nothing")):
         assert main([*given[:-1], missing]) == 2
-        assert capsys.readouterr().err.startswith(f"specengine: error: prediction: {missing} cannot be read")
+        assert capsys.readouterr().err.startswith(
+            f"specengine: error: prediction: {missing} cannot be read"
+        )
 
 
 def test_generate_takes_a_draft_model(folder: str, capsys: Any) -> None:
-    assert main(["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "20"]) == 0
+    assert (
+        main(["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "20"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == expected(folder) + "\n"
     assert "small_model" in err

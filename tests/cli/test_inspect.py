@@ -33,7 +33,9 @@ def test_inspect_lists_what_there_is(capsys: Any) -> None:
 def test_inspect_counts_ops_and_lists_them_when_asked(capsys: Any) -> None:
     assert main(["inspect"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines.index("policies") - lines.index("backends") <= 8, "policies are not buried beneath the ops"
+    assert lines.index("policies") - lines.index("backends") <= 8, (
+        "policies are not buried beneath the ops"
+    )
     assert re.search(r" for \d+ ops.* \(--ops lists them\)", lines[lines.index("backends") + 1])
     assert main(["inspect", "--ops"]) == 0
     assert "cpu tree_mask " in capsys.readouterr().out
@@ -43,13 +45,25 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
     assert main(["inspect", "--json", "--model", folder]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["specengine"] == specengine.__version__
-    assert found["backends"]["cpu"]["tree_mask"]["name"] in found["backends"]["cpu"]["tree_mask"]["available"]
+    assert (
+        found["backends"]["cpu"]["tree_mask"]["name"]
+        in found["backends"]["cpu"]["tree_mask"]["available"]
+    )
     assert found["policies"]["eagle"]["options"] == {"width": 10, "expansions": 7, "budget": 60}
     assert found["drafters"]["ngram"]["default policy"]["name"] == "auto"
     model = found["model"]
-    assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == ("llama", 2, 260, 2048)
+    assert (model["type"], model["layers"], model["vocabulary"], model["context"]) == (
+        "llama",
+        2,
+        260,
+        2048,
+    )
     assert 1 <= model["answers at once"] <= 8
-    assert (model["attention"], model["packed weights"], model["chat template"]) == ("native", False, True)
+    assert (model["attention"], model["packed weights"], model["chat template"]) == (
+        "native",
+        False,
+        True,
+    )
     assert re.fullmatch(r"native \(\w+, float32, \d+ MB of weights as f32\)", model["backend"])
     assert model["numerics"] == "float32"
     assert main(["inspect", "--model", folder]) == 0
@@ -59,7 +73,10 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
 def test_inspect_says_why_it_is_not_the_native_forward(folder: str, capsys: Any) -> None:
     assert main(["inspect", "--json", "--model", folder, "--backend", "huggingface"]) == 0
     model = json.loads(capsys.readouterr().out)["model"]
-    assert (model["attention"], model["backend"]) == ("tree", "huggingface (backend='huggingface' was asked for)")
+    assert (model["attention"], model["backend"]) == (
+        "tree",
+        "huggingface (backend='huggingface' was asked for)",
+    )
     assert model["numerics"] == model["dtype"]
 
 
@@ -84,14 +101,19 @@ def test_inspect_describes_a_head(folder: str, head: str, capsys: Any) -> None:
     assert "head_dim=8" in draft["config"]
     assert re.fullmatch(r"0\.\d{3} with hidden states 0, 1, 1", draft["agreement"]["as read"])
     assert main(["inspect", "--model", folder, "--draft", head]) == 0
-    assert re.search(r"agreement, as read +0\.\d{3} with hidden states 0, 1, 1\n", capsys.readouterr().out)
+    assert re.search(
+        r"agreement, as read +0\.\d{3} with hidden states 0, 1, 1\n", capsys.readouterr().out
+    )
 
 
 def test_inspect_warns_of_layers_that_are_counted_otherwise(
     folder: str, head: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hits = torch.arange(100) % 2 == 0
-    measured = [Convention("as read", (0, 1, 1), hits), Convention("as read, + 1", (1, 2, 2), torch.ones_like(hits))]
+    measured = [
+        Convention("as read", (0, 1, 1), hits),
+        Convention("as read, + 1", (1, 2, 2), torch.ones_like(hits)),
+    ]
     monkeypatch.setattr(inspection, "one_step_agreement", lambda *_: measured)
     assert main(["inspect", "--model", folder, "--draft", head]) == 0
     assert capsys.readouterr().err == (
@@ -100,12 +122,20 @@ def test_inspect_warns_of_layers_that_are_counted_otherwise(
     )
 
 
-def test_inspect_shows_a_head_of_another_model_without_measuring_it(folder: str, head: str, capsys: Any) -> None:
-    assert main(["inspect", "--model", folder, "--draft", head, "--draft-option", "layer_ids=2,16,29"]) == 0
+def test_inspect_shows_a_head_of_another_model_without_measuring_it(
+    folder: str, head: str, capsys: Any
+) -> None:
+    assert (
+        main(["inspect", "--model", folder, "--draft", head, "--draft-option", "layer_ids=2,16,29"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "fc.weight" in out
     assert "agreement" not in out
-    assert "hidden states 2, 16, 29; a target of 2 layers has 0 to 1 before its final norm; its agreement" in err
+    assert (
+        "hidden states 2, 16, 29; a target of 2 layers has 0 to 1 before its final norm; its agreement"
+        in err
+    )
 
 
 def test_inspect_refuses_what_is_no_head(folder: str, capsys: Any) -> None:

@@ -20,7 +20,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def messages(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> tuple[list[str], int]:
+def messages(
+    monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]
+) -> tuple[list[str], int]:
     """Return the messages of these lines, and how often Ctrl-C was answered."""
     waiting: Iterator[Any] = iter([*lines, EOFError])
     stops: list[int] = []
@@ -55,7 +57,8 @@ def test_the_history_stays_and_is_the_users_alone(cache: Path, monkeypatch: Any)
     readline.clear_history()
     file = terminal.history_file()
     monkeypatch.setattr(
-        "builtins.input", lambda prompt: readline.add_history("typed before") or (_ for _ in ()).throw(EOFError)
+        "builtins.input",
+        lambda prompt: readline.add_history("typed before") or (_ for _ in ()).throw(EOFError),
     )
     list(terminal.typed(lambda: None))
     assert "typed before" in file.read_text()

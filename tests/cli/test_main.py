@@ -20,7 +20,10 @@ from tests.cli.streams import PROMPT
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--policy", "eagle", "-o", "wdth=3"], "unknown option 'wdth', known are width, expansions, budget"),
+        (
+            ["--policy", "eagle", "-o", "wdth=3"],
+            "unknown option 'wdth', known are width, expansions, budget",
+        ),
         (["--policy", "eagle", "-o", "width=wide"], "expected int"),
         (["-o", "width=3"], "policy given by name"),
         (["--device", "abacus"], "device"),
@@ -65,14 +68,19 @@ def test_malformed_arguments_are_one_line(capsys: Any, given: list[str], message
 
 def test_text_that_is_no_unicode_is_one_line(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
-    for given, message in ((["-"], "standard input is not UTF-8"), (["caf\udce9"], "not Unicode text")):
+    for given, message in (
+        (["-"], "standard input is not UTF-8"),
+        (["caf\udce9"], "not Unicode text"),
+    ):
         assert main(["generate", *given, "--model", folder, "--raw"]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert message in err
 
 
-def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("of another\nworld")
 
@@ -89,11 +97,15 @@ def test_what_nobody_expected_is_one_line_and_a_traceback_on_demand(folder: str,
 
 def test_options_are_checked_before_a_model_is_loaded(capsys: Any) -> None:
     for command in (["generate", PROMPT], ["chat"], ["check", PROMPT]):
-        assert main([*command, "--model", "/no/such/folder", "--offline", "--temperature", "-1"]) == 2
+        assert (
+            main([*command, "--model", "/no/such/folder", "--offline", "--temperature", "-1"]) == 2
+        )
         assert capsys.readouterr().err.startswith("specengine: error: temperature: got -1.0")
 
 
-def test_who_waits_at_a_terminal_is_told_what_is_loading(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_who_waits_at_a_terminal_is_told_what_is_loading(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
     given = ["generate", PROMPT, "--model", folder, "--draft", folder, "--max-new-tokens", "2"]
     assert main(given) == 0
     assert "Loading" not in capsys.readouterr().err, "a file or a pipe is told nothing"
@@ -112,7 +124,9 @@ def test_ctrl_c_exits_with_130(folder: str, monkeypatch: Any) -> None:
     assert main(["generate", PROMPT, "--model", folder]) == 130
 
 
-def test_a_reader_that_has_gone_is_no_traceback(folder: str, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_reader_that_has_gone_is_no_traceback(
+    folder: str, monkeypatch: Any, tmp_path: Path
+) -> None:
     class Gone(io.StringIO):
         def fileno(self) -> int:
             return file.fileno()
@@ -167,10 +181,15 @@ def test_who_stops_a_training_is_told_how_it_goes_on(
             == f"specengine: stopped; {folder} keeps what was done so far, and the same command goes on from there\n"
         )
     else:
-        assert told == f"specengine: stopped before anything was written to {folder}; the same command begins anew\n"
+        assert (
+            told
+            == f"specengine: stopped before anything was written to {folder}; the same command begins anew\n"
+        )
 
 
-def test_who_stops_a_measurement_is_told_only_where_it_is_kept(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_who_stops_a_measurement_is_told_only_where_it_is_kept(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     def interrupted(arguments: Any) -> int:
         raise KeyboardInterrupt
 
@@ -190,5 +209,7 @@ def test_the_engine_imports_nothing_large_beside_transformers() -> None:
         "before = set(sys.modules); import specengine.cli.generate\n"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
     assert set(done.stdout.split()) <= {"specengine", "transformers"}

@@ -55,7 +55,9 @@ def test_pieces_of_any_size_come_to_the_same(size: int) -> None:
             for piece in pieces:
                 view.write(piece)
             view.end()
-        drawn.append("\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip()))
+        drawn.append(
+            "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+        )
     assert drawn[0] == drawn[1]
     assert "*several*" not in drawn[1]
     assert "several words" in drawn[1]

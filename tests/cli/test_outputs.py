@@ -36,7 +36,9 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def output(monkeypatch: pytest.MonkeyPatch, encoding: str) -> io.BytesIO:
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=True))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=True)
+    )
     return raw
 
 
@@ -54,14 +56,24 @@ def test_what_an_output_cannot_hold_is_replaced(
     assert main([*command, "--model", strange, "--max-new-tokens", "12"]) == 0
     wanted = expected(strange, "a", raw=True, max_new_tokens=12)
     assert set(wanted) - set("ab")
-    assert raw.getvalue().decode(encoding) == wanted.encode(encoding, "replace").decode(encoding) + os.linesep
+    assert (
+        raw.getvalue().decode(encoding)
+        == wanted.encode(encoding, "replace").decode(encoding) + os.linesep
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_json_is_whole_in_any_encoding(encoding: str, strange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_whole_in_any_encoding(
+    encoding: str, strange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = output(monkeypatch, encoding)
-    assert main(["generate", "a", "--raw", "--model", strange, "--max-new-tokens", "12", "--json"]) == 0
-    assert json.loads(raw.getvalue().decode(encoding))["text"] == expected(strange, "a", raw=True, max_new_tokens=12)
+    assert (
+        main(["generate", "a", "--raw", "--model", strange, "--max-new-tokens", "12", "--json"])
+        == 0
+    )
+    assert json.loads(raw.getvalue().decode(encoding))["text"] == expected(
+        strange, "a", raw=True, max_new_tokens=12
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp437"])
@@ -93,7 +105,9 @@ def test_surrogates_in_a_text_are_written_too(monkeypatch: pytest.MonkeyPatch) -
     assert json.loads(terminal.as_json("é\udc00", "utf-8")) == "é\udc00"
 
 
-def test_closed_streams_are_empty_ones(strange: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_closed_streams_are_empty_ones(
+    strange: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert main(["generate", "a", "--raw", "--model", strange, "--max-new-tokens", "4"]) == 0
@@ -104,10 +118,16 @@ def test_closed_streams_are_empty_ones(strange: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_reader_that_has_gone_ends_it_quietly(closed: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", "import sys; from specengine.cli import main; sys.exit(main(sys.argv[1:]))"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from specengine.cli import main; sys.exit(main(sys.argv[1:]))",
+    ]
     read, write = os.pipe()
     os.close(read)
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: write}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {
+        closed: write
+    }
     argument = "--help" if closed == "stdout" else "--nonsense"
     done = subprocess.run([*command, "generate", argument], env=environment, timeout=120, **streams)
     os.close(write)
@@ -119,7 +139,9 @@ class Gone(io.StringIO):
         raise BrokenPipeError
 
 
-def test_an_error_that_nobody_reads_keeps_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_reads_keeps_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
     assert main(["check", "--prompts", str(tmp_path / "none.txt")]) == 2
 
@@ -140,7 +162,10 @@ def test_texts_are_read_without_their_mark(tmp_path: Path) -> None:
         file.write_bytes(data)
         assert read_text(file) == text
     for encoding in ("utf-16", "utf-16-be", "utf-32"):
-        file.write_bytes(("\ufeff" if encoding == "utf-16-be" else "").encode("utf-16-be") + "hi".encode(encoding))
+        file.write_bytes(
+            ("\ufeff" if encoding == "utf-16-be" else "").encode("utf-16-be")
+            + "hi".encode(encoding)
+        )
         with pytest.raises(ValueError, match=r"it is UTF-(16|32), save it as UTF-8"):
             read_text(file)
     file.write_bytes("é".encode("cp1252"))
@@ -157,7 +182,9 @@ def test_a_mark_on_standard_input_is_none_of_the_prompt(
     assert capsys.readouterr().out.rstrip("\n") == expected(folder, max_new_tokens=8)
 
 
-def test_a_mark_in_front_of_a_conversation(folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_in_front_of_a_conversation(
+    folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe_in(monkeypatch, f"\ufeff{PROMPT}\n/quit\n")
     assert main(["chat", "--model", folder, "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == expected(folder, max_new_tokens=8)

@@ -69,14 +69,20 @@ def test_draft_colours_show_what_the_end_leaves_over() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "tty", "reason"),
-    [("NO_COLOR", "1", True, "NO_COLOR"), ("TERM", "dumb", True, "dumb"), ("TERM", "xterm", False, "not a terminal")],
+    [
+        ("NO_COLOR", "1", True, "NO_COLOR"),
+        ("TERM", "dumb", True, "dumb"),
+        ("TERM", "xterm", False, "not a terminal"),
+    ],
 )
 def test_show_draft_says_why_there_are_no_colours(
     folder: str, capsys: Any, monkeypatch: Any, variable: str, value: str, tty: bool, reason: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
-    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--show-draft"]) == 0
+    assert (
+        main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--show-draft"]) == 0
+    )
     out, err = capsys.readouterr()
     assert out == expected(folder) + "\n"
     assert "--show-draft prints without colours" in err

@@ -18,7 +18,12 @@ from tests.cli.streams import Terminal, pipe_in
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "cache"
     monkeypatch.setenv("SPECENGINE_CACHE", str(root))
-    sizes = {"models/a-model/model.safetensors": 2500, "costs/1.json": 10, "costs/2.json": 20, "history/readline": 5}
+    sizes = {
+        "models/a-model/model.safetensors": 2500,
+        "costs/1.json": 10,
+        "costs/2.json": 20,
+        "history/readline": 5,
+    }
     for name, size in sizes.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x" * size)
@@ -35,8 +40,14 @@ def test_list_says_what_there_is(cache: Path, capsys: Any) -> None:
     assert any(line.startswith("a-model 2.5 kB") for line in words)
     assert any(line.startswith("costs 30 B 2 files") for line in words)
     assert any(line.startswith("history 5 B 1 file;") for line in words)
-    assert any(line.startswith("default-head") and line.endswith("for smollm2-135m-instruct") for line in words)
-    assert any(line.startswith(str(cache / "heads" / "mine")) and line.endswith("for a base") for line in words)
+    assert any(
+        line.startswith("default-head") and line.endswith("for smollm2-135m-instruct")
+        for line in words
+    )
+    assert any(
+        line.startswith(str(cache / "heads" / "mine")) and line.endswith("for a base")
+        for line in words
+    )
 
 
 def test_list_as_json(cache: Path, capsys: Any) -> None:
@@ -47,9 +58,16 @@ def test_list_as_json(cache: Path, capsys: Any) -> None:
     assert not found["default-head"]["deletable"]
 
 
-def test_models_of_the_hub_are_listed_and_left_alone(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_models_of_the_hub_are_listed_and_left_alone(
+    monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
     class Repository:
-        repo_type, repo_id, size_on_disk, repo_path = "model", "owner/model", 3_000_000_000, tmp_path / "hub"
+        repo_type, repo_id, size_on_disk, repo_path = (
+            "model",
+            "owner/model",
+            3_000_000_000,
+            tmp_path / "hub",
+        )
 
     monkeypatch.setattr(storage, "scan_cache_dir", lambda: type("", (), {"repos": [Repository()]}))
     (tmp_path / "hub").mkdir()
@@ -81,7 +99,9 @@ def test_clean_of_one_kind_without_asking(cache: Path, capsys: Any) -> None:
     assert "nothing to delete" in capsys.readouterr().err
 
 
-def test_clean_deletes_nothing_where_it_cannot_ask(cache: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_clean_deletes_nothing_where_it_cannot_ask(
+    cache: Path, monkeypatch: Any, capsys: Any
+) -> None:
     pipe_in(monkeypatch, "y\n")
     assert main(["clean"]) == 2
     assert "pass --yes" in capsys.readouterr().err

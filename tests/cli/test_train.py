@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.sliced(1)
 @pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: Any, kept: float) -> None:
+def test_text_then_a_draft_then_an_answer(
+    folder: str, tmp_path: Path, capsys: Any, kept: float
+) -> None:
     data, head = str(tmp_path / "data"), str(tmp_path / "head")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["abc", "def"]}\n"xyz"\n')
@@ -47,13 +49,27 @@ def test_text_then_a_draft_then_an_answer(folder: str, tmp_path: Path, capsys: A
     assert manifest["features"] == ([2, 3, 3] if kept else [])
     for loss, kind in (("talf", "eagle3"), ("hass", "eagle1"), ("ttt", "eagle3")):
         out = f"{head}-{loss}"
-        given = ["train", "draft", out, "--target", folder, "--data", data, "--loss", loss, *TRAINING]
+        given = [
+            "train",
+            "draft",
+            out,
+            "--target",
+            folder,
+            "--data",
+            data,
+            "--loss",
+            loss,
+            *TRAINING,
+        ]
         assert main([*given, "-l", "anchors=0.5"]) == 0
         printed = capsys.readouterr()
         assert printed.out == f"{out}\n"
         assert f"EAGLE-{kind[-1]} head" in printed.err
         assert ("runs the target again" in printed.err) == (loss != "ttt" or not kept)
-        assert main(["generate", "abc", "--model", folder, "--draft", out, "--max-new-tokens", "5"]) == 0
+        assert (
+            main(["generate", "abc", "--model", folder, "--draft", out, "--max-new-tokens", "5"])
+            == 0
+        )
         assert "EAGLE" in capsys.readouterr().err
 
 
@@ -95,11 +111,24 @@ def test_hours_are_above_zero(capsys: Any) -> None:
         assert "hours: got" in capsys.readouterr().err
 
 
-def test_hours_choose_text_and_steps(folder: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hours_choose_text_and_steps(
+    folder: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = RECIPES["cpu-small"]
-    monkeypatch.setitem(RECIPES, "cpu-small", replace(usual, text=replace(usual.text, rows=4, length=40)))
+    monkeypatch.setitem(
+        RECIPES, "cpu-small", replace(usual, text=replace(usual.text, rows=4, length=40))
+    )
     monkeypatch.setattr("specengine.train.draft.training.MIN_STEPS", 3)
-    given = ["train", "draft", str(tmp_path / "head"), "--target", folder, "--hours", "1e-6", *TRAINING]
+    given = [
+        "train",
+        "draft",
+        str(tmp_path / "head"),
+        "--target",
+        folder,
+        "--hours",
+        "1e-6",
+        *TRAINING,
+    ]
     assert main([*given]) == 0
     said = capsys.readouterr().err
     assert "(100%)" in said

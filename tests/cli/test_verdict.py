@@ -34,15 +34,39 @@ def test_averages_are_over_all_verifications() -> None:
 @pytest.mark.parametrize(
     ("costs", "seen", "words"),
     [
-        (CHEAP, Seen(2.6, 12, 0), "pays on this CPU (2.00 times plain decoding): a pass over 12.0 tokens with 0.0"),
-        (CHEAP, Seen(2.6, 12, 0), "takes 1.30 times as long as one of plain decoding, and it brought 2.60 tokens."),
-        (CHEAP, Seen(2.6, 12, 0, 1.4), "pays on this CPU (1.40 times plain decoding)"),  # the clock is believed
+        (
+            CHEAP,
+            Seen(2.6, 12, 0),
+            "pays on this CPU (2.00 times plain decoding): a pass over 12.0 tokens with 0.0",
+        ),
+        (
+            CHEAP,
+            Seen(2.6, 12, 0),
+            "takes 1.30 times as long as one of plain decoding, and it brought 2.60 tokens.",
+        ),
+        (
+            CHEAP,
+            Seen(2.6, 12, 0, 1.4),
+            "pays on this CPU (1.40 times plain decoding)",
+        ),  # the clock is believed
         (DEAR, Seen(3, 12, 0), "does not pay on this CPU (0.50 times plain decoding)"),
         (DEAR, Seen(3, 12, 0), "brought 3.00 tokens; for such texts decode with policy 'plain'."),
         (DEAR, Seen(6.1, 12, 0), "changes little on this CPU (1.02 times plain decoding)"),
-        (DEAR, Seen(1.1, 1.2, 0.1), "drafts rarely promised more than they cost, as a pass over 12 tokens takes 6.0"),
-        (None, Seen(2, 5, 1, 1.3), "pays on this CPU (1.30 times plain decoding): a pass over 5.0 tokens, with 1.0"),
-        (None, Seen(2, 5, 1), "is not known: a pass brought 2.00 tokens, and what it costs was not measured"),
+        (
+            DEAR,
+            Seen(1.1, 1.2, 0.1),
+            "drafts rarely promised more than they cost, as a pass over 12 tokens takes 6.0",
+        ),
+        (
+            None,
+            Seen(2, 5, 1, 1.3),
+            "pays on this CPU (1.30 times plain decoding): a pass over 5.0 tokens, with 1.0",
+        ),
+        (
+            None,
+            Seen(2, 5, 1),
+            "is not known: a pass brought 2.00 tokens, and what it costs was not measured",
+        ),
         (CHEAP, None, "is not known: no answer was drafted."),
     ],
 )
@@ -57,8 +81,16 @@ def test_the_sentence(costs: PassCosts | None, seen: Seen | None, words: str) ->
     ("others", "costs", "words"),
     [
         (0.3, CHEAP, "other programs took 30% of the processors meanwhile."),
-        (None, dataclasses.replace(CHEAP, load=0.5), "other programs took 50% of the processors meanwhile."),
-        (0.0, dataclasses.replace(CHEAP, spread={1: 0.1, 8: 0.9}), "times of 8 rows were scattered meanwhile."),
+        (
+            None,
+            dataclasses.replace(CHEAP, load=0.5),
+            "other programs took 50% of the processors meanwhile.",
+        ),
+        (
+            0.0,
+            dataclasses.replace(CHEAP, spread={1: 0.1, 8: 0.9}),
+            "times of 8 rows were scattered meanwhile.",
+        ),
         (0.3, None, "other programs took 30% of the processors meanwhile."),
     ],
 )

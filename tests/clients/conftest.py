@@ -28,9 +28,19 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve a model named `tiny` that answers random bytes: for shapes, not for meaning. No key is needed."""
     _require_extra()
     folder, port = tmp_path_factory.mktemp("models") / "tiny", free_port()
-    subprocess.run([PYTHON, "-m", "tests.serve.tiny_model", str(folder)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [PYTHON, "-m", "tests.serve.tiny_model", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     limits = ["--default-max-tokens", "8", "--max-tokens", "256", "--queue", "64"]
-    with running([str(folder), "--draft", "none", "--strict-model", *limits], port=port, python=PYTHON, seconds=300):
+    with running(
+        [str(folder), "--draft", "none", "--strict-model", *limits],
+        port=port,
+        python=PYTHON,
+        seconds=300,
+    ):
         yield address(port)
 
 
@@ -52,7 +62,9 @@ def scripted_server() -> Iterator[str]:
     _require_extra()
     command, pipe = [PYTHON, "-m", "tests.serve.scripted"], subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip()
@@ -65,10 +77,16 @@ def default_server() -> Iterator[str]:
     """Serve the default model, named `smol`, for tests marked `model`. KEY is needed."""
     _require_extra()
     port = free_port()
-    with running(["--served-model-name", "smol", "--api-key", KEY], port=port, python=PYTHON, seconds=300):
+    with running(
+        ["--served-model-name", "smol", "--api-key", KEY], port=port, python=PYTHON, seconds=300
+    ):
         yield address(port)
 
 
 def _require_extra() -> None:
-    if sys.executable == PYTHON and not all(map(importlib.util.find_spec, ("torch", "fastapi", "uvicorn"))):
-        pytest.skip("the server cannot run here: SPECENGINE_SERVER_PYTHON names no Python that has it")
+    if sys.executable == PYTHON and not all(
+        map(importlib.util.find_spec, ("torch", "fastapi", "uvicorn"))
+    ):
+        pytest.skip(
+            "the server cannot run here: SPECENGINE_SERVER_PYTHON names no Python that has it"
+        )

@@ -9,7 +9,14 @@ import pytest
 
 MODULES = Path(__file__).with_name("node") / "node_modules"
 CODEX = next(iter(sorted(MODULES.glob("@openai/codex-*/vendor/*/bin/codex"))), None)
-OPENCODE = next((path for path in sorted(MODULES.glob("opencode-*/bin/opencode")) if "baseline" not in str(path)), None)
+OPENCODE = next(
+    (
+        path
+        for path in sorted(MODULES.glob("opencode-*/bin/opencode"))
+        if "baseline" not in str(path)
+    ),
+    None,
+)
 ASKED = "Say what the river does."
 pytestmark = pytest.mark.slow
 
@@ -31,7 +38,9 @@ def run(command: list[str], folder: Path, **more: str) -> str:
 
 
 @pytest.mark.skipif(CODEX is None, reason="npm has not installed Codex in tests/clients/node")
-def test_codex_runs_a_command_and_tells_what_came_of_it(scripted_server: str, tmp_path: Path) -> None:
+def test_codex_runs_a_command_and_tells_what_came_of_it(
+    scripted_server: str, tmp_path: Path
+) -> None:
     """Over Responses, with tools of its own types beside functions."""
     provider = f'{{name="here",base_url="{scripted_server}/v1",env_key="KEY",wire_api="responses"}}'
     settings = ["model=local", "model_provider=here", f"model_providers.here={provider}"]
@@ -46,14 +55,25 @@ def test_codex_runs_a_command_and_tells_what_came_of_it(scripted_server: str, tm
 
 
 @pytest.mark.skipif(OPENCODE is None, reason="npm has not installed opencode in tests/clients/node")
-def test_opencode_runs_a_command_and_tells_what_came_of_it(scripted_server: str, tmp_path: Path) -> None:
+def test_opencode_runs_a_command_and_tells_what_came_of_it(
+    scripted_server: str, tmp_path: Path
+) -> None:
     """Over chat completions, streamed."""
     model = {"name": "local", "tool_call": True, "limit": {"context": 131072, "output": 4096}}
     options = {"baseURL": f"{scripted_server}/v1", "apiKey": "any"}
-    here = {"npm": "@ai-sdk/openai-compatible", "name": "here", "options": options, "models": {"local": model}}
+    here = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "here",
+        "options": options,
+        "models": {"local": model},
+    }
     named = {"model": "here/local", "small_model": "here/local", "provider": {"here": here}}
     config = tmp_path / "opencode.json"
-    config.write_text(json.dumps(named | {"autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}}))
+    config.write_text(
+        json.dumps(
+            named | {"autoupdate": False, "share": "disabled", "permission": {"bash": "allow"}}
+        )
+    )
     quiet = dict.fromkeys(("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS"), "1")
     more = {f"OPENCODE_DISABLE_{name}": value for name, value in quiet.items()}
     said = run([str(OPENCODE), "run", ASKED], tmp_path, OPENCODE_CONFIG=str(config), **more)

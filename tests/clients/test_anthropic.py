@@ -13,7 +13,11 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOL: dict[str, Any] = {
     "name": "look_up",
     "description": "Look a river up",
-    "input_schema": {"type": "object", "properties": {"river": {"enum": ["Nile", "Po"]}}, "required": ["river"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"river": {"enum": ["Nile", "Po"]}},
+        "required": ["river"],
+    },
 }
 
 
@@ -32,7 +36,10 @@ def test_a_message_whole_and_streamed(calling: Any) -> None:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == final.content[0].text == whole.content[0].text
-    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert (final.stop_reason, final.usage.output_tokens) == (
+        whole.stop_reason,
+        whole.usage.output_tokens,
+    )
 
 
 def test_tools_there_and_back(calling: Any) -> None:
@@ -45,19 +52,27 @@ def test_tools_there_and_back(calling: Any) -> None:
         final = stream.get_final_message()
     assert (final.stop_reason, final.content[0].input) == ("tool_use", call.input)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "wet"}
-    turns = [*HELLO, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": whole.content},
+        {"role": "user", "content": [result]},
+    ]
     answer = calling.messages.create(messages=turns, model="claude", max_tokens=4, tools=[TOOL])
     assert answer.usage.output_tokens <= 4
 
 
 def test_tokens_are_counted(calling: Any) -> None:
-    counted = calling.messages.count_tokens(model="claude", messages=HELLO, tools=[TOOL]).input_tokens
+    counted = calling.messages.count_tokens(
+        model="claude", messages=HELLO, tools=[TOOL]
+    ).input_tokens
     assert counted > calling.messages.count_tokens(model="claude", messages=HELLO).input_tokens > 0
 
 
 def test_errors_are_the_clients_own(calling: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
-        calling.messages.create(model="claude", max_tokens=12, messages=HELLO, extra_body={"top_p": 7})
+        calling.messages.create(
+            model="claude", max_tokens=12, messages=HELLO, extra_body={"top_p": 7}
+        )
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     assert "top_p" in refused.value.body["error"]["message"]
 
@@ -67,4 +82,6 @@ def test_keys(default_server: str) -> None:
     asked = {"model": "claude", "max_tokens": 4, "messages": HELLO}
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=default_server, api_key="wrong").messages.create(**asked)
-    assert anthropic.Anthropic(base_url=default_server, api_key=KEY).messages.create(**asked).content
+    assert (
+        anthropic.Anthropic(base_url=default_server, api_key=KEY).messages.create(**asked).content
+    )

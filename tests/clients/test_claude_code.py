@@ -11,10 +11,16 @@ PROGRAM = next(iter(sorted(MODULES.glob("claude-code-*/claude"))), None)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PROGRAM is None, reason="npm has not installed Claude Code in tests/clients/node")
+@pytest.mark.skipif(
+    PROGRAM is None, reason="npm has not installed Claude Code in tests/clients/node"
+)
 def test_it_runs_a_command_and_tells_what_came_of_it(scripted_server: str, tmp_path: Path) -> None:
     """Its instructions are some 77,000 tokens of the bytes that this server's model reads."""
-    named = {"ANTHROPIC_BASE_URL": scripted_server, "ANTHROPIC_API_KEY": "any", "ANTHROPIC_MODEL": "local"}
+    named = {
+        "ANTHROPIC_BASE_URL": scripted_server,
+        "ANTHROPIC_API_KEY": "any",
+        "ANTHROPIC_MODEL": "local",
+    }
     quiet = {"HOME": str(tmp_path), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     done = subprocess.run(
         [str(PROGRAM), "-p", "Say what the river does.", "--allowedTools", "Bash"],

@@ -11,7 +11,9 @@ goose = pytest.importorskip("goose")
 ASKED = "Say what the river does."
 TOOL = {"type": "object", "properties": {"command": {"type": "string"}}}
 PROVIDERS = {
-    "openai": lambda base: goose.openai_provider("any", f"{base}/v1"),  # it posts to /chat/completions
+    "openai": lambda base: goose.openai_provider(
+        "any", f"{base}/v1"
+    ),  # it posts to /chat/completions
     "anthropic": lambda base: goose.anthropic_provider("any", base, []),
 }
 
@@ -41,8 +43,13 @@ def test_whole_and_streamed(provider: Any) -> None:
 
 
 def test_it_calls_a_tool(provider: Any) -> None:
-    tool = goose.ProviderTool(name="shell", description="Run it", input_schema_json=json.dumps(TOOL))
+    tool = goose.ProviderTool(
+        name="shell", description="Run it", input_schema_json=json.dumps(TOOL)
+    )
     answer = asyncio.run(provider.complete(*asked(ASKED), [tool]))
     (call,) = json.loads(answer.message_json)["content"]
     assert call["type"] == "toolRequest"
-    assert call["toolCall"]["value"] == {"name": "shell", "arguments": {"command": "echo the river runs"}}
+    assert call["toolCall"]["value"] == {
+        "name": "shell",
+        "arguments": {"command": "echo the river runs"},
+    }

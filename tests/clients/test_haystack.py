@@ -23,7 +23,12 @@ HELLO = ChatMessage.from_user("Hello")
 def generator(request: pytest.FixtureRequest, scripted_server: str) -> Any:
     limit = "max_tokens" if request.param == "OpenAIChatGenerator" else "max_output_tokens"
     token, kind = Secret.from_token("any"), getattr(chat, request.param)
-    return kind(api_key=token, model="any", api_base_url=f"{scripted_server}/v1", generation_kwargs={limit: 200})
+    return kind(
+        api_key=token,
+        model="any",
+        api_base_url=f"{scripted_server}/v1",
+        generation_kwargs={limit: 200},
+    )
 
 
 def test_an_answer_whole_and_streamed(generator: Any) -> None:

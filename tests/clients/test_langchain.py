@@ -9,7 +9,9 @@ from tests.clients.conftest import KEY
 
 langchain_openai = pytest.importorskip("langchain_openai")
 
-CAPITALS = [f"What is the capital of {country}? Answer in one sentence." for country in ("France", "Italy")]
+CAPITALS = [
+    f"What is the capital of {country}? Answer in one sentence." for country in ("France", "Italy")
+]
 
 
 @pytest.fixture
@@ -21,7 +23,9 @@ def tiny(tiny_server: str) -> Any:
 
 @pytest.fixture
 def smol(default_server: str) -> Any:
-    return langchain_openai.ChatOpenAI(model="smol", base_url=f"{default_server}/v1", api_key=KEY, max_tokens=40)
+    return langchain_openai.ChatOpenAI(
+        model="smol", base_url=f"{default_server}/v1", api_key=KEY, max_tokens=40
+    )
 
 
 def test_invoke_and_stream_count_tokens(tiny: Any) -> None:

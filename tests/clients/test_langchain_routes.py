@@ -20,7 +20,9 @@ def look_up(river: str) -> str:
 def model(request: pytest.FixtureRequest, scripted_server: str) -> Any:
     if request.param == "ollama":
         return langchain_ollama.ChatOllama(model="any", base_url=scripted_server)
-    return langchain_anthropic.ChatAnthropic(model="claude", base_url=scripted_server, api_key="any", max_retries=0)
+    return langchain_anthropic.ChatAnthropic(
+        model="claude", base_url=scripted_server, api_key="any", max_retries=0
+    )
 
 
 def test_whole_and_streamed(model: Any) -> None:

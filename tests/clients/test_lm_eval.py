@@ -25,7 +25,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALL
 
 
 def has_lm_eval() -> bool:
-    tried = subprocess.run([PYTHON, "-c", "import accelerate, lm_eval, transformers"], capture_output=True)
+    tried = subprocess.run(
+        [PYTHON, "-c", "import accelerate, lm_eval, transformers"], capture_output=True
+    )
     return tried.returncode == 0
 
 
@@ -36,31 +38,60 @@ pytestmark = [
 ]
 
 
-def evaluated(kind: str, out: Path, tasks: str, given: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def evaluated(
+    kind: str, out: Path, tasks: str, given: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
     """Samples by task, each as lm-eval logs it; given: arguments of the model."""
     arguments = ",".join(f"{name}={value}" for name, value in given.items())
-    command = [PYTHON, "-m", "lm_eval", "run", "--model", kind, "--model_args", arguments, "--tasks", tasks]
-    command += ["--include_path", TASKS, "--batch_size", "1", "--output_path", str(out), "--log_samples"]
+    command = [
+        PYTHON,
+        "-m",
+        "lm_eval",
+        "run",
+        "--model",
+        kind,
+        "--model_args",
+        arguments,
+        "--tasks",
+        tasks,
+    ]
+    command += [
+        "--include_path",
+        TASKS,
+        "--batch_size",
+        "1",
+        "--output_path",
+        str(out),
+        "--log_samples",
+    ]
     environment = os.environ | OFFLINE | {"HF_HOME": str(out.parent / "hf"), "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
     for path in out.rglob("samples_*.jsonl"):
         samples = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.name.removeprefix("samples_").rpartition("_")[0]] = sorted(samples, key=lambda one: one["doc_id"])
+        found[path.name.removeprefix("samples_").rpartition("_")[0]] = sorted(
+            samples, key=lambda one: one["doc_id"]
+        )
     return found
 
 
 def served(policy: list[str], tokenizer: Path, out: Path) -> dict[str, list[dict[str, Any]]]:
     port = free_port()
-    with running(["--served-model-name", "smol", *policy], port=port, python=SERVER_PYTHON, seconds=300):
+    with running(
+        ["--served-model-name", "smol", *policy], port=port, python=SERVER_PYTHON, seconds=300
+    ):
         address = f"http://127.0.0.1:{port}/v1/completions"
         both = "specengine_choice,specengine_generate"
         given = {"model": "smol", "base_url": address, "tokenizer": tokenizer}
         return evaluated("local-completions", out, both, given)
 
 
-def test_scores_are_the_same_with_and_without_a_draft(default_model_path: Path, tmp_path: Path) -> None:
+def test_scores_are_the_same_with_and_without_a_draft(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     drafted = served([], default_model_path, tmp_path / "drafted")
     plain = served(["--policy", "plain"], default_model_path, tmp_path / "plain")
     assert sorted(plain) == ["specengine_choice", "specengine_generate"]
@@ -70,7 +101,9 @@ def test_scores_are_the_same_with_and_without_a_draft(default_model_path: Path, 
     here = {"pretrained": default_model_path, "dtype": "float32"}
     own = evaluated("hf", tmp_path / "own", "specengine_choice", here)["specengine_choice"]
     for rated, expected in zip(plain["specengine_choice"], own, strict=True):
-        assert likelihoods(rated) == pytest.approx(likelihoods(expected), abs=0.5)  # of bfloat16, summed up
+        assert likelihoods(rated) == pytest.approx(
+            likelihoods(expected), abs=0.5
+        )  # of bfloat16, summed up
     assert sum(one["acc"] for one in plain["specengine_choice"]) >= len(own) / 2
 
 

@@ -14,10 +14,14 @@ def test_whole_streamed_and_with_a_tool(scripted_server: str) -> None:
     whole = client.chat.complete(model="any", messages=HELLO)
     assert whole.choices[0].message.content == "You said: Hello"
     with client.chat.stream(model="any", messages=HELLO) as events:
-        parts = [event.data.choices[0].delta.content or "" for event in events if event.data.choices]
+        parts = [
+            event.data.choices[0].delta.content or "" for event in events if event.data.choices
+        ]
     assert "".join(parts) == "You said: Hello"
     parameters = {"type": "object", "properties": {"river": {"type": "string"}}}
-    tools: list[Any] = [{"type": "function", "function": {"name": "look_up", "parameters": parameters}}]
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
+    ]
     called = client.chat.complete(model="any", messages=HELLO, tools=tools)
     (call,) = called.choices[0].message.tool_calls
     assert call.function.name == "look_up"

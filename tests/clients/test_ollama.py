@@ -34,14 +34,20 @@ def test_generate_raw_and_with_the_template(calling: Any) -> None:
     whole = calling.generate("llama3", "Hello", options=SHORT)
     parts = list(calling.generate("llama3", "Hello", options=SHORT, stream=True))
     assert "".join(part.response for part in parts) == whole.response
-    assert calling.generate("llama3", "Hello", options=SHORT, raw=True).prompt_eval_count == len("Hello")
+    assert calling.generate("llama3", "Hello", options=SHORT, raw=True).prompt_eval_count == len(
+        "Hello"
+    )
 
 
 def test_schemas_and_tools(calling: Any) -> None:
     river = calling.chat("llama3", HELLO, format={"enum": ["Nile", "Po"]}).message.content
     assert river in ('"Nile"', '"Po"')
     call = {"function": {"name": "look_up", "arguments": {"river": "Po"}}}
-    turns = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "wet"}]
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "wet"},
+    ]
     for streams in (False, True):
         answer = calling.chat("llama3", turns, tools=[TOOL], options=SHORT, stream=streams)
         assert (list(answer)[-1] if streams else answer).done

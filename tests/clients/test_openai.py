@@ -11,7 +11,9 @@ openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+CAPITAL: list[Any] = [
+    {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,9 @@ def test_models(tiny: Any) -> None:
 
 
 def test_a_whole_answer(tiny: Any) -> None:
-    answer = tiny.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, temperature=0.7, seed=1)
+    answer = tiny.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=12, temperature=0.7, seed=1
+    )
     again = tiny.chat.completions.create(
         model="tiny", messages=HELLO, max_completion_tokens=12, temperature=0.7, seed=1
     )
@@ -76,12 +80,22 @@ def test_text_completions(tiny: Any) -> None:
     text = tiny.completions.create(prompt="once", **asked).choices[0].text
     ids = list(b"once")  # the ids of bytes are another order, but ids they are
     assert tiny.completions.create(prompt=ids, **asked).usage.prompt_tokens == 4
-    assert tiny.completions.create(prompt="once", echo=True, **asked).choices[0].text == f"once{text}"
-    assert list(tiny.completions.create(prompt="once", stream=True, **asked))[-1].choices[0].finish_reason
+    assert (
+        tiny.completions.create(prompt="once", echo=True, **asked).choices[0].text == f"once{text}"
+    )
+    assert (
+        list(tiny.completions.create(prompt="once", stream=True, **asked))[-1]
+        .choices[0]
+        .finish_reason
+    )
 
 
 def test_errors_are_the_clients_own(tiny: Any) -> None:
-    for options, param in (({"temperature": -1}, "temperature"), ({"n": 0}, "n"), ({"max_tokens": 999}, "max_tokens")):
+    for options, param in (
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 999}, "max_tokens"),
+    ):
         with pytest.raises(openai.BadRequestError) as refused:
             tiny.chat.completions.create(model="tiny", messages=HELLO, **options)
         assert (refused.value.status_code, refused.value.param) == (400, param)
@@ -99,7 +113,12 @@ RIVER: dict[str, Any] = {
 def test_responses_with_tools(calling_server: str) -> None:
     client = openai.OpenAI(base_url=f"{calling_server}/v1", api_key="any", max_retries=0)
     tool: Any = {"type": "function", "name": "look_up", "parameters": RIVER, "strict": True}
-    asked: dict[str, Any] = {"model": "gpt", "input": "Hello", "tools": [tool], "max_output_tokens": 200}
+    asked: dict[str, Any] = {
+        "model": "gpt",
+        "input": "Hello",
+        "tools": [tool],
+        "max_output_tokens": 200,
+    }
     whole = client.responses.create(**asked, tool_choice="required")
     (call,) = whole.output
     assert (whole.status, call.type, call.name) == ("completed", "function_call", "look_up")
@@ -121,12 +140,16 @@ def test_responses_streamed_as_text(tiny: Any) -> None:
     asked = {"model": "tiny", "input": "Hello", "instructions": "Be short", "max_output_tokens": 12}
     whole = tiny.responses.create(**asked)
     with tiny.responses.stream(**asked) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
     assert text == whole.output_text
 
 
 def test_several_answers(tiny: Any) -> None:
-    answer = tiny.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, temperature=1.0, seed=1, n=3)
+    answer = tiny.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=12, temperature=1.0, seed=1, n=3
+    )
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 

@@ -32,7 +32,10 @@ def ran(agent: Any, streamed: bool, text: str = "Hello") -> tuple[Any, str]:
             return await agents.Runner.run(agent, text, max_turns=3), ""
         result, told = agents.Runner.run_streamed(agent, text, max_turns=3), ""
         async for event in result.stream_events():
-            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            if (
+                event.type == "raw_response_event"
+                and event.data.type == "response.output_text.delta"
+            ):
                 told += event.data.delta
         return result, told
 
@@ -65,7 +68,9 @@ def test_a_loop_with_tools(model: Any, streamed: bool, output: Any) -> None:
         return "wet"
 
     settings = agents.ModelSettings(**SETTINGS)
-    agent = agents.Agent(name="a", model=model, tools=[look_up], output_type=output, model_settings=settings)
+    agent = agents.Agent(
+        name="a", model=model, tools=[look_up], output_type=output, model_settings=settings
+    )
     result, _ = ran(agent, streamed)
     assert seen == ["Po"]
     assert result.final_output == (River(river="Po") if output else "It is wet.")
@@ -85,5 +90,7 @@ def test_a_tool_that_must_be_called(model: Any) -> None:
 
     settings = agents.ModelSettings(**SETTINGS, tool_choice="required")
     stop: Any = "stop_on_first_tool"
-    agent = agents.Agent(name="a", model=model, tools=[look_up], tool_use_behavior=stop, model_settings=settings)
+    agent = agents.Agent(
+        name="a", model=model, tools=[look_up], tool_use_behavior=stop, model_settings=settings
+    )
     assert ran(agent, False)[0].final_output in ("Nile is wet", "Po is wet")

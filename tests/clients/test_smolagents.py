@@ -18,7 +18,9 @@ def look_up(river: str) -> str:
 
 
 def test_an_answer_and_a_call(scripted_server: str) -> None:
-    model: Any = smolagents.OpenAIModel(model_id="any", api_base=f"{scripted_server}/v1", api_key="any")
+    model: Any = smolagents.OpenAIModel(
+        model_id="any", api_base=f"{scripted_server}/v1", api_key="any"
+    )
     asked = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     assert model.generate(asked).content == "You said: Hello"
     assert "".join(part.content or "" for part in model.generate_stream(asked)) == "You said: Hello"

@@ -61,7 +61,10 @@ def test_between_points_costs_are_between_theirs(points: dict[int, float]) -> No
     known = sorted(points)
     for left, right in itertools.pairwise(known):
         ends = sorted((points[left], points[right]))
-        assert all(ends[0] * 0.999 <= interpolated(points, n) <= ends[1] * 1.001 for n in range(left, right + 1))
+        assert all(
+            ends[0] * 0.999 <= interpolated(points, n) <= ends[1] * 1.001
+            for n in range(left, right + 1)
+        )
 
 
 @given(RISING)
@@ -81,11 +84,17 @@ def test_behind_the_points_the_last_slope_goes_on_where_it_rises() -> None:
 
 
 def test_each_token_of_context_adds_its_growth() -> None:
-    costs = costs_of({1: 10.0, 3: 14.0}, context=64, verify_growth={1: 0.1, 3: 0.3}, draft_growth={1: 0.01})
+    costs = costs_of(
+        {1: 10.0, 3: 14.0}, context=64, verify_growth={1: 0.1, 3: 0.3}, draft_growth={1: 0.01}
+    )
     verify, draft = costs.table(3, 2, 164)
     assert verify.tolist() == pytest.approx([0, 20, 32, 44])
     assert draft.tolist() == pytest.approx([0, 1.5, 1.5])
-    assert costs.table(3, 2, 10).verify.tolist() == costs.table(3, 2, 64).verify.tolist() == [0, 10, 12, 14]
+    assert (
+        costs.table(3, 2, 10).verify.tolist()
+        == costs.table(3, 2, 64).verify.tolist()
+        == [0, 10, 12, 14]
+    )
 
 
 def test_tables_of_padded_costs_are_flat() -> None:
@@ -111,7 +120,9 @@ def test_a_cycle_with_its_overhead() -> None:
 
 
 @given(POINTS, POINTS, st.integers(0, 5000), st.floats(0, 10), st.booleans())
-def test_json_round_trip(points: dict[int, float], growth: Any, context: int, overhead: float, flag: bool) -> None:
+def test_json_round_trip(
+    points: dict[int, float], growth: Any, context: int, overhead: float, flag: bool
+) -> None:
     costs = PassCosts("mine", points, points, "here", flag, overhead, context, growth, {}, flag)
     assert PassCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
@@ -155,7 +166,9 @@ def tables_pair(vocabulary: int = 6) -> tuple[Target, Drafter]:
     return toy.ToyTarget(toy.Tables(vocabulary, 1)), toy.ToyDrafter(toy.Tables(vocabulary, 2))
 
 
-def hugging_face(drafter: Callable[[HuggingFaceTarget], Drafter], family: str = "llama", **options: Any) -> Any:
+def hugging_face(
+    drafter: Callable[[HuggingFaceTarget], Drafter], family: str = "llama", **options: Any
+) -> Any:
     captured = options.pop("captured", False)
     target = HuggingFaceTarget(toy.tiny(family, **options), captured=captured)
     return target, drafter(target)
@@ -176,7 +189,9 @@ PAIRS: dict[str, Callable[[], tuple[Target, Drafter]]] = {
     "lookup": lambda: hugging_face(lambda target: Lookup(small(target))),
     "eagle": lambda: hugging_face(eagle),
     "short context": lambda: hugging_face(lambda _: NGram(), "gpt2", max_position_embeddings=20),
-    "captured": lambda: hugging_face(lambda _: SmallModel(toy.near_copy(), captured=True), captured=True),
+    "captured": lambda: hugging_face(
+        lambda _: SmallModel(toy.near_copy(), captured=True), captured=True
+    ),
     "captured eagle": lambda: hugging_face(eagle, captured=True),
     "native": lambda: (NativeTarget(lm_of("llama")), NGram()),
     "captured ngram": lambda: hugging_face(lambda _: NGram(), captured=True),
@@ -184,7 +199,8 @@ PAIRS: dict[str, Callable[[], tuple[Target, Drafter]]] = {
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=needs_extension if pair == "native" else ()) for pair in PAIRS]
+    "pair",
+    [pytest.param(pair, marks=needs_extension if pair == "native" else ()) for pair in PAIRS],
 )
 def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
     target, drafter = PAIRS[pair]()
@@ -192,7 +208,11 @@ def test_measured_costs_leave_the_parts_as_they_were(pair: str) -> None:
     prompt = [1, 0, 1, 1, 0]
 
     def answer() -> list[int]:
-        return [token for cycle in engine.answer(prompt, max_new_tokens=9, temperature=0.0) for token in cycle.tokens]
+        return [
+            token
+            for cycle in engine.answer(prompt, max_new_tokens=9, temperature=0.0)
+            for token in cycle.tokens
+        ]
 
     before, noise = answer(), torch.random.get_rng_state()
     costs = measuring.measure(target, drafter, seconds=0.2)
@@ -275,7 +295,9 @@ class Sparse(Slow):
     def verify(self, tree: TokenTree) -> tuple[Tensor, None]:
         found = super().verify(tree)
         tokens = tree.tokens.tolist()
-        self.experts = torch.tensor([0 if token in tokens[:i] else 2 for i, token in enumerate(tokens)])
+        self.experts = torch.tensor(
+            [0 if token in tokens[:i] else 2 for i, token in enumerate(tokens)]
+        )
         self.clock.now += self.EXPERT * float(self.experts.sum())
         return found
 
@@ -343,7 +365,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "_loaded", {})
 
 
-def test_what_was_measured_is_found_again(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_was_measured_is_found_again(
+    measured: list[PassCosts], tmp_path: Path, monkeypatch: Any
+) -> None:
     target, drafter = tables_pair()
     first = stored.find(target, drafter)
     assert stored.find(target, drafter) is first
@@ -362,7 +386,9 @@ def test_what_was_measured_is_found_again(measured: list[PassCosts], tmp_path: P
     "text",
     ["", "{", "[]", "null", '{"key": {}}', '{"key": {}, "costs": {}}', "\ud800", "[" * 100000],
 )
-def test_a_damaged_file_is_measured_again(measured: list[PassCosts], monkeypatch: Any, text: str) -> None:
+def test_a_damaged_file_is_measured_again(
+    measured: list[PassCosts], monkeypatch: Any, text: str
+) -> None:
     pair = tables_pair()
     stored.find(*pair)
     file = stored.path(stored.identity(*pair))
@@ -372,7 +398,9 @@ def test_a_damaged_file_is_measured_again(measured: list[PassCosts], monkeypatch
     assert json.loads(file.read_text())["costs"]["overhead"] == 1
 
 
-@pytest.mark.parametrize("value", ["1e308", "3601", "NaN", "-1", "Infinity", "1e999", "9" * 400, '"x"', "null"])
+@pytest.mark.parametrize(
+    "value", ["1e308", "3601", "NaN", "-1", "Infinity", "1e999", "9" * 400, '"x"', "null"]
+)
 @pytest.mark.parametrize("field", ["overhead", "verify", "draft", "verify_growth"])
 def test_costs_that_no_machine_has_are_measured_again(
     measured: list[PassCosts], monkeypatch: Any, field: str, value: str
@@ -394,7 +422,10 @@ def test_a_foreign_file_is_measured_again(measured: list[PassCosts], monkeypatch
     stored.find(*pair)
     file = stored.path(stored.identity(*pair))
     content = json.loads(file.read_text())
-    for change in ({"key": {**content["key"], "model": "another"}}, {"costs": {**content["costs"], "verify": {}}}):
+    for change in (
+        {"key": {**content["key"], "model": "another"}},
+        {"costs": {**content["costs"], "verify": {}}},
+    ):
         file.write_text(json.dumps(content | change))
         forget(monkeypatch)
         stored.find(*pair)
@@ -411,7 +442,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def measure(*_: Any) -> PassCosts:
         machine["measured"] += 1
-        return costs_of(STEPS, source="measured", measured=True, load=machine["load"], spread=machine.get("spread", {}))
+        return costs_of(
+            STEPS,
+            source="measured",
+            measured=True,
+            load=machine["load"],
+            spread=machine.get("spread", {}),
+        )
 
     monkeypatch.setattr(stored, "measure", measure)
     monkeypatch.setattr("time.time", lambda: machine["now"])
@@ -487,14 +524,20 @@ def test_a_file_that_breaks_a_law_is_measured_again(
 STAT = "cpu  {user} 0 100 5000 30 0 0 {steal} 7 0\ncpu0 1 2 3\n"
 
 
-@pytest.mark.parametrize(("user", "steal", "share"), [(200, 0, 0.25), (100, 100, 0.25), (0, 0, 0.0), (2000, 0, 1.0)])
-def test_load_is_what_others_took(tmp_path: Path, monkeypatch: Any, user: int, steal: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("user", "steal", "share"), [(200, 0, 0.25), (100, 100, 0.25), (0, 0, 0.0), (2000, 0, 1.0)]
+)
+def test_load_is_what_others_took(
+    tmp_path: Path, monkeypatch: Any, user: int, steal: int, share: float
+) -> None:
     """Of four processors in 2 seconds, hundredths of a second; this process takes none."""
     file = tmp_path / "stat"
     file.write_text(STAT.format(user=1000, steal=10))
     clock = iter([0.0, 2.0, 2.0])
     monkeypatch.setattr(measuring, "PROCESSOR_TIMES", file)
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 5.0))
+    monkeypatch.setattr(
+        measuring, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 5.0)
+    )
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sysconf", lambda _: 100)
     before = processor_times()
@@ -503,7 +546,9 @@ def test_load_is_what_others_took(tmp_path: Path, monkeypatch: Any, user: int, s
 
 
 @pytest.mark.parametrize("text", ["", "cpu\n", "cpu a b c d e f g h\n", None])
-def test_load_is_unknown_where_the_system_does_not_tell(tmp_path: Path, monkeypatch: Any, text: str | None) -> None:
+def test_load_is_unknown_where_the_system_does_not_tell(
+    tmp_path: Path, monkeypatch: Any, text: str | None
+) -> None:
     file = tmp_path / "stat"
     if text is not None:
         file.write_text(text)
@@ -512,7 +557,9 @@ def test_load_is_unknown_where_the_system_does_not_tell(tmp_path: Path, monkeypa
     assert share_of_others(processor_times()) is None
 
 
-def test_a_folder_that_cannot_be_written(measured: list[PassCosts], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_that_cannot_be_written(
+    measured: list[PassCosts], tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path / "file"))
     pair = tables_pair()
@@ -523,9 +570,13 @@ def test_a_folder_that_cannot_be_written(measured: list[PassCosts], tmp_path: Pa
 
 
 def test_the_key_follows_what_costs_depend_on() -> None:
-    def key(dtype: torch.dtype = torch.float32, drafter: Drafter | None = None, **options: Any) -> dict[str, Any]:
+    def key(
+        dtype: torch.dtype = torch.float32, drafter: Drafter | None = None, **options: Any
+    ) -> dict[str, Any]:
         captured = options.pop("captured", False)
-        return stored.identity(HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter)
+        return stored.identity(
+            HuggingFaceTarget(toy.tiny(**options).to(dtype), captured=captured), drafter
+        )
 
     base = key()
     assert key() == base

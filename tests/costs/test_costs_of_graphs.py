@@ -75,7 +75,9 @@ def answer(engine: Engine, tokens: int = 12) -> list[Cycle]:
     return [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=tokens)]
 
 
-WAYS = pytest.mark.parametrize("clock", [False, True], indirect=True, ids=["passes as graphs", "trees as graphs"])
+WAYS = pytest.mark.parametrize(
+    "clock", [False, True], indirect=True, ids=["passes as graphs", "trees as graphs"]
+)
 
 
 @WAYS
@@ -131,11 +133,16 @@ def test_measuring_leaves_the_engine_as_it_was(clock: Clock) -> None:
     before = [tensor.held.clone() for tensor in driver._lasting()]  # type: ignore[attr-defined]
     costs = measuring.measure(engine.target, engine.drafter, driver, seconds=0.1)
     kept = auto_of(engine).state_on(driver.tree.device)
-    assert all(torch.equal(now.held, then) for now, then in zip(kept, before[-len(kept) :], strict=True))  # type: ignore[attr-defined]
+    assert all(
+        torch.equal(now.held, then) for now, then in zip(kept, before[-len(kept) :], strict=True)
+    )  # type: ignore[attr-defined]
     assert not engine.target.tokens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "find", lambda *_: costs)
-        found = [[(cycle.tokens, cycle.tree.tokens.tolist()) for cycle in answer(made)] for made in (engine, other)]
+        found = [
+            [(cycle.tokens, cycle.tree.tokens.tolist()) for cycle in answer(made)]
+            for made in (engine, other)
+        ]
     assert found[0] == found[1]
 
 
@@ -151,7 +158,9 @@ def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
         assert seconds.split
         assert seconds.verify == pytest.approx(real["finish greedy"], rel=0.02)
         grown = real["root"] + (passes - 1) * real["level"] if passes else 0.0
-        tried = real["root"] if not passes and seconds.draft > 1.5 * real["first"] else 0.0  # a pass for nothing
+        tried = (
+            real["root"] if not passes and seconds.draft > 1.5 * real["first"] else 0.0
+        )  # a pass for nothing
         assert seconds.draft == pytest.approx(real["first"] + grown + tried, rel=0.05)
         assert seconds.draft + seconds.verify == seconds.model <= seconds.total
     assert statistics.median(cycle.seconds.host for cycle in cycles) < 0.1 * real["finish greedy"]
@@ -164,7 +173,9 @@ def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     for _ in range(10):
         answer(engine)
     correction = auto_of(engine)._costs.corrections
-    assert [correction.verify.factor, correction.draft.factor] == pytest.approx([1.0, 1.0], rel=0.03)
+    assert [correction.verify.factor, correction.draft.factor] == pytest.approx(
+        [1.0, 1.0], rel=0.03
+    )
 
 
 def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
@@ -176,12 +187,16 @@ def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
     assert auto_of(engine)._costs.corrections.verify.factor == pytest.approx(2.0, rel=0.1)
 
 
-def test_pace_learns_from_cycles_on_the_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_learns_from_cycles_on_the_device(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of("eagle3")
     answer(engine)
     policy, seen, observe = auto_of(engine), list[tuple[int, float]](), Pace.observe
 
-    def observed(self: Pace, tokens: int, seconds: float, plain: float, drafted: bool = False) -> None:
+    def observed(
+        self: Pace, tokens: int, seconds: float, plain: float, drafted: bool = False
+    ) -> None:
         seen.append((tokens, seconds / plain))
         observe(self, tokens, seconds, plain, drafted)
 
@@ -203,7 +218,9 @@ def test_a_resting_pace_takes_no_cycle_with_a_tree_for_a_plain_one() -> None:
     assert not pace._plain
 
 
-def test_the_key_follows_what_kernels_depend_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_what_kernels_depend_on(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(**options: Any) -> dict[str, Any]:
         engine = engine_of("eagle3", **options)
         return stored.identity(engine.target, engine.drafter, engine.drivers.own.captured)
@@ -238,8 +255,13 @@ def test_on_a_cpu_a_driver_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     target = HuggingFaceTarget(toy.tiny(), captured=True)
     engine = Engine(target, SmallModel(toy.near_copy()), policies.make("auto", **SHAPE))
     driver, given = engine.drivers.own.captured, list[Any]()
-    assert stored.identity(target, engine.drafter, driver) == stored.identity(target, engine.drafter)
-    assert not {"policy", "triton", "ops", "cuda"} & stored.identity(target, engine.drafter, driver).keys()
+    assert stored.identity(target, engine.drafter, driver) == stored.identity(
+        target, engine.drafter
+    )
+    assert (
+        not {"policy", "triton", "ops", "cuda"}
+        & stored.identity(target, engine.drafter, driver).keys()
+    )
 
     def measure(*parts: Any) -> PassCosts:
         given.extend(parts)

@@ -52,9 +52,15 @@ class Tiny:
             values = torch.randn(outputs, inputs, generator=generator) * (3.0 / inputs**0.5)
             values = values.bfloat16() if self.kind == "bf16" else values
             weights.add_matrix(name + ".weight", self.kind, outputs, inputs)
-            weights.pack(name + ".weight", "bf16" if self.kind == "bf16" else "f32", 0, values, None)
+            weights.pack(
+                name + ".weight", "bf16" if self.kind == "bf16" else "f32", 0, values, None
+            )
         ones = torch.ones(HIDDEN)
-        norms = [f"model.layers.{i}.{n}layernorm.weight" for i in range(LAYERS) for n in ("input_", "post_attention_")]
+        norms = [
+            f"model.layers.{i}.{n}layernorm.weight"
+            for i in range(LAYERS)
+            for n in ("input_", "post_attention_")
+        ]
         for name in [*norms, "model.norm.weight"]:
             weights.add_vector(name, ones)
         frequencies = (10000.0 ** -(torch.arange(0, size, 2) / size)).tolist()
@@ -125,7 +131,10 @@ Tree = list[tuple[int, int]]  # of each node its parent, -1 for the root, and it
 def random_tree(rows: int, seed: int) -> Tree:
     chance = random.Random(seed)
     deep = chance.choice([1, 2, 5, rows])  # how far back a parent may stand
-    return [(chance.randrange(max(0, i - deep), i) if i else -1, chance.randrange(VOCABULARY)) for i in range(rows)]
+    return [
+        (chance.randrange(max(0, i - deep), i) if i else -1, chance.randrange(VOCABULARY))
+        for i in range(rows)
+    ]
 
 
 def chain(rows: int) -> Tree:
@@ -202,7 +211,9 @@ def test_a_long_chain_has_the_bits_of_plain_decoding(model: Tiny, context: int) 
     tree = chain(100)
     plain = one_by_one(model, tree, context)
     assert torch.equal(in_tree(model, tree, context), plain)
-    prompt = model.run(model.slab(context), [t for _, t in tree], list(range(context, context + 100)), context)
+    prompt = model.run(
+        model.slab(context), [t for _, t in tree], list(range(context, context + 100)), context
+    )
     assert torch.equal(prompt, plain)
 
 
@@ -253,4 +264,7 @@ def test_integers_keep_the_law_with_any_number_of_rows_and_far_into_a_text(name:
     for context in (0, 700, 4000):
         for rows in range(1, 65) if context < 4000 else (1, 7, 16, 33, 64):
             tree = random_tree(rows, rows + context)
-            assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context)), (context, rows)
+            assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context)), (
+                context,
+                rows,
+            )

@@ -15,20 +15,40 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # as setup.py has them, but for -O3: the sanitizers see more at -O1
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Werror"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+]
 # the headers of gcc 12 for AVX512 begin with values that nobody set
 FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 # ASan sees what is left out of UBSan here, and building takes a fifth less
-MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,vptr,object-size", "-fno-sanitize-recover"]
+MEMORY = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null,vptr,object-size",
+    "-fno-sanitize-recover",
+]
 RACES = ["-fsanitize=thread"]
 THREADS_ONLY = ("blocks", "packed", "naive", "toys", "threads_test")
 
-GCC, CLANG, CROSS = shutil.which("g++"), shutil.which("clang++"), shutil.which("aarch64-linux-gnu-g++")
+GCC, CLANG, CROSS = (
+    shutil.which("g++"),
+    shutil.which("clang++"),
+    shutil.which("aarch64-linux-gnu-g++"),
+)
 EMULATOR = shutil.which("qemu-aarch64")
 
 
 def sources(program: str) -> list[str]:
-    kernels, parts = sorted((CSRC / "cpu").glob("isa_*.cpp")), sorted((CSRC / "tests" / "cpu").glob("*.cpp"))
+    kernels, parts = (
+        sorted((CSRC / "cpu").glob("isa_*.cpp")),
+        sorted((CSRC / "tests" / "cpu").glob("*.cpp")),
+    )
     if program == "cpu_threads_test":
         parts = [part for part in parts if part.stem in THREADS_ONLY]
     return [str(path) for path in (*kernels, *parts, CSRC / "tests" / f"{program}.cpp")]
@@ -56,7 +76,9 @@ def require(sanitizer: list[str], folder: Path) -> str:
         pytest.skip("needs g++ on the path")
     source, program = folder / "empty.cpp", folder / "empty"
     source.write_text("int main() {}\n")
-    done = subprocess.run([GCC, *sanitizer, str(source), "-o", str(program)], capture_output=True, text=True)
+    done = subprocess.run(
+        [GCC, *sanitizer, str(source), "-o", str(program)], capture_output=True, text=True
+    )
     if done.returncode == 0:
         done = subprocess.run([str(program)], capture_output=True, text=True)
     if done.returncode != 0:

@@ -21,7 +21,9 @@ def build_and_run(program: Path, *sources: Path) -> subprocess.CompletedProcess:
         "-fno-sanitize-recover",
     ]
     built = subprocess.run(
-        [COMPILER, *flags, f"-I{CSRC}", *map(str, sources), "-o", str(program)], capture_output=True, text=True
+        [COMPILER, *flags, f"-I{CSRC}", *map(str, sources), "-o", str(program)],
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=60)

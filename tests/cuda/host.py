@@ -18,7 +18,17 @@ def built(folder: Path) -> Path:
     if COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C++ compiler (g++ or clang++) on the path")
     library, source = folder / "driver.so", CSRC / "tests" / "host_device_library.cpp"
-    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        f"-I{CSRC}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library

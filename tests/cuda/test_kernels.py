@@ -30,10 +30,16 @@ def count(value: int, device: str) -> Tensor:
     return torch.tensor([value], dtype=torch.int32, device=device)
 
 
-def random_candidates(most: int, live: int, coarse: bool, frontier: int, random: torch.Generator) -> Candidates:
+def random_candidates(
+    most: int, live: int, coarse: bool, frontier: int, random: torch.Generator
+) -> Candidates:
     """Best first, the last of them of -inf; what stands behind `live` is NaN and points nowhere."""
-    rows, columns = (torch.randint(bound, (most,), generator=random) for bound in (frontier, COLUMNS))
-    scores = -torch.randint(9 if coarse else 10**5, (most,), generator=random).float() / (2 if coarse else 10**4)
+    rows, columns = (
+        torch.randint(bound, (most,), generator=random) for bound in (frontier, COLUMNS)
+    )
+    scores = -torch.randint(9 if coarse else 10**5, (most,), generator=random).float() / (
+        2 if coarse else 10**4
+    )
     scores[scores < -3.9] = -math.inf
     scores = scores.sort(descending=True).values
     rows[live:], columns[live:], scores[live:] = 2**40, 2**40, math.nan
@@ -67,13 +73,20 @@ def test_steps_are_what_they_mean(device: str, budget: int, batch: int, fill: bo
     random = torch.Generator().manual_seed(budget + fill)
     wanted = Queues.start(budget, "cpu")
     queues = Queues(*moved(tuple(part.clone() for part in wanted), device))
-    depths, ids = torch.randint(4, (NODES,), generator=random), torch.randint(999, (COLUMNS,), generator=random)
+    depths, ids = (
+        torch.randint(4, (NODES,), generator=random),
+        torch.randint(999, (COLUMNS,), generator=random),
+    )
     for step in range(16):
-        frontier = Nodes(torch.randint(NODES, (6,), generator=random), count(0 if step % 5 == 4 else 6, "cpu"))
+        frontier = Nodes(
+            torch.randint(NODES, (6,), generator=random), count(0 if step % 5 == 4 else 6, "cpu")
+        )
         most = int(torch.randint(1, 2 * budget + 2, (1,), generator=random)) + 300 * (step == 7)
         live = int(torch.randint(0, most + 1, (1,), generator=random))
         found = random_candidates(most, live, step % 2 == 0, 6, random)
-        readable = found._replace(rows=found.rows.clamp(max=5), columns=found.columns.clamp(max=COLUMNS - 1))
+        readable = found._replace(
+            rows=found.rows.clamp(max=5), columns=found.columns.clamp(max=COLUMNS - 1)
+        )
         search = Search(batch, 3, (0.0, 0.30001)[step % 2], fill)
         token_ids, passes = (None, ids)[step % 2], count(1 + step % 9, "cpu")
         before = [part.tolist() for part in queues]
@@ -97,12 +110,20 @@ def test_steps_are_what_they_mean(device: str, budget: int, batch: int, fill: bo
 
 
 def test_nan_never_becomes_a_node(device: str) -> None:
-    queues, zeros = Queues(*moved(Queues.start(4, "cpu"), device)), torch.zeros(3, dtype=torch.int64, device=device)
+    queues, zeros = (
+        Queues(*moved(Queues.start(4, "cpu"), device)),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     scores = torch.tensor([math.nan, -1.0, -math.inf], device=device)
     found = Candidates(zeros, zeros + 7, scores, scores, count(3, device))
     one = count(1, device)
-    drawn = cuda.step_queues(queues, found, Nodes(zeros, one), zeros, None, one, Search(3, 9, 0.0, True))
-    assert (drawn.tokens[: int(drawn.live)].tolist(), drawn.log_probs.tolist()) == ([7], [-1.0, 0.0, 0.0, 0.0])
+    drawn = cuda.step_queues(
+        queues, found, Nodes(zeros, one), zeros, None, one, Search(3, 9, 0.0, True)
+    )
+    assert (drawn.tokens[: int(drawn.live)].tolist(), drawn.log_probs.tolist()) == (
+        [7],
+        [-1.0, 0.0, 0.0, 0.0],
+    )
     assert queues.accepted.tolist() == [0.0, -1.0, -math.inf, -math.inf]
 
 
@@ -112,7 +133,9 @@ def test_larger_budgets_run_by_their_meaning(device: str) -> None:
     scores = torch.tensor([-1.0, -2.0, -3.0], device=device)
     one = count(1, device)
     found = Candidates(zeros, zeros, scores, scores, count(3, device))
-    drawn = cuda.step_queues(queues, found, Nodes(zeros, one), zeros, None, one, Search(2, 9, 0.0, False))
+    drawn = cuda.step_queues(
+        queues, found, Nodes(zeros, one), zeros, None, one, Search(2, 9, 0.0, False)
+    )
     assert (int(drawn.live), drawn.expand.ids.tolist()) == (2, [0, 1])
 
 
@@ -132,7 +155,9 @@ def test_a_step_captured_once() -> None:
     for case in range(12):
         given = random_candidates(59, 59, case % 2 == 0, 10, random)
         nodes = Nodes.of(torch.randint(NODES, (10,), generator=random))
-        for into, values in zip((*found, *frontier, passes), (*given, *nodes, count(case % 6 + 1, "cpu")), strict=True):
+        for into, values in zip(
+            (*found, *frontier, passes), (*given, *nodes, count(case % 6 + 1, "cpu")), strict=True
+        ):
             into.copy_(values)
         graph.replay()
         same(drawn, meant(wanted, given, nodes, depths, None, passes.cpu(), search))

@@ -28,7 +28,9 @@ def test_compiles_for_devices(target: str) -> None:
 
 
 @needs_nvrtc
-def test_what_the_compiler_says_comes_with_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_compiler_says_comes_with_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / _nvrtc.STEP.source).write_text("wrong source;")
     monkeypatch.setattr(_nvrtc, "sources", lambda: tmp_path)
     with pytest.raises(BackendError, match=r"of best_first.cu for sm_75: .*error"):
@@ -45,7 +47,13 @@ def test_the_ops_are_there_where_nvrtc_is(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_structures_have_the_size_of_the_headers() -> None:
     text = "".join(file.read_text() for file in (_nvrtc.sources() / "spec").glob("device_*.hpp"))
-    for structure in (_nvrtc.BestFirstStep, _nvrtc.LevelArgs, _nvrtc.KeepArgs, _nvrtc.ExtractArgs, _nvrtc.OutcomeArgs):
+    for structure in (
+        _nvrtc.BestFirstStep,
+        _nvrtc.LevelArgs,
+        _nvrtc.KeepArgs,
+        _nvrtc.ExtractArgs,
+        _nvrtc.OutcomeArgs,
+    ):
         name = str(structure.__doc__).removeprefix("spec::").split()[0]
         assert f"sizeof({name}) == {ctypes.sizeof(structure) // 8} * 8" in text
     assert _nvrtc.STEP.lanes == cuda.CAPACITY

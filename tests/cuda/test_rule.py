@@ -22,7 +22,12 @@ from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 
 VOCABULARY, DRAFT_VOCABULARY = 60, 40
 TREE = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors")
-SHAPES = [(64, 8, 2, 12), (5, 3, 1, 4), (20, 1, 3, 6), (100, 16, 2, 3)]  # budget, width, rounds, passes
+SHAPES = [
+    (64, 8, 2, 12),
+    (5, 3, 1, 4),
+    (20, 1, 3, 6),
+    (100, 16, 2, 3),
+]  # budget, width, rounds, passes
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
@@ -52,14 +57,19 @@ class Search:
         capacity = 1 + budget * (passes + 1)
         tree = TokenTree(capacity, "cpu")
         self.tree, self.counters = tree.arrays, tree.counters
-        self.counts, self.notes = search._counts(torch.device("cpu")), search._notes(capacity, torch.device("cpu"))
+        self.counts, self.notes = (
+            search._counts(torch.device("cpu")),
+            search._notes(capacity, torch.device("cpu")),
+        )
         widths = [n for n in auto.WIDTHS if n < width] + [width]
         verify = torch.linspace(1.0, 1.4, budget + 1) * 1e-3 * (1 + 0.3 * self.uniform(budget + 1))
         draft = torch.linspace(0.03, 0.08, width + 1) * 1e-3 * (1 + 0.3 * self.uniform(width + 1))
         prices = Prices(torch.zeros(budget + 1), torch.zeros(width + 1), torch.tensor(widths))
         recent, one = torch.tensor([8.0, 8.0 * float(verify[1])]), torch.zeros(1)
         count = torch.zeros(1, dtype=torch.int32)
-        self.throughput = Throughput(verify, draft, prices, recent, one, count, one + 1e-4, torch.zeros(0))
+        self.throughput = Throughput(
+            verify, draft, prices, recent, one, count, one + 1e-4, torch.zeros(0)
+        )
         ops.update_throughput(self.throughput, count)
         self.limits = Limits(math.log(auto.MIN_PATH), budget, rounds, passes)
 
@@ -69,8 +79,14 @@ class Search:
     def drafted(self, mapped: bool, marked: bool) -> Drafted:
         width = len(self.throughput.draft) - 1
         logits = torch.randn(width, DRAFT_VOCABULARY, generator=self.random) * 3
-        ids = torch.randperm(VOCABULARY, generator=self.random)[:DRAFT_VOCABULARY] if mapped else None
-        marks = torch.randint(8, logits.shape, generator=self.random).to(torch.uint8) if marked else None
+        ids = (
+            torch.randperm(VOCABULARY, generator=self.random)[:DRAFT_VOCABULARY] if mapped else None
+        )
+        marks = (
+            torch.randint(8, logits.shape, generator=self.random).to(torch.uint8)
+            if marked
+            else None
+        )
         return Drafted(logits, ids, False, marks)
 
     def outcome(self, kept: Nodes) -> tuple[Nodes, Tensor]:
@@ -98,7 +114,13 @@ class Search:
     def grown(self, frontier: Nodes, drafted: Drafted, device: str, exact: bool) -> Nodes:
         def given(books: Any) -> tuple:
             there = books[0][0].device.type
-            return *books[:2], copied(frontier, there), copied(drafted, there), *books[2:], self.limits
+            return (
+                *books[:2],
+                copied(frontier, there),
+                copied(drafted, there),
+                *books[2:],
+                self.limits,
+            )
 
         return self.checked("grow_likely", device, exact, given)
 
@@ -116,7 +138,9 @@ def leaves(given: Any) -> list[Any]:
         return [part[:-1] for part in given]
     if isinstance(given, Nodes):
         return [given.ids[: int(given.live)], given.live]
-    return [leaf for part in given for leaf in leaves(part)] if isinstance(given, tuple) else [given]
+    return (
+        [leaf for part in given for leaf in leaves(part)] if isinstance(given, tuple) else [given]
+    )
 
 
 def alike(found: Any, wanted: Any, exact: bool, what: str) -> None:
@@ -126,15 +150,23 @@ def alike(found: Any, wanted: Any, exact: bool, what: str) -> None:
         elif exact or not other.is_floating_point():
             assert torch.equal(one.cpu(), other), (what, number)
         else:
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(
+                one.cpu(), other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {text}"
+            )
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["bits of C++", "meaning"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(2))
-def test_cycles_are_what_they_mean(device: str, shape: tuple[int, int, int, int], seed: int, exact: bool) -> None:
+def test_cycles_are_what_they_mean(
+    device: str, shape: tuple[int, int, int, int], seed: int, exact: bool
+) -> None:
     if exact and (device != "cpu" or ops.backends()["grow_likely"].name != "cpp"):
-        pytest.skip("a GPU rounds exp and log in its own way" if device != "cpu" else "the C++ ops are not built")
+        pytest.skip(
+            "a GPU rounds exp and log in its own way"
+            if device != "cpu"
+            else "the C++ ops are not built"
+        )
     search = Search(*shape, seed)
     starts = search.limits.rounds, None, (shape[0], math.log(0.5))
     keeps = None, (auto.LEAVES, auto.MAX_FREE, math.log(auto.MIN_FREE)), shape[0]
@@ -142,16 +174,27 @@ def test_cycles_are_what_they_mean(device: str, shape: tuple[int, int, int, int]
     for cycle in range(3):
         tokens, (size, passes, _) = search.tree[0], search.counters
         tokens[0], size[0], passes[0] = cycle, 1, 0
-        pays = search.checked("start_search", device, exact, lambda books: (books[0], books[1][0], *books[2:], *starts))
+        pays = search.checked(
+            "start_search",
+            device,
+            exact,
+            lambda books: (books[0], books[1][0], *books[2:], *starts),
+        )
         assert pays.tolist() in ([0], [1])
         frontier = root_alone(shape[1], "cpu")
         while int(frontier.live):
             passes += 1
             levels += 1
-            frontier = search.grown(frontier, search.drafted(cycle % 2 == 0, cycle > 1), device, exact)
-        kept = search.checked("keep_likely", device, exact, lambda books: (books[0], books[1][0], *books[2:], *keeps))
+            frontier = search.grown(
+                frontier, search.drafted(cycle % 2 == 0, cycle > 1), device, exact
+            )
+        kept = search.checked(
+            "keep_likely", device, exact, lambda books: (books[0], books[1][0], *books[2:], *keeps)
+        )
         both = search.tree, *kept
-        alike(cuda.extract(*copied(both, device)), ops.by_meaning(ops.extract, *both), True, "extract")
+        alike(
+            cuda.extract(*copied(both, device)), ops.by_meaning(ops.extract, *both), True, "extract"
+        )
         search.learnt(*search.outcome(kept), device, exact)
     assert levels > 3
 
@@ -162,7 +205,10 @@ def test_a_tree_without_room_is_left_alone(device: str) -> None:
     search.tree[1][1:8] = 0
     search.counters[1].fill_(1)
     tree, counters, *books = copied(search.books(), device)
-    frontier = Nodes(torch.tensor([0, 1, 2], device=device), torch.full((1,), 3, dtype=torch.int32, device=device))
+    frontier = Nodes(
+        torch.tensor([0, 1, 2], device=device),
+        torch.full((1,), 3, dtype=torch.int32, device=device),
+    )
     drafted = copied(search.drafted(False, False), device)
     before = copied(tree)
     cuda.grow_likely(tree, counters, frontier, drafted, *books, search.limits._replace(least=-50.0))
@@ -177,7 +223,8 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
         search.counters[1].fill_(passes)
         tree, counters, *books = copied(search.books(), device)
         frontier = Nodes(
-            torch.zeros(8, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
+            torch.zeros(8, dtype=torch.int64, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
         )
         drafted = copied(search.drafted(False, False), device)
         found = cuda.grow_likely(tree, counters, frontier, drafted, *books, search.limits)
@@ -202,7 +249,12 @@ def test_larger_searches_run_by_their_meaning(device: str, monkeypatch: pytest.M
 def test_blocks_of_the_default_ask_for_no_more_memory_than_a_launch_has() -> None:
     policy = auto.Auto()
     args = _nvrtc.LevelArgs(
-        rows=policy.width, places=10, capacity=policy.capacity, nodes=policy.budget, width=policy.width, tried=6
+        rows=policy.width,
+        places=10,
+        capacity=policy.capacity,
+        nodes=policy.budget,
+        width=policy.width,
+        tried=6,
     )
     args.rounds = policy.rounds
     shared = (
@@ -227,7 +279,9 @@ def test_a_level_captured_once() -> None:
     with torch.cuda.graph(graph):
         found = cuda.grow_likely(*given)
     for into, values in zip(
-        leaves(given[:2]) + leaves(tuple(books)), leaves(state[:2]) + leaves(state[4:7]), strict=True
+        leaves(given[:2]) + leaves(tuple(books)),
+        leaves(state[:2]) + leaves(state[4:7]),
+        strict=True,
     ):
         into.copy_(values)
     nodes, passes = root_alone(8, "cpu"), search.counters[1]
@@ -240,8 +294,16 @@ def test_a_level_captured_once() -> None:
             part.copy_(values)
         graph.replay()
         nodes = ops.by_meaning(
-            ops.grow_likely, search.tree, search.counters, nodes, step, *search.books()[2:], search.limits
+            ops.grow_likely,
+            search.tree,
+            search.counters,
+            nodes,
+            step,
+            *search.books()[2:],
+            search.limits,
         )
-        alike((copied(found), copied((tree, counters))), (nodes, search.books()[:2]), False, "replay")
+        alike(
+            (copied(found), copied((tree, counters))), (nodes, search.books()[:2]), False, "replay"
+        )
         if not int(nodes.live):
             break

@@ -36,7 +36,8 @@ def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         own = [
-            Block(page, mark or RUN, language, text, None) for mark, language, text in BLOCK.findall(page.read_text())
+            Block(page, mark or RUN, language, text, None)
+            for mark, language, text in BLOCK.findall(page.read_text())
         ]
         for block, after in zip(own, [*own[1:], None], strict=False):
             text = after.text if after is not None and after.language == "text" else None

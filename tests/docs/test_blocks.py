@@ -18,7 +18,17 @@ from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.cli import main
 from specengine.cli.commands import COMMANDS, make_parser
-from tests.docs.blocks import DEFAULT_MODEL, MARKS, NOT_RUN, PARSED, ROOT, RUN, Block, blocks, commands
+from tests.docs.blocks import (
+    DEFAULT_MODEL,
+    MARKS,
+    NOT_RUN,
+    PARSED,
+    ROOT,
+    RUN,
+    Block,
+    blocks,
+    commands,
+)
 from tests.house import seats
 from tests.toy import byte_tokenizer, head_config, random_state, tiny
 
@@ -34,7 +44,10 @@ def of(mark: str, language: str) -> list[Block]:
 
 
 def by_page(found: list[Block]) -> list[list[Block]]:
-    return [[block for block in found if block.page == page] for page in dict.fromkeys(block.page for block in found)]
+    return [
+        [block for block in found if block.page == page]
+        for page in dict.fromkeys(block.page for block in found)
+    ]
 
 
 def page_of(own: list[Block]) -> str:
@@ -46,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model under every name that the pages give, a head for it, and a text."""
     path = tmp_path_factory.mktemp("pages")
     for name in STAND_INS:
-        tiny(seed=1, initializer_range=0.1, max_position_embeddings=2048).save_pretrained(path / name)
+        tiny(seed=1, initializer_range=0.1, max_position_embeddings=2048).save_pretrained(
+            path / name
+        )
         byte_tokenizer().save_pretrained(path / name)
     config = head_config(layer_ids=(0, 1, 1))
     save_head(config, random_state(config), path / "HEAD")
@@ -59,7 +74,9 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -
     """Models of these names, that one as the default, and short answers."""
     load, checked = Engine.from_pretrained.__func__, Engine.stream  # type: ignore[attr-defined]
 
-    def from_pretrained(cls: type[Engine], model: Any = None, *given: Any, **options: Any) -> Engine:
+    def from_pretrained(
+        cls: type[Engine], model: Any = None, *given: Any, **options: Any
+    ) -> Engine:
         return load(cls, "MODEL" if model is None else model, *given, **options)
 
     def shortened(self: Engine, prompt: Any, **options: Any) -> Any:
@@ -69,7 +86,9 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Engine, "from_pretrained", classmethod(from_pretrained))
     monkeypatch.setattr(Engine, "stream", shortened)
-    monkeypatch.setattr(Engine, "generate", lambda self, prompt, **options: shortened(self, prompt, **options).run())
+    monkeypatch.setattr(
+        Engine, "generate", lambda self, prompt, **options: shortened(self, prompt, **options).run()
+    )
     return
 
 
@@ -77,10 +96,16 @@ def test_every_block_says_what_it_is() -> None:
     """A file that a page shows is run by tests/house, which follows the page; output stands behind what gives it."""
     files = [block for block in BLOCKS if ' title="' in block.language]
     followed = {f"{name}.md" for seat in seats.SEATS.values() for name in seat.pages}
-    assert {"policy.md", "drafter.md", "option.md"} <= {block.page.name for block in files} <= followed
+    assert (
+        {"policy.md", "drafter.md", "option.md"} <= {block.page.name for block in files} <= followed
+    )
     for block in BLOCKS:
-        assert block.mark in MARKS, f"{block}: unknown mark {block.mark!r}, known are {', '.join(MARKS)}"
-        assert block in files or block.language in {"python", "sh", "text"}, f"{block}: ```{block.language}"
+        assert block.mark in MARKS, (
+            f"{block}: unknown mark {block.mark!r}, known are {', '.join(MARKS)}"
+        )
+        assert block in files or block.language in {"python", "sh", "text"}, (
+            f"{block}: ```{block.language}"
+        )
     assert len(of(RUN, "python")) > 5
     assert len(of(RUN, "sh")) > 5
     assert all(block.output for block in BLOCKS if block.mark == DEFAULT_MODEL)
@@ -101,8 +126,12 @@ def test_commands_run(own: list[Block], stand_ins: None, monkeypatch: Any, capsy
             program, *words = shlex.split(command)
             assert program == "specengine", f"{block}: {line}"
             if piped:
-                monkeypatch.setattr(sys, "stdin", io.StringIO(Path(piped.removeprefix("cat ")).read_text()))
-            assert main(words) in (0, 1 if words[0] == "check" else 0), f"{line}: {capsys.readouterr().err}"
+                monkeypatch.setattr(
+                    sys, "stdin", io.StringIO(Path(piped.removeprefix("cat ")).read_text())
+                )
+            assert main(words) in (0, 1 if words[0] == "check" else 0), (
+                f"{line}: {capsys.readouterr().err}"
+            )
 
 
 class _Parsed(Exception):
@@ -135,7 +164,13 @@ def test_commands_have_these_options(block: Block, monkeypatch: Any) -> None:
 def test_commands_that_are_not_run_exist() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     lines = [line for block in of(NOT_RUN, "sh") for line in commands(block)]
-    assert {shlex.split(line)[0] for line in lines} == {"pip", "make", "python", "specengine", *OTHERS}
+    assert {shlex.split(line)[0] for line in lines} == {
+        "pip",
+        "make",
+        "python",
+        "specengine",
+        *OTHERS,
+    }
     for line in lines:
         if line.startswith("make"):
             for target in line.split()[1:]:
@@ -147,7 +182,9 @@ def test_commands_that_are_not_run_exist() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark == DEFAULT_MODEL], ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.mark == DEFAULT_MODEL], ids=str
+)
 def test_what_it_prints(block: Block, default_model_path: Path, capsys: Any) -> None:
     """Lengths follow from costs that are measured, and so may differ in their figures."""
     if block.language == "sh":

@@ -52,12 +52,20 @@ def answers(engine: Engine, **options: Any) -> tuple[list[int], list[list[int]],
     return generation.result.token_ids, trees, generation.stats.notes
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"]
+)
 def test_they_draft_the_same_eagerly_and_captured(options: dict[str, Any]) -> None:
-    plain = answers(Engine.from_pretrained(model(), policy="plain", backend="huggingface"), **options)
-    eager = answers(Engine.from_pretrained(model(), "embedding", "comb", backend="huggingface"), **options)
+    plain = answers(
+        Engine.from_pretrained(model(), policy="plain", backend="huggingface"), **options
+    )
+    eager = answers(
+        Engine.from_pretrained(model(), "embedding", "comb", backend="huggingface"), **options
+    )
     with frozen():
-        graphs = answers(Engine.from_pretrained(model(), "embedding", "comb", graphs=True), **options)
+        graphs = answers(
+            Engine.from_pretrained(model(), "embedding", "comb", graphs=True), **options
+        )
     assert plain[0] == eager[0] == graphs[0]
     assert eager[1] == graphs[1]
     assert {len(tree) for tree in eager[1]} == {13}
@@ -81,17 +89,27 @@ def test_the_drafter_runs_with_other_policies_and_on_the_native_forward() -> Non
         assert answers(engine)[0] == answers(Engine(engine.target, None, None))[0]
 
 
-def test_a_drafter_that_is_not_captured_drafts_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_is_not_captured_drafts_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = FILES[DRAFTER].replace("CapturedDrafter", "Drafter")
     assert text != FILES[DRAFTER]
-    add(drafters, tmp_path, "eager_embedding", text.replace('"embedding"', '"eager_embedding"'), monkeypatch)
+    add(
+        drafters,
+        tmp_path,
+        "eager_embedding",
+        text.replace('"embedding"', '"eager_embedding"'),
+        monkeypatch,
+    )
     expected = answers(Engine.from_pretrained(model(), "embedding", "comb", graphs=True))
     engine = Engine.from_pretrained(model(), "eager_embedding", "comb", graphs=True)
     assert answers(engine)[:2] == expected[:2]
     assert NOTE not in answers(engine)[2]
 
 
-def test_a_policy_without_rows_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_without_rows_is_not_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = FILES[POLICY].replace("    rows = 1\n", "")
     add(policies, tmp_path, "uncaptured", text, monkeypatch)
     expected = answers(Engine.from_pretrained(model(), "embedding", "comb", graphs=True))
@@ -106,7 +124,9 @@ def test_they_are_short(file: str, lines: int) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(InputError, match="policy comb: unknown option 'tooth', known are teeth, passes"):
+    with pytest.raises(
+        InputError, match="policy comb: unknown option 'tooth', known are teeth, passes"
+    ):
         Engine.from_pretrained(model(), "embedding", "comb", policy_options={"tooth": 3})
     assert {"comb", "embedding"} <= {*policies.names(), *drafters.names()}
 

@@ -22,19 +22,40 @@ def rank(number: int, accuracy: float) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[dict[str, object]] = [{"record": "provenance", "device": "a machine", "date": "2026-01-01"}]
+    rows: list[dict[str, object]] = [
+        {"record": "provenance", "device": "a machine", "date": "2026-01-01"}
+    ]
     for loss, steps, accuracy in (("eagle", 3445, 0.312), ("talf", 1572, 0.35)):
         by_rank = [rank(1, accuracy), rank(2, accuracy - 0.05)]
-        rows.append({"record": "head", "loss": loss, "steps": steps, "cpu_seconds": 7200, "by_rank": by_rank})
+        rows.append(
+            {
+                "record": "head",
+                "loss": loss,
+                "steps": steps,
+                "cpu_seconds": 7200,
+                "by_rank": by_rank,
+            }
+        )
     for loss in ("eagle", "talf"):
         for tree, tau in (("beam", 1.912), ("salf", 1.74)):
             bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.1]}
-            rows.append({"record": "cell", "loss": loss, "tree": tree, "mean_acceptance_length": tau, **bounds})
+            rows.append(
+                {
+                    "record": "cell",
+                    "loss": loss,
+                    "tree": tree,
+                    "mean_acceptance_length": tau,
+                    **bounds,
+                }
+            )
     beside = {"record": "beside", "loss": "talf", "first": "eagle"}
     for tree, tau in (("beam", 0.05), ("salf", -0.1)):
         bounds = {"mean_acceptance_length_interval": [tau - 0.1, tau + 0.02]}
         rows.append(beside | {"tree": tree, "mean_acceptance_length": tau, **bounds})
-    for loss, shares, more in (("eagle", [0.49, 0.375], [0.0, 0.0]), ("talf", [0.42, 0.38], [-0.07, 0.005])):
+    for loss, shares, more in (
+        ("eagle", [0.49, 0.375], [0.0, 0.0]),
+        ("talf", [0.42, 0.38], [-0.07, 0.005]),
+    ):
         bounds = {"more_interval": [[share - 0.01, share + 0.01] for share in more]}
         rows.append({"record": "ahead", "loss": loss, "hits": shares, "more": more, **bounds})
     rows.append(beside | {"by_rank": [rank(1, -0.004), rank(2, 0.031)]})

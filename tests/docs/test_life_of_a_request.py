@@ -51,7 +51,9 @@ def entered(run: Callable[[], Any]) -> list[tuple[str, str]]:
 
 
 def engine() -> Engine:
-    return Engine(NativeTarget(native_lm(tiny())), Recycling(), policy_for("eagle"), byte_tokenizer())
+    return Engine(
+        NativeTarget(native_lm(tiny())), Recycling(), policy_for("eagle"), byte_tokenizer()
+    )
 
 
 def alone() -> None:

@@ -19,7 +19,9 @@ def test_pages_and_plots_are_what_would_be_drawn_now() -> None:
     assert not pages.stale(), "run python -m docs.build and commit"
 
 
-def test_another_figure_in_a_result_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_figure_in_a_result_file_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = tmp_path / "results"
     shutil.copytree(results.RESULTS, changed)
     file = changed / "auto-policies.jsonl"
@@ -42,7 +44,9 @@ def test_every_plot_is_on_a_page_and_every_file_is_there() -> None:
 
 
 def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ValueError, match=r"page\.md: unknown block 'nothing', known are plot, headline"):
+    with pytest.raises(
+        ValueError, match=r"page\.md: unknown block 'nothing', known are plot, headline"
+    ):
         pages.drawn("<!-- drawn: nothing -->\n<!-- /drawn -->", Path("page.md"))
 
 
@@ -69,18 +73,31 @@ def test_every_package_is_listed_with_its_purpose(tmp_path: Path) -> None:
         packages.purpose(tmp_path)
 
 
-def test_check_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(pages, "stale", lambda: [ROOT / "README.md"])
     before = (ROOT / "README.md").read_text()
     assert main(["--check"]) == 1
-    assert capsys.readouterr().err == ("README.md\nout of date: run python -m docs.build and commit\n")
+    assert capsys.readouterr().err == (
+        "README.md\nout of date: run python -m docs.build and commit\n"
+    )
     assert (ROOT / "README.md").read_text() == before
 
 
 def test_each_parser_is_listed_by_every_option_that_is_its_own() -> None:
     text = command_line.listing()
-    headings = {line.removeprefix("### ").strip("`") for line in text.splitlines() if line.startswith("### ")}
-    assert {"specengine", "specengine bench", "specengine bench report", "specengine train draft"} <= headings
+    headings = {
+        line.removeprefix("### ").strip("`")
+        for line in text.splitlines()
+        if line.startswith("### ")
+    }
+    assert {
+        "specengine",
+        "specengine bench",
+        "specengine bench report",
+        "specengine train draft",
+    } <= headings
     for flag in ("--way", "--rounds", "--per-set", "--out", "--version"):
         assert f"`{flag}" in text
     assert not any(line.strip() == "." for line in text.splitlines())

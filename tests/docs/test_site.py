@@ -25,7 +25,10 @@ WRITTEN = [
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = [re.sub(r"[^\w\s-]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    headings = [
+        re.sub(r"[^\w\s-]", "", line.lower())
+        for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    ]
     return {re.sub(r"[-\s]+", "-", heading.strip()) for heading in headings}
 
 
@@ -61,10 +64,14 @@ def test_what_is_wrong_with_a_site_is_told(tmp_path: Path) -> None:
     assert list(problems(tmp_path / "nothing")) == [f"{tmp_path / 'nothing'}: no pages"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs pip install -e '.[docs]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("zensical") is None, reason="needs pip install -e '.[docs]'"
+)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("docs", "specengine"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     shutil.copy(ROOT / "zensical.toml", tmp_path)
     site = build(tmp_path)
     assert not list(problems(site))
@@ -72,7 +79,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "default-src 'none'" in (site / "guide/traces/example.html").read_text()
 
 
-def test_a_site_with_a_dead_link_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_site_with_a_dead_link_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     (tmp_path / "index.html").write_text('<a href="gone.html"></a>')
     monkeypatch.setattr(building, "ROOT", tmp_path)
     monkeypatch.setattr(building, "build", lambda: tmp_path)

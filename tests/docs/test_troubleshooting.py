@@ -10,8 +10,15 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks
 
-PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "guide/fine-tunes.md", "guide/platforms.md")]
-MESSAGES = [" ".join(block.text.split()) for block in blocks() if block.page in PAGES and block.language == "text"]
+PAGES = [
+    ROOT / "docs" / name
+    for name in ("troubleshooting.md", "guide/fine-tunes.md", "guide/platforms.md")
+]
+MESSAGES = [
+    " ".join(block.text.split())
+    for block in blocks()
+    if block.page in PAGES and block.language == "text"
+]
 LEAST = 15  # letters of a text in the sources that say enough to know it by
 
 
@@ -22,7 +29,9 @@ def texts() -> set[str]:
     for file in [ROOT / "setup.py", *sorted((ROOT / "specengine").rglob("*.py"))]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found |= {re.sub(r"\s+", " ", line) for line in (node.value, *node.value.splitlines())}
+                found |= {
+                    re.sub(r"\s+", " ", line) for line in (node.value, *node.value.splitlines())
+                }
     return found
 
 

@@ -30,7 +30,9 @@ def coupled(drafter: Any, seed: int, scale: float, length: int) -> Coupled:
     return Coupled(drafter, torch.tensor([signed(seed)]), torch.tensor([scale]), lambda: length)
 
 
-@given(seed=st.integers(-(2**63), 2**64 - 1), position=st.integers(0, 2**40), size=st.integers(1, 3000))
+@given(
+    seed=st.integers(-(2**63), 2**64 - 1), position=st.integers(0, 2**40), size=st.integers(1, 3000)
+)
 @settings(max_examples=40, deadline=None)
 def test_it_is_the_noise_of_the_draw(seed: int, position: int, size: int) -> None:
     """In float32, so that near-ties may fall otherwise; in columns of any order."""
@@ -40,16 +42,22 @@ def test_it_is_the_noise_of_the_draw(seed: int, position: int, size: int) -> Non
     drawn = ops.keyed_gumbel_argmax(scores[0], seed, position)
     assert sums[drawn] >= sums.max() - 1e-3
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ops.couple(scores[:, order], order, at, key, one)[0], sums[order], rtol=0, atol=0)
+    torch.testing.assert_close(
+        ops.couple(scores[:, order], order, at, key, one)[0], sums[order], rtol=0, atol=0
+    )
 
 
 def test_a_position_may_leave_the_memory_of_the_noise_and_come_again() -> None:
     logits, key, one = torch.zeros(1, 900), torch.tensor([5]), torch.ones(1)
-    fresh = [ops.couple(logits[:, : 300 + 9 * n], None, torch.tensor([n]), key, one) for n in range(50)]
+    fresh = [
+        ops.couple(logits[:, : 300 + 9 * n], None, torch.tensor([n]), key, one) for n in range(50)
+    ]
     for n in reversed(range(50)):
         again = ops.couple(logits, None, torch.tensor([n]), key, one)
         assert torch.equal(again[:, : 300 + 9 * n], fresh[n])
-    assert not torch.equal(ops.couple(logits, None, torch.tensor([0]), key + 1, one)[:, :300], fresh[0])
+    assert not torch.equal(
+        ops.couple(logits, None, torch.tensor([0]), key + 1, one)[:, :300], fresh[0]
+    )
 
 
 def test_a_draft_that_is_the_target_guesses_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +66,9 @@ def test_a_draft_that_is_the_target_guesses_every_draw(monkeypatch: pytest.Monke
     lengths = []
     for share in (1.0, _wrappers.NOISE, 0.0):
         monkeypatch.setattr(_wrappers, "NOISE", share)
-        engine = Engine(ToyTarget(tables), ToyDrafter(tables), make("chain", length=4), LetterTokenizer())
+        engine = Engine(
+            ToyTarget(tables), ToyDrafter(tables), make("chain", length=4), LetterTokenizer()
+        )
         given = {"max_new_tokens": 200, "temperature": 0.9, "seed": 5}
         found = engine.generate([1, 2, 3], **given, coupled=share > 0)
         lengths.append(found.stats.num_generated_tokens / found.stats.num_spec_steps)
@@ -84,7 +94,10 @@ def test_an_answer_is_the_same_whether_the_draft_knows_the_noise(policy: str, dr
 
 def test_a_smaller_model_and_its_copies_know_the_noise() -> None:
     model = tiny(initializer_range=0.3)
-    ways = {knows: Engine.from_pretrained(model, near_copy(), "eagle", lookup=True) for knows in (True, False)}
+    ways = {
+        knows: Engine.from_pretrained(model, near_copy(), "eagle", lookup=True)
+        for knows in (True, False)
+    }
     plain = Engine.from_pretrained(model, policy="plain")
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     lengths = {True: 0, False: 0}
@@ -123,10 +136,14 @@ def noise_of(count: int) -> Tensor:
 
 def test_what_a_row_leaves_out_counts_as_one_token_of_mean_noise() -> None:
     shares = torch.tensor([[0.5, 0.0, 0.2, 0.1]])
-    row = coupled(Given(shares.log(), normalized=True), 9, 0.8, 30).root(TokenTree.root(1)).logits[0]
+    row = (
+        coupled(Given(shares.log(), normalized=True), 9, 0.8, 30).root(TokenTree.root(1)).logits[0]
+    )
     noise = noise_of(4)
     parts = shares[0] * (0.8 * noise).exp()
-    torch.testing.assert_close(row.exp(), parts / (parts.sum() + 0.2 * math.exp(0.8 * MEAN)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        row.exp(), parts / (parts.sum() + 0.2 * math.exp(0.8 * MEAN)), rtol=1e-4, atol=1e-6
+    )
     logits = torch.randn(1, 6)
     whole = coupled(Given(logits, normalized=False), 9, 0.8, 30).root(TokenTree.root(1))
     expected = logits[0] + 0.8 * noise_of(6)
@@ -143,13 +160,17 @@ def test_chances_are_those_of_being_drawn() -> None:
     target = draft - error * torch.log(-torch.log(uniform)).float()
     positions, key = torch.arange(texts), torch.tensor([11])
     drawn = ops.choose_tokens(target, positions, key, torch.tensor([heat]))
-    stated = ops.couple(draft / error, None, positions, key, torch.tensor([heat / error])).softmax(1)
+    stated = ops.couple(draft / error, None, positions, key, torch.tensor([heat / error])).softmax(
+        1
+    )
     sure, best = stated.max(1)
     hits = (best == drawn).float()
     for low in (0.3, 0.5, 0.7, 0.9):
         chosen = (sure >= low) & (sure < low + 0.2)
         count = int(chosen.sum())
         assert count > 300
-        assert float(hits[chosen].mean()) == pytest.approx(float(sure[chosen].mean()), abs=4 * 0.5 / count**0.5)
+        assert float(hits[chosen].mean()) == pytest.approx(
+            float(sure[chosen].mean()), abs=4 * 0.5 / count**0.5
+        )
     unaware = (draft / heat).softmax(1).max(1).values.mean()
     assert hits.mean() > unaware + 0.1

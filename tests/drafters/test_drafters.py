@@ -58,7 +58,9 @@ def test_ngram_probabilities_by_hand() -> None:
     draft = NGram(longest=2, shortest=1)
     draft.begin([1, 2, 3, 1, 2, 4, 1, 2, 3, 1])
     # (1, 2) was followed by 3 twice and 4 once: 2/4, 1/4; the remaining 1/4 goes to (2), followed by the same
-    assert proposed(draft, root=2) == pytest.approx({3: 1 / 2 + 1 / 4 * 2 / 4, 4: 1 / 4 + 1 / 4 * 1 / 4})
+    assert proposed(draft, root=2) == pytest.approx(
+        {3: 1 / 2 + 1 / 4 * 2 / 4, 4: 1 / 4 + 1 / 4 * 1 / 4}
+    )
     # (2, 3) was followed by 1 twice, as was (3)
     assert proposed(draft, root=2, path=[3]) == pytest.approx({1: 2 / 3 + 1 / 3 * 2 / 3})
     # (3, 9) was never seen, and (9) neither
@@ -73,11 +75,18 @@ def test_ngram_suffixes_shorter_than_the_shortest_do_not_count() -> None:
     assert proposed(draft, root=2) == {}  # (5, 2) never occurred
     draft.begin([1, 2, 3, 4, 5, 1])
     assert proposed(draft, root=2) == pytest.approx({3: 1 / 2})
-    assert proposed(draft, root=2, path=[3]) == pytest.approx({4: 1 / 2 + 1 / 2 * 1 / 2})  # (1, 2, 3), then (2, 3)
+    assert proposed(draft, root=2, path=[3]) == pytest.approx(
+        {4: 1 / 2 + 1 / 2 * 1 / 2}
+    )  # (1, 2, 3), then (2, 3)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.data())
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.data(),
+)
 def test_ngram_probabilities_never_exceed_one_and_longer_suffixes_win(
     tokens: list[int], shortest: int, more: int, data: st.DataObject
 ) -> None:
@@ -89,7 +98,11 @@ def test_ngram_probabilities_never_exceed_one_and_longer_suffixes_win(
     context = [*tokens, root]
     for length in range(min(shortest + more, len(context)), shortest - 1, -1):
         suffix = context[-length:]
-        followers = {tokens[i + length] for i in range(len(tokens) - length) if tokens[i : i + length] == suffix}
+        followers = {
+            tokens[i + length]
+            for i in range(len(tokens) - length)
+            if tokens[i : i + length] == suffix
+        }
         if followers:
             share = sum(found[token] for token in followers)
             occurrences = sum(tokens[i : i + length] == suffix for i in range(len(tokens) - length))
@@ -160,7 +173,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", DRAFTS)
-def test_small_model_logits_equal_a_dense_recomputation(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_model_logits_equal_a_dense_recomputation(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes of mixed depth, over many cycles in which paths of all lengths are committed."""
     model = tiny(family, **DRAFTS[family])
     draft = SmallModel(model)
@@ -178,7 +193,10 @@ def test_small_model_logits_equal_a_dense_recomputation(family: str, monkeypatch
             assert (step.logits[row] - dense(reference, tokens)).abs().max() < 1e-4
             checked += 1
         # a draft that knows the target, so that long paths are accepted
-        known = [tables.logits([*target.tokens, int(tree.tokens[0]), *tree.path_tokens(n)]) for n in nodes.tolist()]
+        known = [
+            tables.logits([*target.tokens, int(tree.tokens[0]), *tree.path_tokens(n)])
+            for n in nodes.tolist()
+        ]
         return Step(torch.stack(known))
 
     reference = tiny(family, **DRAFTS[family])
@@ -198,7 +216,9 @@ def test_small_model_runs_only_what_its_cache_lacks(monkeypatch: pytest.MonkeyPa
     extended: list[list[int]] = []
     real = draft.lm.extend
     monkeypatch.setattr(
-        draft.lm, "extend", lambda cache, tokens, **_: extended.append(list(tokens)) or real(cache, tokens)
+        draft.lm,
+        "extend",
+        lambda cache, tokens, **_: extended.append(list(tokens)) or real(cache, tokens),
     )
 
     def root_logits(root: int) -> Tensor:
@@ -251,7 +271,10 @@ def test_a_larger_vocabulary_of_the_draft_is_cut_to_the_targets() -> None:
     draft = SmallModel(tiny("llama", seed=1, vocab_size=VOCABULARY + 44), target.vocab_size)
     engine = Engine(target, draft, policies.make("eagle", width=4, expansions=2, budget=12))
     plain = Engine(target, None, None)
-    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plain.generate(PROMPT, max_new_tokens=20).token_ids
+    assert (
+        engine.generate(PROMPT, max_new_tokens=20).token_ids
+        == plain.generate(PROMPT, max_new_tokens=20).token_ids
+    )
     assert draft.root(TokenTree.root(1, 8)).logits.shape == (1, VOCABULARY)
 
 
@@ -315,7 +338,9 @@ def test_first_layers_says_what_it_accepts() -> None:
         with pytest.raises(ValueError, match=f"count: got {count}, accepted 1 to 2"):
             first_layers(model, count)
     model.base_model.adapters = torch.nn.ModuleList()
-    with pytest.raises(UnsupportedModelError, match=r"cannot tell which of \['layers', 'adapters'\] are its layers"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot tell which of \['layers', 'adapters'\] are its layers"
+    ):
         first_layers(model, 1)
 
 

@@ -58,7 +58,9 @@ VARIANTS: dict[str, EagleConfig] = {
     "eagle-3 whole vocabulary": head_config(draft_vocab_size=VOCABULARY),
     "eagle-3 llama3": head_config(rope=LLAMA3, layer_ids=(0, 1, 4)),
     "eagle-3 yarn": head_config(rope=YARN, head_dim=16, num_kv_heads=1),
-    "eagle-3 qwen3 layer": head_config(qk_norm=True, norm_before_residual=True, qkv_bias=True, o_bias=True),
+    "eagle-3 qwen3 layer": head_config(
+        qk_norm=True, norm_before_residual=True, qkv_bias=True, o_bias=True
+    ),
     "eagle-3.1": head_config(fusion_norm="each", norm_recurrent=True, own_embeddings=True),
     "eagle-3 norm before fc": head_config(fusion_norm="whole", layer_ids=(1, 3)),
     "eagle-3 bare logits": head_config(norm_logits=False),
@@ -86,7 +88,9 @@ def seen(head: EagleHead, rows: int) -> Attend:
     mask = torch.zeros(rows, rows, dtype=torch.bool)
     for row in range(rows):
         mask[row, max(0, row - (head.config.sliding_window or rows) + 1) : row + 1] = True
-    return lambda query, key, value: scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return lambda query, key, value: scaled_dot_product_attention(
+        query, key, value, mask, enable_gqa=True
+    )
 
 
 @torch.inference_mode()
@@ -99,20 +103,26 @@ def dense_logits(
     it, on the recurrent state of the row before (algorithms: EAGLE, section 4).
     """
     known = len(tokens) - below - 1  # tokens before the root
-    states = model(input_ids=torch.tensor([tokens[:known]]), output_hidden_states=True).hidden_states
+    states = model(
+        input_ids=torch.tensor([tokens[:known]]), output_hidden_states=True
+    ).hidden_states
     features = torch.cat([states[i][0] for i in head.config.feature_ids(len(states) - 1)], dim=-1)
     hidden = head.fuse(features)
     table = head.embed_tokens if head.config.own_embeddings else model.get_input_embeddings()
     embeddings = embedding(torch.tensor(tokens[1:]), table.weight)
     while True:
         rows = len(hidden)
-        recurrent = head(hidden[None], embeddings[None, :rows], torch.arange(rows)[None], seen(head, rows))[0, -1:]
+        recurrent = head(
+            hidden[None], embeddings[None, :rows], torch.arange(rows)[None], seen(head, rows)
+        )[0, -1:]
         if rows == len(tokens) - 1:
             break
         hidden = torch.cat([hidden, recurrent])
     logits = head.logits(recurrent)
     given = head.config.temperatures or (1.0,)
-    temperature = max(given[min(below, len(given) - 1)], sampled_at if head.config.temperatures else 0.0)
+    temperature = max(
+        given[min(below, len(given) - 1)], sampled_at if head.config.temperatures else 0.0
+    )
     return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0] / temperature
 
 
@@ -156,7 +166,9 @@ def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) ->
     target = HuggingFaceTarget(deep())
     draft = Checking(tiny_head(VARIANTS[variant]), target.lm)
     result = Engine(target, draft, RandomShape(seed=1, most=3)).generate(PROMPT, max_new_tokens=28)
-    assert result.token_ids == Engine(target, None, None).generate(PROMPT, max_new_tokens=28).token_ids
+    assert (
+        result.token_ids == Engine(target, None, None).generate(PROMPT, max_new_tokens=28).token_ids
+    )
     assert draft.worst < 1e-4
     assert draft.checked > 40
     assert max(draft.depths) > 1
@@ -201,7 +213,9 @@ def test_drafting_leaves_the_stable_rows_bit_identical_whatever_the_scratch_hold
             stable = draft.cache.slab[:, :, :, : draft.cache.length].clone()
             _, features = target.verify(tree)
             target.commit(tree, [0, 1])
-            draft.accept(Cycle(tree, [0, 1], [int(tree.tokens[1]), 9], Seconds(), features=features))
+            draft.accept(
+                Cycle(tree, [0, 1], [int(tree.tokens[1]), 9], Seconds(), features=features)
+            )
             assert torch.equal(draft.cache.slab[:, :, :, : stable.shape[3]], stable)
         answers.append(torch.cat(rows))
     assert torch.equal(*answers)
@@ -238,11 +252,15 @@ def test_answers_equal_plain_decoding(policy: str, version: Any) -> None:
         assert engine.generate(PROMPT, max_new_tokens=20, **options).token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi", "gemma"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "phi", "gemma"]
+)
 def test_any_family_gives_its_hidden_states(family: str) -> None:
     model = deep(family)
     target = HuggingFaceTarget(model)
-    engine = Engine(target, drafter_for(target, head_config(3, model)), policies.make("fixed", branching=(2, 2)))
+    engine = Engine(
+        target, drafter_for(target, head_config(3, model)), policies.make("fixed", branching=(2, 2))
+    )
     plain = Engine(HuggingFaceTarget(deep(family)), None, None).generate(PROMPT, max_new_tokens=12)
     assert engine.generate(PROMPT, max_new_tokens=12).token_ids == plain.token_ids
     with torch.inference_mode():
@@ -258,7 +276,9 @@ def test_any_family_gives_its_hidden_states(family: str) -> None:
 def test_the_shortest_prompts(prompt: list[int], version: Any) -> None:
     target = HuggingFaceTarget(deep())
     engine = Engine(
-        target, drafter_for(target, head_config(version)), policies.make("eagle", width=2, expansions=1, budget=6)
+        target,
+        drafter_for(target, head_config(version)),
+        policies.make("eagle", width=2, expansions=1, budget=6),
     )
     plain = Engine(target, None, None).generate(prompt, max_new_tokens=10)
     assert engine.generate(prompt, max_new_tokens=10).token_ids == plain.token_ids
@@ -272,7 +292,9 @@ def test_turns_reuse_what_target_and_draft_both_hold() -> None:
     for turn, text in enumerate(("Hi", "And now?", "Bye")):
         expected_messages = [*session.messages, {"role": "user", "content": text}]
         result = session.generate(text, max_new_tokens=7)
-        fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(expected_messages, max_new_tokens=7)
+        fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(
+            expected_messages, max_new_tokens=7
+        )
         assert result.token_ids == fresh.token_ids
         assert (result.stats.num_cached_prompt_tokens > 0) == (turn > 0)
     assert draft.worst < 1e-4
@@ -292,7 +314,9 @@ def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> 
     assert kept >= cut - 1
     draft.begin(prompt, target.prefill(prompt, kept))
     logits = draft.root(TokenTree.root(3, 8)).logits[0]
-    assert (logits - dense_logits(draft.head.module, target.model, [*prompt, 3], 0)).abs().max() < 1e-4
+    assert (
+        logits - dense_logits(draft.head.module, target.model, [*prompt, 3], 0)
+    ).abs().max() < 1e-4
 
 
 @torch.inference_mode()
@@ -320,10 +344,14 @@ def test_a_draft_that_holds_less_than_the_target_decides_what_is_run_again(held:
     draft.reset()
     if kept:
         with torch.inference_mode():
-            draft.begin(kept, target.lm.extend(target.lm.new_cache(64), kept, draft.traits.features)[1])
+            draft.begin(
+                kept, target.lm.extend(target.lm.new_cache(64), kept, draft.traits.features)[1]
+            )
     expected_messages = [*session.messages, {"role": "user", "content": "And now?"}]
     result = session.generate("And now?", max_new_tokens=7)
-    fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(expected_messages, max_new_tokens=7)
+    fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer).generate(
+        expected_messages, max_new_tokens=7
+    )
     assert result.token_ids == fresh.token_ids
     assert result.stats.num_cached_prompt_tokens == held
     assert draft.worst < 1e-4
@@ -344,7 +372,9 @@ def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch
             answers.append(result.token_ids)
             drafted.append(result.stats.acceptance_histogram)
             states = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-            assert len(states) == LAYERS + 1  # the hooks that give them stand on the shared layers once
+            assert (
+                len(states) == LAYERS + 1
+            )  # the hooks that give them stand on the shared layers once
         assert answers[0] == answers[1]
         assert drafted[0] == drafted[1]
 
@@ -354,7 +384,8 @@ def test_a_draft_without_features_asks_for_none() -> None:
     engine = Engine.from_pretrained(model, "ngram", backend="huggingface")
     asked: list[bool] = []
     model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True
+        lambda _module, _args, kwargs: asked.append(bool(kwargs.get("output_hidden_states"))),
+        with_kwargs=True,
     )
     cycles = [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=8)]
     assert asked
@@ -377,8 +408,14 @@ def test_engines_may_share_a_target() -> None:
 
 def test_targets_that_give_no_hidden_states_are_refused() -> None:
     target = HuggingFaceTarget(deep())
-    engine = Engine(ToyTarget(Tables(VOCABULARY)), drafter_for(target, head_config()), policies.make("chain", length=2))
-    with pytest.raises(UnsupportedModelError, match="ToyTarget: gives no hidden states, and this draft reads them"):
+    engine = Engine(
+        ToyTarget(Tables(VOCABULARY)),
+        drafter_for(target, head_config()),
+        policies.make("chain", length=2),
+    )
+    with pytest.raises(
+        UnsupportedModelError, match="ToyTarget: gives no hidden states, and this draft reads them"
+    ):
         engine.generate(PROMPT)
     with pytest.raises(UnsupportedModelError, match="hidden states 9 were asked for, it gives 7"):
         target.want((9,))
@@ -406,19 +443,27 @@ def test_features_must_be_given() -> None:
     draft = drafter_for(target, head_config())
     with pytest.raises(InputError, match="features: missing for tokens 0 to 12 of 12"):
         draft.begin(PROMPT)
-    with pytest.raises(InputError, match="features: an EAGLE draft needs a target that gives its hidden states"):
+    with pytest.raises(
+        InputError, match="features: an EAGLE draft needs a target that gives its hidden states"
+    ):
         draft.accept(Cycle(TokenTree.root(1), [0], [2], Seconds()))
 
 
 # ---------------------------------------------------------------------------------------------------- the network
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None])
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None]
+)
 def test_rotary_positions_are_those_of_transformers(rope: dict[str, Any] | None) -> None:
     rope = rope or {"rope_type": "default", "rope_theta": 20000.0}
     theirs = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=256, rope_parameters=rope
+            hidden_size=32,
+            num_attention_heads=4,
+            head_dim=8,
+            max_position_embeddings=256,
+            rope_parameters=rope,
         )
     )
     positions = torch.arange(0, 200, 7)[None]
@@ -443,8 +488,12 @@ def test_wrong_parameters_change_the_logits() -> None:
     ):
         wrong = head_from(replace(config, **changes), random_state(config), torch.float32, CPU)  # type: ignore[arg-type]
         assert (dense_logits(wrong, model, [*PROMPT, 3], 0) - right).abs().max() > 1e-3
-    recurrent = head_from(replace(config, norm_recurrent=True), random_state(config), torch.float32, CPU)
-    below = [dense_logits(head, model, [*PROMPT, 3, 4], 1) for head in (tiny_head(config), recurrent)]
+    recurrent = head_from(
+        replace(config, norm_recurrent=True), random_state(config), torch.float32, CPU
+    )
+    below = [
+        dense_logits(head, model, [*PROMPT, 3, 4], 1) for head in (tiny_head(config), recurrent)
+    ]
     assert (below[0] - below[1]).abs().max() > 1e-3
 
 
@@ -454,10 +503,16 @@ def test_embeddings_stand_before_hidden_states_as_published(variant: str) -> Non
     """In what the first product reads: without weights for its first half no embedding makes a difference."""
     head = copy.deepcopy(tiny_head(VARIANTS[variant]))
     size, attention = head.config.hidden_size, head.layers[0].self_attn
-    readers = [head.fc] if variant == "eagle-1" else [attention.q_proj, attention.k_proj, attention.v_proj]
+    readers = (
+        [head.fc]
+        if variant == "eagle-1"
+        else [attention.q_proj, attention.k_proj, attention.v_proj]
+    )
     for layer in readers:
         layer.weight[:, :size] = 0.0
-    hidden, other, embeddings = torch.randn(3, 1, 5, size, generator=torch.Generator().manual_seed(0))
+    hidden, other, embeddings = torch.randn(
+        3, 1, 5, size, generator=torch.Generator().manual_seed(0)
+    )
     where = torch.arange(5)[None], seen(head, 5)
     assert torch.equal(head(hidden, embeddings, *where), head(hidden, other, *where))
     assert not torch.equal(head(hidden, embeddings, *where), head(other, embeddings, *where))
@@ -469,10 +524,14 @@ def test_a_head_trains() -> None:
         config = head_config(version)  # type: ignore[arg-type]
         head = make_head(config)
         features = torch.randn(2, 9, config.num_features * 32)
-        states = head(head.fuse(features), torch.randn(2, 9, 32), torch.arange(9).expand(2, 9), causal)
+        states = head(
+            head.fuse(features), torch.randn(2, 9, 32), torch.arange(9).expand(2, 9), causal
+        )
         logits = head.logits(states)
         (states if logits is None else logits).sum().backward()
-        assert all(parameter.grad is not None for parameter in head.parameters() if logits is not None)
+        assert all(
+            parameter.grad is not None for parameter in head.parameters() if logits is not None
+        )
         assert head.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
 
 

@@ -73,25 +73,37 @@ class World(NamedTuple):
         context = [*self.text, self.root, *path]
         found, copied = dict(self.rows.get(context[-1], {})), set[int]()
         recycled = set(found)
-        for source, first in ((self.text, 0), ([*self.text, self.root, *self.predicted], len(self.text) + 1)):
+        for source, first in (
+            (self.text, 0),
+            ([*self.text, self.root, *self.predicted], len(self.text) + 1),
+        ):
             length, followed = longest_match(source, context, first)
             weight = PRIOR_HITS[length - 1] if followed else 0.0
             found = {token: (1 - weight) * probability for token, probability in found.items()}
             for token in followed:
                 found[token] = found.get(token, 0.0) + weight / len(followed)
             copied |= set(followed)
-        marked = [(p, t, FREE + COPIED * (t in copied) + RECYCLED * (t in recycled)) for t, p in found.items()]
+        marked = [
+            (p, t, FREE + COPIED * (t in copied) + RECYCLED * (t in recycled))
+            for t, p in found.items()
+        ]
         return sorted(marked, reverse=True)
 
-    def best(self, tree: TokenTree, nodes: list[int], least: float) -> list[tuple[float, tuple[int, ...], int, int]]:
+    def best(
+        self, tree: TokenTree, nodes: list[int], least: float
+    ) -> list[tuple[float, tuple[int, ...], int, int]]:
         """Score, tokens from the root, mark and rank of all that reach `least`, best first."""
         found, parents, waiting = [], tree.parents.tolist(), []
         for node in nodes:
-            taken = {int(tree.tokens[child]) for child in range(len(tree)) if parents[child] == node}
+            taken = {
+                int(tree.tokens[child]) for child in range(len(tree)) if parents[child] == node
+            }
             waiting.append((float(tree.path_log_probs[node]), tuple(tree.path_tokens(node)), taken))
         while waiting:
             score, path, taken = waiting.pop()
-            proposals = [proposal for proposal in self.continuations(path) if proposal[1] not in taken]
+            proposals = [
+                proposal for proposal in self.continuations(path) if proposal[1] not in taken
+            ]
             for rank, (probability, token, mark) in enumerate(proposals):
                 below = score + math.log(probability)
                 if below >= least:
@@ -103,7 +115,9 @@ class World(NamedTuple):
 def paths_of(free: Free, tree: TokenTree) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(free.parents, free.tokens, strict=True):
-        before = paths[parent - len(tree)] if parent >= len(tree) else tuple(tree.path_tokens(parent))
+        before = (
+            paths[parent - len(tree)] if parent >= len(tree) else tuple(tree.path_tokens(parent))
+        )
         paths.append((*before, token))
     return paths
 
@@ -119,7 +133,13 @@ TEXT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
 @settings(deadline=None, max_examples=150)
 @given(TEXT, TEXT, ROWS, st.integers(0, 99), st.integers(1, 12), st.floats(-3.5, -0.5), st.data())
 def test_they_are_the_best_of_all(
-    text: list[int], predicted: list[int], rows: Any, seed: int, most: int, least: float, data: st.DataObject
+    text: list[int],
+    predicted: list[int],
+    rows: Any,
+    seed: int,
+    most: int,
+    least: float,
+    data: st.DataObject,
 ) -> None:
     *prompt, root = text
     draft, world = Lookup(Silent(), Recycled(rows)), World(prompt, root, predicted, rows)
@@ -129,7 +149,9 @@ def test_they_are_the_best_of_all(
     free = draft.free(tree, nodes_of(nodes), most, least)
     every = world.best(tree, nodes, least - 1e-4)
     expected = [entry for entry in every if entry[0] >= least][:most]
-    assume(len(every) <= most or every[most - 1][0] - every[most][0] > 1e-4)  # else either may be the last one
+    assume(
+        len(every) <= most or every[most - 1][0] - every[most][0] > 1e-4
+    )  # else either may be the last one
     assume(not any(abs(score - least) < 1e-4 for score, *_ in every))
     if not expected:
         assert free is None

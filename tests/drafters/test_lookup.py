@@ -39,7 +39,9 @@ def distribution(step: Step, row: int = 0) -> dict[int, float]:
     return dict(zip(tokens, probabilities.tolist(), strict=True))
 
 
-def longest_match(text: Sequence[int], context: Sequence[int], first: int = 0) -> tuple[int, list[int]]:
+def longest_match(
+    text: Sequence[int], context: Sequence[int], first: int = 0
+) -> tuple[int, list[int]]:
     """Length of the longest suffix of `context` in `text`, at most as long as the prior, and what followed it; of
     what stands from `first` on."""
     for length in range(min(len(PRIOR_HITS), len(context)), 0, -1):
@@ -91,7 +93,9 @@ def test_the_mixture_is_that_of_the_definition(
     if copied:
         assert step.marks is not None
         ids = list(known) if step.token_ids is None else step.token_ids.tolist()
-        assert {ids[column]: COPIED for column in step.marks[0].nonzero()[:, 0].tolist()} == dict.fromkeys(copied, 1)
+        assert {
+            ids[column]: COPIED for column in step.marks[0].nonzero()[:, 0].tolist()
+        } == dict.fromkeys(copied, 1)
         row = step.row(torch.tensor([0]))
         assert row.marks is not None
         assert torch.equal(row.marks, step.marks)
@@ -103,7 +107,9 @@ def test_rows_are_mixed_apart() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1), columns=[0, 1, 2, 3]))
     draft.begin([1, 2, 6, 1, 3, 7, 5])
     tree = path_tree(1, [2])
-    step = draft.step(tree, nodes_of([0, 1]))  # behind (1): 2 and 3 were seen; behind (1, 2): 6, without a column
+    step = draft.step(
+        tree, nodes_of([0, 1])
+    )  # behind (1): 2 and 3 were seen; behind (1, 2): 6, without a column
     assert step.token_ids is not None
     assert step.token_ids.tolist() == [0, 1, 2, 3, 6]
     first, second = distribution(step, 0), distribution(step, 1)
@@ -116,12 +122,18 @@ def test_rows_are_mixed_apart() -> None:
 def test_a_row_that_proposes_nothing_is_what_is_copied() -> None:
     class Nothing(ToyDrafter):
         def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-            return Step(torch.full((len(frontier.ids), 1), -torch.inf), torch.tensor([0]), normalized=True)
+            return Step(
+                torch.full((len(frontier.ids), 1), -torch.inf), torch.tensor([0]), normalized=True
+            )
 
     draft = Lookup(Nothing(Tables(8)))
     draft.begin([1, 2, 6, 1, 2, 7, 5])
-    step = draft.step(path_tree(1, [2, 3]), nodes_of([1, 2]))  # (1, 2) was seen, (2, 3) and (3) were not
-    assert distribution(step, 0) == pytest.approx({0: 0.0, 6: PRIOR_HITS[1] / 2, 7: PRIOR_HITS[1] / 2})
+    step = draft.step(
+        path_tree(1, [2, 3]), nodes_of([1, 2])
+    )  # (1, 2) was seen, (2, 3) and (3) were not
+    assert distribution(step, 0) == pytest.approx(
+        {0: 0.0, 6: PRIOR_HITS[1] / 2, 7: PRIOR_HITS[1] / 2}
+    )
     assert distribution(step, 1) == {0: 0.0, 6: 0.0, 7: 0.0}
     tree = path_tree(1, [2, 3])
     grown = TokenTree.root(1, 8)
@@ -139,7 +151,9 @@ def test_a_prediction_has_hits_of_its_own_and_is_forgotten() -> None:
     step, at = path_tree(5, [2, 3, 4]), nodes_of([3])
     weight = PRIOR_WEIGHT * PRIOR_HITS[2] / (PRIOR_WEIGHT + 1)
     own = distribution(draft.inner.step(step, at))[5]
-    assert distribution(draft.step(step, at))[5] == pytest.approx((1 - weight) * own + weight, abs=1e-6)
+    assert distribution(draft.step(step, at))[5] == pytest.approx(
+        (1 - weight) * own + weight, abs=1e-6
+    )
     draft.begin([7, 0])
     assert draft.root(path_tree(1, [])).marks is None
 
@@ -151,11 +165,17 @@ def test_where_nothing_matches_the_draft_has_its_say() -> None:
 
     draft = Lookup(Fixed(Tables(8)))
     draft.begin([1, 2, 3])
-    nothing = Step(torch.full((1, 1), -torch.inf), normalized=True)  # what a draft gives that proposes nothing
+    nothing = Step(
+        torch.full((1, 1), -torch.inf), normalized=True
+    )  # what a draft gives that proposes nothing
     for given_step in (Step(torch.zeros(1, 8)), nothing):
         found = draft.root(path_tree(7, []))
         assert found.logits is given_step.logits
-        assert (found.token_ids, found.marks, found.normalized) == (None, None, given_step.normalized)
+        assert (found.token_ids, found.marks, found.normalized) == (
+            None,
+            None,
+            given_step.normalized,
+        )
 
 
 def test_the_draft_s_own_logits_are_left_as_they_are() -> None:
@@ -177,7 +197,9 @@ def committed(root: int, tokens: list[int]) -> Cycle:
 def test_it_counts_how_often_a_match_was_right() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1)))
     draft.begin([1, 2, 1, 2, 1, 3])  # behind (1): 2 twice, 3 once
-    draft.accept(committed(root=1, tokens=[2, 5]))  # behind (3) nothing was seen; (1) is right by 2 of 3
+    draft.accept(
+        committed(root=1, tokens=[2, 5])
+    )  # behind (3) nothing was seen; (1) is right by 2 of 3
     weight = (PRIOR_WEIGHT * PRIOR_HITS[0] + 2 / 3) / (PRIOR_WEIGHT + 1)
     found = distribution(draft.step(path_tree(5, [3]), nodes_of([1])))  # behind (3): 1
     own = distribution(ToyDrafterAt(draft).step())
@@ -213,13 +235,23 @@ def test_a_match_that_was_always_right_still_leaves_the_draft_a_share() -> None:
     st.integers(0, 50),
     st.booleans(),
 )
-def test_answers_are_those_of_plain_decoding(name: str, sources: str, seed: int, sampled: bool) -> None:
+def test_answers_are_those_of_plain_decoding(
+    name: str, sources: str, seed: int, sampled: bool
+) -> None:
     tables = Tables(6, seed=seed, concentration=0.2)
     policy = policy_for(name, seed)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "do_sample": sampled,
+        **({"seed": seed} if sampled else {}),
+    }
     plain = Engine(ToyTarget(tables), None, None)
     toy = ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4])
-    draft = Lookup(Recycling()) if sources == "recycled" else Lookup(toy, Recycling() if sources == "both" else None)
+    draft = (
+        Lookup(Recycling())
+        if sources == "recycled"
+        else Lookup(toy, Recycling() if sources == "both" else None)
+    )
     ours = Engine(ToyTarget(tables), draft, policy)
     prompt = [1, 2, 3, 1, 2, 3, 0, 1]
     assert ours.generate(prompt, **options).token_ids == plain.generate(prompt, **options).token_ids
@@ -230,7 +262,9 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
     prompt = [5, 6, 7, 8, 9, 10] * 6
     bare = Engine.from_pretrained(model, first_layers(model, 1), "eagle", lookup=False)
     copying = Engine.from_pretrained(model, first_layers(model, 1), "eagle")
-    before, after = (engine.generate(prompt, max_new_tokens=96, do_sample=False) for engine in (bare, copying))
+    before, after = (
+        engine.generate(prompt, max_new_tokens=96, do_sample=False) for engine in (bare, copying)
+    )
     assert before.token_ids == after.token_ids
     assert after.stats.draft.endswith("with lookup and recycling")
     assert not before.stats.draft.endswith("with lookup and recycling")
@@ -240,8 +274,12 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
 def test_it_copies_over_a_captured_target_too() -> None:
     model = tiny()
     prompt = [5, 6, 7, 8, 9, 10] * 6
-    expected = Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids
-    copying = Engine.from_pretrained(model, first_layers(model, 1), "eagle", graphs=True, lookup=True)
+    expected = (
+        Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids
+    )
+    copying = Engine.from_pretrained(
+        model, first_layers(model, 1), "eagle", graphs=True, lookup=True
+    )
     assert copying.generate(prompt, max_new_tokens=40).token_ids == expected
     assert isinstance(copying.drafter, Lookup)
     assert copying.warmup(128).captured == ("verify",)

@@ -16,7 +16,8 @@ from tests.engine.engines import PROMPT, model_of, near_copy
 
 def test_the_shipped_head_has_a_name_as_a_draft() -> None:
     with pytest.raises(
-        InputError, match=r"draft: it was made for a target with hidden size 576, .*specengine train draft"
+        InputError,
+        match=r"draft: it was made for a target with hidden size 576, .*specengine train draft",
     ):
         Engine.from_pretrained(model_of(), "default-head")
 

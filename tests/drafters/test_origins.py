@@ -32,10 +32,14 @@ class Watched(Lookup):
         tree = cycle.grown
         assert tree is not None
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        copied = [self._copies_it(cycle, token, parent) for token, parent in zip(tokens[1:], parents[1:], strict=True)]
+        copied = [
+            self._copies_it(cycle, token, parent)
+            for token, parent in zip(tokens[1:], parents[1:], strict=True)
+        ]
         below = list(zip(tokens, parents, strict=True))[1:]
         recycled = [
-            self.recycling is not None and token in self.recycling.table.row(tokens[parent]) for token, parent in below
+            self.recycling is not None and token in self.recycling.table.row(tokens[parent])
+            for token, parent in below
         ]
         self.seen.append((cycle, copied, recycled))
         super().accept(cycle)
@@ -50,7 +54,10 @@ class Watched(Lookup):
         return plan is not None and 0 in plan[1]
 
 
-LENDING = ("ddtree", "caddtree")  # below a node that was not drafted from, they take another node's distribution
+LENDING = (
+    "ddtree",
+    "caddtree",
+)  # below a node that was not drafted from, they take another node's distribution
 
 
 @settings(deadline=None, max_examples=60)
@@ -60,13 +67,24 @@ LENDING = ("ddtree", "caddtree")  # below a node that was not drafted from, they
     st.integers(0, 50),
     st.booleans(),
 )
-def test_origins_are_what_the_sources_say(name: str, sources: str, seed: int, sampled: bool) -> None:
-    tables, toy = Tables(6, seed=seed, concentration=0.2), ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4])
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
+def test_origins_are_what_the_sources_say(
+    name: str, sources: str, seed: int, sampled: bool
+) -> None:
+    tables, toy = (
+        Tables(6, seed=seed, concentration=0.2),
+        ToyDrafter(Tables(6, seed=seed + 1), columns=[0, 2, 4]),
+    )
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "do_sample": sampled,
+        **({"seed": seed} if sampled else {}),
+    }
 
     def engine() -> Engine:
         draft = (
-            Watched(Recycling()) if sources == "recycled" else Watched(toy, Recycling() if sources == "both" else None)
+            Watched(Recycling())
+            if sources == "recycled"
+            else Watched(toy, Recycling() if sources == "both" else None)
         )
         return Engine(ToyTarget(tables), draft, policy_for(name, seed))
 
@@ -78,15 +96,21 @@ def test_origins_are_what_the_sources_say(name: str, sources: str, seed: int, sa
     stream.origins.wanted = True
     cycles = [piece.cycle for piece in stream]
     if name != "auto":  # which reads the clock
-        assert [cycle.grown.tokens.tolist() for cycle in cycles] == [cycle.grown.tokens.tolist() for cycle in expected]  # type: ignore[union-attr]
-    assert [token for cycle in cycles for token in cycle.tokens] == [t for cycle in expected for t in cycle.tokens]
+        assert [cycle.grown.tokens.tolist() for cycle in cycles] == [
+            cycle.grown.tokens.tolist() for cycle in expected
+        ]  # type: ignore[union-attr]
+    assert [token for cycle in cycles for token in cycle.tokens] == [
+        t for cycle in expected for t in cycle.tokens
+    ]
     assert isinstance(asked.drafter, Watched)
     own = "recycled" if sources == "recycled" else "draft"
     for cycle, copied, recycled in asked.drafter.seen:
         assert cycle.origins is not None
         assert len(cycle.origins) == cycle.drafted + 1
         assert cycle.origins[0] is None
-        for origin, of_copies, of_recycling in zip(cycle.origins[1:], copied, recycled, strict=True):
+        for origin, of_copies, of_recycling in zip(
+            cycle.origins[1:], copied, recycled, strict=True
+        ):
             if name not in LENDING:
                 assert (origin == "copied") == of_copies
             assert origin in ("copied", own, "recycled")
@@ -114,7 +138,9 @@ def test_what_a_grammar_forces() -> None:
         assert sum(cycle.drafted for cycle in cycles) > 0
         for cycle in cycles:
             assert cycle.grown is not None
-            likely = cycle.grown.log_probs.exp().tolist()[1:]  # a row of one token is filled up with impossible ones
+            likely = cycle.grown.log_probs.exp().tolist()[
+                1:
+            ]  # a row of one token is filled up with impossible ones
             origins = (cycle.origins or [])[1:]
             assert all(name == "forced" for name, p in zip(origins, likely, strict=True) if p > 0)
 
@@ -122,7 +148,9 @@ def test_what_a_grammar_forces() -> None:
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
 def test_trees_that_grow_in_graphs_say_nothing(options: dict[str, Any]) -> None:
     model = tiny()
-    engine = Engine.from_pretrained(model, first_layers(model, 1), "eagle", graphs=True, lookup=False)
+    engine = Engine.from_pretrained(
+        model, first_layers(model, 1), "eagle", graphs=True, lookup=False
+    )
     stream = engine.stream([5, 6, 7, 8], max_new_tokens=12, **options)
     stream.origins.wanted = True
     first, *others = (piece.cycle for piece in stream)

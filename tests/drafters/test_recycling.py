@@ -48,7 +48,9 @@ def seen(draft: Recycling, tree: TokenTree, logits: Tensor, path: list[int]) -> 
 
 def likeliest(logits: Tensor, count: int) -> dict[int, float]:
     """Return the successors to keep from one row of logits."""
-    values, tokens = logits.masked_fill(~logits.isfinite(), -math.inf).sort(descending=True, stable=True)
+    values, tokens = logits.masked_fill(~logits.isfinite(), -math.inf).sort(
+        descending=True, stable=True
+    )
     kept = values[:count].softmax(0).tolist()
     return {token: share for token, share in zip(tokens.tolist(), kept, strict=False) if share > 0}
 
@@ -58,7 +60,9 @@ def likeliest(logits: Tensor, count: int) -> dict[int, float]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(1, 9), st.integers(1, 12))
-def test_it_keeps_the_likeliest_successors_of_every_node(data: st.DataObject, count: int, nodes: int) -> None:
+def test_it_keeps_the_likeliest_successors_of_every_node(
+    data: st.DataObject, count: int, nodes: int
+) -> None:
     """Of a token that stands in several places those of the accepted path, deepest first, else of the last node."""
     tokens = data.draw(st.lists(st.integers(0, 4), min_size=nodes, max_size=nodes))
     parents = [data.draw(st.integers(0, node)) for node in range(nodes - 1)]
@@ -66,7 +70,11 @@ def test_it_keeps_the_likeliest_successors_of_every_node(data: st.DataObject, co
     while path[0]:
         path.insert(0, parents[path[0] - 1])
     shares = st.sampled_from([-3.0, 0.0, 0.5, 2.0, -math.inf, math.nan])
-    logits = torch.tensor(data.draw(st.lists(st.lists(shares, min_size=7, max_size=7), min_size=nodes, max_size=nodes)))
+    logits = torch.tensor(
+        data.draw(
+            st.lists(st.lists(shares, min_size=7, max_size=7), min_size=nodes, max_size=nodes)
+        )
+    )
     draft = Recycling(count)
     seen(draft, tree_of(tokens, parents), logits, path)
     rows = [likeliest(row, count) for row in logits]
@@ -114,16 +122,21 @@ def test_cycles_without_successors_teach_nothing() -> None:
 
 def test_steps_are_the_rows_of_the_nodes_tokens() -> None:
     draft = Recycling(2)
-    seen(draft, tree_of([5, 6], [0]), torch.tensor([[0.0, 1.0, 2.0, -9.0], [3.0, 1.0, -9.0, 3.0]]), [0])
+    seen(
+        draft,
+        tree_of([5, 6], [0]),
+        torch.tensor([[0.0, 1.0, 2.0, -9.0], [3.0, 1.0, -9.0, 3.0]]),
+        [0],
+    )
     step = draft.step(tree_of([6, 9, 5, 6], [0, 0, 2]), nodes_of([0, 1, 2, 3]))
     assert step.normalized
     assert step.token_ids is not None
     assert len(set(step.token_ids.tolist())) == len(step.token_ids)
     for token, values in zip((6, 9, 5, 6), step.logits.tolist(), strict=True):
         pairs = zip(step.token_ids.tolist(), values, strict=True)
-        assert {other: math.exp(value) for other, value in pairs if value > -math.inf} == pytest.approx(
-            draft.row(token)
-        )
+        assert {
+            other: math.exp(value) for other, value in pairs if value > -math.inf
+        } == pytest.approx(draft.row(token))
     assert Recycling().step(TokenTree.root(3), nodes_of([0])).logits.tolist() == [[-math.inf]]
 
 
@@ -139,39 +152,56 @@ def test_it_is_found_by_name() -> None:
     draft = engine.drafter.inner if isinstance(engine.drafter, Lookup) else engine.drafter
     assert draft == Recycling(3)
     assert engine.drafter.traits.successors == 3
-    with pytest.raises(InputError, match="draft recycling: unknown option 'longest', known are successors"):
+    with pytest.raises(
+        InputError, match="draft recycling: unknown option 'longest', known are successors"
+    ):
         Engine.from_pretrained(tiny(), "recycling", draft_options={"longest": 3})
 
 
 # ---------------------------------------------------------------------------------------------------- in an engine
 
 
-worlds = st.tuples(st.sampled_from([2, 6, 17]), st.sampled_from([0.05, 0.5]), st.sampled_from([0.0, 0.5]))
+worlds = st.tuples(
+    st.sampled_from([2, 6, 17]), st.sampled_from([0.05, 0.5]), st.sampled_from([0.0, 0.5])
+)
 
 
 @pytest.mark.sliced(9)
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=6)
 @given(world=worlds, seed=st.integers(0, 10_000))
-def test_answers_equal_plain_decoding(policy: str, world: tuple[int, float, float], seed: int) -> None:
+def test_answers_equal_plain_decoding(
+    policy: str, world: tuple[int, float, float], seed: int
+) -> None:
     """Several answers of one engine, so that what one taught is proposed in the next."""
     vocabulary, concentration, exact = world
     target = ToyTarget(Tables(vocabulary, seed, concentration=concentration, exact=exact, order=2))
-    plain, engine = Engine(target, None, None), Engine(target, Recycling(4), policy_for(policy, seed))
+    plain, engine = (
+        Engine(target, None, None),
+        Engine(target, Recycling(4), policy_for(policy, seed)),
+    )
     for options in WAYS:
         expected = plain.generate([0, 1], max_new_tokens=14, **options).token_ids
         assert engine.generate([0, 1], max_new_tokens=14, **options).token_ids == expected
 
 
 def engine_of(backend: str, drafter: Recycling | None) -> Engine:
-    target = NativeTarget(lm_of("llama")) if backend == "native" else HuggingFaceTarget(tiny("llama"))
-    return Engine(target, drafter, policies.make("eagle", width=4, expansions=6, budget=16) if drafter else None)
+    target = (
+        NativeTarget(lm_of("llama")) if backend == "native" else HuggingFaceTarget(tiny("llama"))
+    )
+    return Engine(
+        target,
+        drafter,
+        policies.make("eagle", width=4, expansions=6, budget=16) if drafter else None,
+    )
 
 
 @pytest.mark.sliced(4)
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_cycles_carry_the_targets_successors_of_each_node(backend: str, options: dict[str, Any]) -> None:
+def test_cycles_carry_the_targets_successors_of_each_node(
+    backend: str, options: dict[str, Any]
+) -> None:
     """Beside a dense recomputation of each node's path; and a second answer accepts more than the first."""
     draft = Recycling(5)
     engine, plain = engine_of(backend, draft), engine_of(backend, None)
@@ -183,17 +213,27 @@ def test_cycles_carry_the_targets_successors_of_each_node(backend: str, options:
         for piece in stream:
             cycle = piece.cycle
             assert cycle.successors is not None
-            assert cycle.successors.tokens.shape == cycle.successors.logits.shape == (len(cycle.tree), 5)
+            assert (
+                cycle.successors.tokens.shape
+                == cycle.successors.logits.shape
+                == (len(cycle.tree), 5)
+            )
             with torch.inference_mode():
                 plain_target.prefill(context[:-1])
                 logits, _ = plain_target.verify(cycle.tree)
             values, tokens = logits.topk(5, dim=1)
             assert torch.allclose(cycle.successors.logits, values, atol=1e-4)
             assert torch.equal(cycle.successors.tokens, tokens)
-            accepted = {int(cycle.tree.tokens[node]): node for node in (*range(len(cycle.tree)), *cycle.path)}
+            accepted = {
+                int(cycle.tree.tokens[node]): node
+                for node in (*range(len(cycle.tree)), *cycle.path)
+            }
             rows |= {token: likeliest(logits[node], 5) for token, node in accepted.items()}
             context += cycle.tokens
-        assert stream.result.token_ids == plain.generate(PROMPT, max_new_tokens=40, **options).token_ids
+        assert (
+            stream.result.token_ids
+            == plain.generate(PROMPT, max_new_tokens=40, **options).token_ids
+        )
         lengths.append(stream.result.stats.mean_acceptance_length)
     for token in range(VOCABULARY):
         assert draft.row(token) == pytest.approx(rows.get(token, {}), abs=1e-5)

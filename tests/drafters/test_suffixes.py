@@ -16,7 +16,9 @@ from tests.toy import random_tree
 
 COMPILED = ops.backends()["mix_rows"].name == "cpp"
 needs_csrc = pytest.mark.skipif(not COMPILED, reason="the extension specengine._ops is not built")
-each_backend = pytest.mark.parametrize("module", [lookup, *([lookup.backend()] if COMPILED else [])])
+each_backend = pytest.mark.parametrize(
+    "module", [lookup, *([lookup.backend()] if COMPILED else [])]
+)
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 5))
 
@@ -29,7 +31,9 @@ def searched(
     for length in range(min(longest, len(context)), shortest - 1, -1):
         places = range(max(length, first), len(tokens))
         suffix = list(context[-length:])
-        followers = Counter(tokens[place] for place in places if list(tokens[place - length : place]) == suffix)
+        followers = Counter(
+            tokens[place] for place in places if list(tokens[place - length : place]) == suffix
+        )
         if followers:
             found.append((length, dict(followers)))
     return found
@@ -47,7 +51,10 @@ def test_matches_are_those_of_a_search(
     expected = searched(tokens, context, lengths[0], sum(lengths), first)
     matches = memory.matches(context)
     assert matches == expected
-    orders = [(list(followers), list(other)) for (_, followers), (_, other) in zip(matches, expected, strict=True)]
+    orders = [
+        (list(followers), list(other))
+        for (_, followers), (_, other) in zip(matches, expected, strict=True)
+    ]
     assert all(order == other for order, other in orders)  # of first occurrences
     assert memory.tail == tokens[-sum(lengths) :]
 
@@ -56,7 +63,11 @@ def test_matches_are_those_of_a_search(
 @settings(deadline=None)
 @given(TOKENS, st.lists(TOKENS, max_size=3), LENGTHS, TOKENS)
 def test_a_sequence_becomes_another(
-    module: Any, tokens: list[int], others: list[list[int]], lengths: tuple[int, int], context: list[int]
+    module: Any,
+    tokens: list[int],
+    others: list[list[int]],
+    lengths: tuple[int, int],
+    context: list[int],
 ) -> None:
     memory = module.Suffixes(lengths[0], sum(lengths))
     for other in (tokens, [*tokens, 1, 2], *others):
@@ -86,7 +97,9 @@ def test_contexts_end_at_the_node() -> None:
     tree = random_tree(3, 20, 5, root=4)
     nodes = [0, 11, 4, 19]
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    assert contexts([7, 8], tokens, parents, nodes) == [[7, 8, 4, *tree.path_tokens(node)] for node in nodes]
+    assert contexts([7, 8], tokens, parents, nodes) == [
+        [7, 8, 4, *tree.path_tokens(node)] for node in nodes
+    ]
     assert contexts([7, 8], tokens, parents, []) == []
 
 
@@ -95,7 +108,10 @@ def test_contexts_end_at_the_node() -> None:
 
 def both() -> list[Any]:
     """Copies as Python and as csrc/ have them."""
-    return [module.Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS) for module in (lookup, lookup.backend())]
+    return [
+        module.Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
+        for module in (lookup, lookup.backend())
+    ]
 
 
 @st.composite
@@ -153,7 +169,10 @@ def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
         for _ in range(data.draw(st.integers(1, 3))):
             committed = data.draw(st.lists(token, max_size=6))
             tokens, parents, scores, size, nodes, live = data.draw(trees(vocabulary))
-            most, least = data.draw(st.integers(-1, 20)), data.draw(st.floats(-4, 0) | st.just(-float("inf")))
+            most, least = (
+                data.draw(st.integers(-1, 20)),
+                data.draw(st.floats(-4, 0) | st.just(-float("inf"))),
+            )
             given_tables = tables if data.draw(st.booleans()) else [None, None]
             plans, free, mixtures = [], [], []
             logits = torch.randn(len(nodes), width)
@@ -162,11 +181,15 @@ def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
                 copies.observe(committed)
                 plans.append(copies.plan((tokens, parents), nodes, live, width))
                 mixtures.append(copies.mix(logits, (tokens, parents), nodes, live, normalized))
-                free.append(copies.free((tokens, parents, scores, size), nodes, live, most, least, table))
+                free.append(
+                    copies.free((tokens, parents, scores, size), nodes, live, most, least, table)
+                )
             assert plans[0] == plans[1]
             assert (mixtures[0] is None) == (mixtures[1] is None) == (plans[0] is None)
             for ours, theirs in zip(*(mixture or () for mixture in mixtures), strict=True):
-                assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+                assert (
+                    torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+                )
             assert free[0] == free[1]
     for known in range(vocabulary + 1):
         before, after = (list(table.row(known).items()) for table in tables)
@@ -174,7 +197,9 @@ def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
     for copies in pair:
         copies.clear()
     at_root = torch.tensor([0]), torch.tensor([1], dtype=torch.int32)
-    assert [copies.plan((torch.tensor([0]), torch.tensor([-1])), *at_root, 5) for copies in pair] == [None, None]
+    assert [
+        copies.plan((torch.tensor([0]), torch.tensor([-1])), *at_root, 5) for copies in pair
+    ] == [None, None]
 
 
 @needs_csrc

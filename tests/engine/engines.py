@@ -39,7 +39,9 @@ def plainly(family: str, prompt: list[int], count: int, **options: Any) -> list[
         return list(_without_options(family, tuple(prompt), count))
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, **options}
-    out = untouched(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
+    out = untouched(family).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options
+    )
     return out[0, len(prompt) :].tolist()
 
 

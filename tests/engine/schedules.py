@@ -49,8 +49,14 @@ LONG = (1000, 2000)  # of prompts, with the default model
 LENGTHS = (3, 5, 12, 40, 63, 64, 65, 90, 130, 400)  # of prompts; some are run in several pieces
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}, {"repetition_penalty": 1.2}],
-    "sampled": [{"do_sample": True, "temperature": 0.9}, {"do_sample": True, "top_p": 0.8, "temperature": 1.3}],
-    "constrained": [{"grammar": "start: /[a-z]{2,9}( [a-z]{2,9}){1,4}/"}, {"json_schema": {"type": "integer"}}],
+    "sampled": [
+        {"do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "top_p": 0.8, "temperature": 1.3},
+    ],
+    "constrained": [
+        {"grammar": "start: /[a-z]{2,9}( [a-z]{2,9}){1,4}/"},
+        {"json_schema": {"type": "integer"}},
+    ],
 }
 CATALOGUE = 24  # requests of one setting, whose answers alone are kept
 BLOCK = 400  # seeds that share them
@@ -101,18 +107,28 @@ def run(seed: int, family: str | None = None) -> Counter[str]:
     """Run the schedule of a seed, and count its requests by kind. AssertionError where an answer differs."""
     chance = random.Random(seed)
     drawn, kind = chance.choice(FAMILIES), chance.choice(list(KINDS))
-    setting = Setting(family or drawn, "file" if family else kind, chance.choice(WAYS), seed // BLOCK)
+    setting = Setting(
+        family or drawn, "file" if family else kind, chance.choice(WAYS), seed // BLOCK
+    )
     pool = Pool(_engine(setting), chance.randint(2, 5))
     coming = []
     for _ in range(chance.randint(3, 9)):
         known = _known(setting, chance.randrange(CATALOGUE))
-        leaves = chance.randrange(0, 1 + len(known.answer.tokens)) if chance.random() < 0.3 else None
-        coming.append(Coming(known, chance.choice([0, 0, chance.randrange(60)]), leaves, chance.random() < 0.6))
+        leaves = (
+            chance.randrange(0, 1 + len(known.answer.tokens)) if chance.random() < 0.3 else None
+        )
+        coming.append(
+            Coming(
+                known, chance.choice([0, 0, chance.randrange(60)]), leaves, chance.random() < 0.6
+            )
+        )
     found = _answered(pool, coming, threads=chance.random() < 0.3)
     for number, one in enumerate(coming):
         answer, right = found[number], one.known.answer
         same = answer == right if one.leaves is None else answer.begins(right)
-        assert same, f"seed {seed}, {setting}, request {number} ({one.known.kind}): {answer} for {right}"
+        assert same, (
+            f"seed {seed}, {setting}, request {number} ({one.known.kind}): {answer} for {right}"
+        )
     return Counter(one.known.kind if one.leaves is None else "left" for one in coming)
 
 
@@ -156,7 +172,9 @@ def _of_threads(pool: Pool, coming: list[Coming], order: deque[int]) -> dict[int
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(engine,), daemon=True) for engine in pool.engines]
+    threads = [
+        threading.Thread(target=work, args=(engine,), daemon=True) for engine in pool.engines
+    ]
     for thread in threads:
         thread.start()
     end = time.monotonic() + MOST_SECONDS
@@ -182,7 +200,9 @@ def _await(pool: Pool, forwards: int) -> None:
 def _answer(engine: Engine, one: Coming, *, waits: bool = True) -> Generator[None, None, Answer]:
     """Answer as a task; waits: for steps of the loop, instead of running them."""
     tokens, logprobs = list[int](), list[Any]()
-    with TextGeneration(engine, one.known.prompt, one.known.options, reuse_cache=one.reuses) as pieces:
+    with TextGeneration(
+        engine, one.known.prompt, one.known.options, reuse_cache=one.reuses
+    ) as pieces:
         while one.leaves is None or len(tokens) < max(one.leaves, 1):
             if waits and not pieces.is_ready:
                 yield
@@ -215,7 +235,9 @@ def _engine(setting: Setting) -> Engine:
     if setting.way == "plain":
         return Engine(target, None, None, tokenizer)
     drafter = NGram() if setting.way == "ngram" else drafter
-    return Engine(target, drafter, policy_for("eagle" if setting.way == "ngram" else setting.way), tokenizer)
+    return Engine(
+        target, drafter, policy_for("eagle" if setting.way == "ngram" else setting.way), tokenizer
+    )
 
 
 @lru_cache(maxsize=1)
@@ -232,7 +254,9 @@ def _known(setting: Setting, number: int) -> Known:
     length = chance.choice(LENGTHS + LONG if setting.family == DEFAULT else LENGTHS)
     shared = chance.choice([0, length // 2, length - 1])
     prompt = stem[:shared] + chance.choices(range(VOCABULARY), k=length - shared)
-    options = {"max_new_tokens": chance.choice([1, 7, 25, 40]), "eos_token_id": []} | chance.choice(OPTIONS[kind])
+    options = {"max_new_tokens": chance.choice([1, 7, 25, 40]), "eos_token_id": []} | chance.choice(
+        OPTIONS[kind]
+    )
     if kind == "sampled":
         options["seed"] = chance.randrange(1 << 32)
     if chance.random() < 0.5:
@@ -246,12 +270,18 @@ def _known(setting: Setting, number: int) -> Known:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.schedules", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engine.schedules", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--default-model", action="store_const", const=DEFAULT, help="not tiny ones")
+    parser.add_argument(
+        "--default-model", action="store_const", const=DEFAULT, help="not tiny ones"
+    )
     parser.add_argument("--seconds", type=float, help="end after so long")
-    parser.add_argument("--every", type=int, default=500, help="schedules after which figures are written")
+    parser.add_argument(
+        "--every", type=int, default=500, help="schedules after which figures are written"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -261,7 +291,13 @@ def main() -> int:
         spent = time.monotonic() - began
         over = args.seconds is not None and spent > args.seconds
         if over or counts["schedules"] % args.every == 0 or counts["schedules"] == args.count:
-            row = {"record": "schedules", "first": args.first, "seconds": round(spent), **counts, "different": 0}
+            row = {
+                "record": "schedules",
+                "first": args.first,
+                "seconds": round(spent),
+                **counts,
+                "different": 0,
+            }
             print(json.dumps(row), flush=True)
             if args.out:
                 rows = [provenance("python -m tests.engine.schedules", sys.argv[1:]), row]

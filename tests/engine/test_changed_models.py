@@ -75,7 +75,9 @@ def another_parameter(model: Any) -> None:
 
 @change
 def a_loaded_state(model: Any) -> None:
-    model.load_state_dict({name: value.neg() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.neg() for name, value in model.state_dict().items()}, assign=True
+    )
 
 
 @change
@@ -112,7 +114,9 @@ def a_hook(model: Any) -> None:
 def a_module(model: Any) -> None:
     old = model.model.layers[0].mlp.down_proj
     torch.manual_seed(5)
-    model.model.layers[0].mlp.down_proj = nn.Linear(old.in_features, old.out_features, bias=False, dtype=model.dtype)
+    model.model.layers[0].mlp.down_proj = nn.Linear(
+        old.in_features, old.out_features, bias=False, dtype=model.dtype
+    )
 
 
 @change
@@ -185,7 +189,9 @@ def fresh(model: PreTrainedModel, backend: str | None = None, **options: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_next_answer_is_a_new_engines(name: str, backend: str | None, dtype: torch.dtype) -> None:
+def test_the_next_answer_is_a_new_engines(
+    name: str, backend: str | None, dtype: torch.dtype
+) -> None:
     model = tiny(initializer_range=0.2).to(dtype)
     engine = fresh(model, backend)
     ways: list[dict[str, Any]] = [{}, {"policy": "plain"}]
@@ -220,7 +226,9 @@ def test_an_unchanged_model_keeps_its_caches_and_its_packed_weights(backend: str
     engine = fresh(model, backend)
     answer(engine)
     target, version = engine.target, engine.target.lm.version
-    model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False, pad_token_id=0)  # used by others
+    model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False, pad_token_id=0
+    )  # used by others
     model(torch.tensor([PROMPT]), output_hidden_states=True)
     model.train()
     answer(engine)
@@ -237,7 +245,9 @@ def a_dropped_weight(patch: pytest.MonkeyPatch) -> None:
     real = native.add_weight
 
     def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
-        if weight.name.startswith("model.layers.0.mlp.") and weight.name.endswith("down_proj.weight"):
+        if weight.name.startswith("model.layers.0.mlp.") and weight.name.endswith(
+            "down_proj.weight"
+        ):
             weight = Weight.of(weight.name, -weight.rows(0, weight.shape[0]).float())
         return real(weights, weight, kinds)
 
@@ -275,7 +285,10 @@ def raiser(error: type[BaseException]) -> Callable[..., Any]:
     ],
 )
 def test_weights_that_failed_once_are_not_those_of_the_next_answer(
-    family: str, options: dict[str, Any], fault: Callable[[pytest.MonkeyPatch], None], error: type[BaseException]
+    family: str,
+    options: dict[str, Any],
+    fault: Callable[[pytest.MonkeyPatch], None],
+    error: type[BaseException],
 ) -> None:
     model = tiny(family).to(torch.bfloat16)
     engine = Engine.from_pretrained(model, "none", **options)
@@ -325,7 +338,9 @@ def test_a_native_engine_goes_on_through_transformers_once_it_has_to() -> None:
     assert engine.target.backend.startswith("native")
     handle = hooked(model.model.layers[0].mlp, lambda states: -states)
     answer(engine)
-    assert engine.target.backend.startswith("huggingface (native: module model.layers.0.mlp has hooks")
+    assert engine.target.backend.startswith(
+        "huggingface (native: module model.layers.0.mlp has hooks"
+    )
     handle.remove()
     assert answer(engine) == answer(fresh(model))
 
@@ -336,7 +351,9 @@ def test_a_backend_that_was_asked_for_is_not_left() -> None:
     before = answer(engine)
     scaling = model.model.layers[0].self_attn.scaling
     model.model.layers[0].self_attn.scaling = 2.0
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.scaling is 2\.0, the config makes it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.0\.self_attn\.scaling is 2\.0, the config makes it"
+    ):
         answer(engine)
     model.model.layers[0].self_attn.scaling = scaling
     assert answer(engine) == before
@@ -438,7 +455,9 @@ def test_a_drafter_that_was_brought_along_is_not_made_anew() -> None:
     config = head_config(model=model, layer_ids=(0, 1, 1))
     from specengine.drafters.eagle import Eagle
 
-    head = Eagle(head_from(config, random_state(config), torch.float32, torch.device("cpu")), target.lm)
+    head = Eagle(
+        head_from(config, random_state(config), torch.float32, torch.device("cpu")), target.lm
+    )
     engine = Engine.from_pretrained(model, head, backend="huggingface")
     answer(engine)
     more_tokens(model)
@@ -450,13 +469,17 @@ def test_a_drafter_that_was_brought_along_is_not_made_anew() -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
-@pytest.mark.parametrize("name", ["frequencies", "an_epsilon", "a_scale", "an_activation", "a_forward", "a_hook"])
+@pytest.mark.parametrize(
+    "name", ["frequencies", "an_epsilon", "a_scale", "an_activation", "a_forward", "a_hook"]
+)
 def test_what_was_changed_before_is_the_model(name: str, backend: str | None) -> None:
     model, untouched = tiny(initializer_range=0.2), tiny(initializer_range=0.2)
     CHANGES[name](model)
     ids = torch.tensor([PROMPT])
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    wanted, other = (given.generate(ids, **options)[0, len(PROMPT) :].tolist() for given in (model, untouched))
+    wanted, other = (
+        given.generate(ids, **options)[0, len(PROMPT) :].tolist() for given in (model, untouched)
+    )
     assert answer(fresh(model, backend)) == wanted != other
 
 
@@ -550,7 +573,9 @@ class Opaque(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> Opaque:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, dtype=held.dtype, device=held.device
+        )
         made.held = held
         return made
 
@@ -567,11 +592,15 @@ class Opaque(torch.Tensor):
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_without_memory_are_never_read_from_an_address(dtype: torch.dtype, backend: str | None) -> None:
+def test_weights_without_memory_are_never_read_from_an_address(
+    dtype: torch.dtype, backend: str | None
+) -> None:
     model = tiny(initializer_range=0.2).to(dtype)
     wanted = answer(fresh(model, "huggingface", pack=False), **certain(dtype))
     for layer in model.model.layers:
-        layer.mlp.up_proj.weight = nn.Parameter(Opaque(layer.mlp.up_proj.weight.detach()), requires_grad=False)
+        layer.mlp.up_proj.weight = nn.Parameter(
+            Opaque(layer.mlp.up_proj.weight.detach()), requires_grad=False
+        )
     engine = fresh(model, backend)
     assert answer(engine, **certain(dtype)) == wanted
     assert "Opaque" in engine.target.backend or backend is not None
@@ -621,7 +650,9 @@ def test_a_resized_vocabulary_is_run_natively(size: int) -> None:
     engine = fresh(model)
     model.resize_token_embeddings(size, mean_resizing=False)
     ids = torch.tensor([PROMPT])
-    wanted = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[
+        0, len(PROMPT) :
+    ].tolist()
     for given in (engine, fresh(model)):
         assert answer(given) == wanted
         assert given.target.backend.startswith("native")
@@ -629,7 +660,9 @@ def test_a_resized_vocabulary_is_run_natively(size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["csr", "mkldnn"])
 @pytest.mark.parametrize("backend", [None, "huggingface"])
-def test_a_layout_that_changes_beside_an_engine_is_run_or_refused(kind: str, backend: str | None) -> None:
+def test_a_layout_that_changes_beside_an_engine_is_run_or_refused(
+    kind: str, backend: str | None
+) -> None:
     model, draft = tiny(initializer_range=0.2), near_copy()
     engine = fresh(model, backend, draft=draft)
     wanted = answer(engine)

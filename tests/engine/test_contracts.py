@@ -31,7 +31,9 @@ class Bigram(Drafter):
 
     name = "bigram"
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Any = None) -> None: ...
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Any = None
+    ) -> None: ...
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         return Step(torch.randn(len(frontier.ids), VOCABULARY))
@@ -64,7 +66,11 @@ def drafter(**changed: Any) -> Drafter:
 
 
 def run(shape: TreePolicy, draft: Drafter | None = None, tokens: int = 6) -> list[int]:
-    return Engine(target_of(model()), draft or Bigram(), shape).generate(PROMPT, max_new_tokens=tokens).token_ids
+    return (
+        Engine(target_of(model()), draft or Bigram(), shape)
+        .generate(PROMPT, max_new_tokens=tokens)
+        .token_ids
+    )
 
 
 def test_these_parts_answer_as_plain_decoding_does() -> None:
@@ -104,10 +110,16 @@ def fails(self: Any, *given: Any) -> Any:
 
 ENDS = ", accepted Nodes, of which an empty one ends the tree"
 WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
-    "no grow": ({"grow": TreePolicy.grow}, ": grow: raised NotImplementedError: a policy must define grow"),
+    "no grow": (
+        {"grow": TreePolicy.grow},
+        ": grow: raised NotImplementedError: a policy must define grow",
+    ),
     "grow returns nothing": ({"grow": after_growing(None)}, f": grow returned None{ENDS}"),
     "grow returns a list": ({"grow": after_growing([1])}, f": grow returned a list{ENDS}"),
-    "grow returns a tensor": ({"grow": after_growing(torch.tensor([1]))}, f": grow returned int64 [1]{ENDS}"),
+    "grow returns a tensor": (
+        {"grow": after_growing(torch.tensor([1]))},
+        f": grow returned int64 [1]{ENDS}",
+    ),
     "grow returns nodes to come": (
         {"grow": after_growing(Nodes.of(torch.tensor([7])))},
         ": grow returned node 7, which a tree of 2 nodes does not have",
@@ -127,7 +139,11 @@ WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "grow fails": ({"grow": fails}, ": grow: raised ZeroDivisionError: division by zero"),
     "grow hangs what does not fit": (
-        {"grow": lambda self, tree, frontier, step: tree.add_children(frontier, NOTHING[None], torch.zeros(1, 2))},
+        {
+            "grow": lambda self, tree, frontier, step: tree.add_children(
+                frontier, NOTHING[None], torch.zeros(1, 2)
+            )
+        },
         ": grow: log_probs: got float32 [1, 2]",
     ),
     "twins": (
@@ -147,7 +163,10 @@ WRONG_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
         ".capacity: it states room for 5 nodes, the root included; the tree has 5 and cannot take 2 more",
     ),
     "a budget for too few": ({"budget": 2}, ".budget: it states 2 nodes, and keep returned 7"),
-    "keep returns nothing": ({"keep": lambda self, tree: None}, ": keep returned None, accepted Nodes"),
+    "keep returns nothing": (
+        {"keep": lambda self, tree: None},
+        ": keep returned None, accepted Nodes",
+    ),
     "keep leaves a parent out": (
         {"keep": lambda self, tree: Nodes.of(torch.tensor([0, 3, 4]))},
         ": keep returned nodes: must be ascending, start with the root and contain every node's parent",
@@ -180,7 +199,8 @@ def test_a_policy_is_told_what_it_did(mistake: str) -> None:
 @pytest.mark.parametrize("capacity", [0, -3, None, 2.5, "many", True, 1 << 20])
 def test_a_capacity_that_is_no_number_of_nodes_is_refused_at_once(capacity: Any) -> None:
     with pytest.raises(
-        PolicyError, match=r"policy Gated\.capacity: got .*, accepted how many nodes its trees can have"
+        PolicyError,
+        match=r"policy Gated\.capacity: got .*, accepted how many nodes its trees can have",
     ):
         run(policy(capacity=capacity))
 
@@ -191,7 +211,9 @@ def test_a_policy_without_a_capacity_is_refused_at_once() -> None:
         Engine(target_of(model()), Bigram(), shape)
 
 
-def test_a_policy_of_the_package_goes_by_the_name_that_users_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_the_package_goes_by_the_name_that_users_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from specengine.policies.talon import Talon
 
     monkeypatch.setattr(Talon, "grow", fails)
@@ -247,15 +269,30 @@ WRONG_DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
         gives(lambda rows: Step(logits(rows + 1))),
         "step returned logits of float32 [2, 260], accepted ",
     ),
-    "no row": (gives(lambda rows: Step(logits(0))), "step returned logits of float32 [0, 260], accepted"),
+    "no row": (
+        gives(lambda rows: Step(logits(0))),
+        "step returned logits of float32 [0, 260], accepted",
+    ),
     "float64": (
         gives(lambda rows: Step(logits(rows).double())),
         "step returned logits of float64 [1, 260], accepted ",
     ),
-    "integers": (gives(lambda rows: Step(logits(rows).long())), "step returned logits of int64 [1, 260], accepted"),
-    "an array": (gives(lambda rows: Step(logits(rows).numpy())), "step returned logits of a ndarray, accepted"),  # type: ignore[arg-type]
-    "NaN": (gives(lambda rows: Step(logits(rows) * float("nan"))), "step returned logits that are NaN"),
-    "infinity": (gives(lambda rows: Step(logits(rows) + float("inf"))), "step returned logits that are infinite"),
+    "integers": (
+        gives(lambda rows: Step(logits(rows).long())),
+        "step returned logits of int64 [1, 260], accepted",
+    ),
+    "an array": (
+        gives(lambda rows: Step(logits(rows).numpy())),
+        "step returned logits of a ndarray, accepted",
+    ),  # type: ignore[arg-type]
+    "NaN": (
+        gives(lambda rows: Step(logits(rows) * float("nan"))),
+        "step returned logits that are NaN",
+    ),
+    "infinity": (
+        gives(lambda rows: Step(logits(rows) + float("inf"))),
+        "step returned logits that are infinite",
+    ),
     "columns that are no tokens": (
         gives(lambda rows: Step(logits(rows, 300))),
         "step returned 300 columns without token_ids, accepted up to 260",
@@ -298,7 +335,9 @@ def test_hidden_states_that_a_policy_reads_and_nobody_gives_are_named() -> None:
     def grow(self: Any, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         return Nodes.of(NOTHING[: int(step.hidden.sum())])  # type: ignore[union-attr]
 
-    with pytest.raises(PolicyError, match="policy Gated: grow: raised AttributeError: 'NoneType' object has no"):
+    with pytest.raises(
+        PolicyError, match="policy Gated: grow: raised AttributeError: 'NoneType' object has no"
+    ):
         run(policy(grow=grow))
 
 

@@ -38,12 +38,22 @@ from tests.models.mtp_checkpoints import NEMOTRON, QWEN, checkpoint
 from tests.models.native_engines import native_lm, needs_extension
 from tests.models.test_assistant import assistant
 from tests.serve.served import TEXT, served, until
-from tests.toy import VOCABULARY, byte_tokenizer, head_config, near_copy, policy_for, random_state, tiny
+from tests.toy import (
+    VOCABULARY,
+    byte_tokenizer,
+    head_config,
+    near_copy,
+    policy_for,
+    random_state,
+    tiny,
+)
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 
 CPU = torch.device("cpu")
-SHARED = [(11 * i * i + 5 * i + 3) % 250 for i in range(70)]  # of all prompts, so that caches are copied
+SHARED = [
+    (11 * i * i + 5 * i + 3) % 250 for i in range(70)
+]  # of all prompts, so that caches are copied
 PROMPTS = [[*SHARED, 200 + number, *SHARED[number : 3 * number]] for number in range(4)]
 Made = Callable[[Path, pytest.MonkeyPatch], Engine]
 
@@ -60,7 +70,9 @@ def eagle(*, native: bool = True, mixed: bool = False, **config: Any) -> Made:
     def made(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
         lm, sizes = native_lm(deep()), head_config(**config)
         state = random_state(sizes)
-        head = NativeHead(sizes, state, lm) if native else head_from(sizes, state, torch.float32, CPU)
+        head = (
+            NativeHead(sizes, state, lm) if native else head_from(sizes, state, torch.float32, CPU)
+        )
         draft = Eagle(head, lm)
         return engine_of(lm, Lookup(draft, Recycling()) if mixed else draft)
 
@@ -81,7 +93,13 @@ def mtp(name: str, *, native: bool = True) -> Made:
         if not native:
             patch.setattr("specengine.checkpoints.mtp.NativeMtpHead", refuse)
         found = Engine.from_pretrained(
-            str(folder), "mtp", "eagle", dtype=torch.float32, backend="native", lookup=False, tokenizer=byte_tokenizer()
+            str(folder),
+            "mtp",
+            "eagle",
+            dtype=torch.float32,
+            backend="native",
+            lookup=False,
+            tokenizer=byte_tokenizer(),
         )
         patch.undo()
         return found
@@ -169,9 +187,17 @@ def test_every_class_of_drafts_and_heads_stands_here(tmp_path: Path) -> None:
     while waiting:
         one = waiting.pop()
         waiting += one.__subclasses__()
-        if one.__module__ in modules and not inspect.isabstract(one):  # other tests make drafters of their own
+        if one.__module__ in modules and not inspect.isabstract(
+            one
+        ):  # other tests make drafters of their own
             known.add(one)
-    known -= {drafters.Wrapped, Coupled, Guided, Origins, Inspected}  # made around a draft for one answer, see WAYS
+    known -= {
+        drafters.Wrapped,
+        Coupled,
+        Guided,
+        Origins,
+        Inspected,
+    }  # made around a draft for one answer, see WAYS
     seen = set[type]()
     for number, made in enumerate(KINDS.values()):
         with pytest.MonkeyPatch.context() as patch:
@@ -223,19 +249,26 @@ def test_asynchronous_streams_and_batches_are_those_given_alone(engine: Engine) 
         return await asyncio.gather(*map(one, PROMPTS))
 
     assert asyncio.run(all_of_them()) == alone
-    items = [Item(number, number, prompt, options={"max_new_tokens": 8}) for number, prompt in enumerate(PROMPTS)]
+    items = [
+        Item(number, number, prompt, options={"max_new_tokens": 8})
+        for number, prompt in enumerate(PROMPTS)
+    ]
     lines = [found.line for found in answered(lambda: engine, items, lambda facts: None, 3)]
     assert [(line["token_ids"], line["finish_reason"]) for line in lines] == alone
 
 
-@pytest.mark.parametrize("engine", ["mtp qwen3_5_text", "assistant", "small model, uneven heads"], indirect=True)
+@pytest.mark.parametrize(
+    "engine", ["mtp qwen3_5_text", "assistant", "small model, uneven heads"], indirect=True
+)
 @pytest.mark.usefixtures("poisoned")
 def test_a_server_answers_with_every_head(engine: Engine) -> None:
     asked = [TEXT | {"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in PROMPTS]
     with served(lambda: engine, parallel=1) as server:
         alone = [server.post(body, "/v1/completions").json()["choices"] for body in asked]
     with served(lambda: engine, parallel=3) as server, ThreadPoolExecutor(5) as many:
-        found = list(many.map(lambda body: server.post(body, "/v1/completions").json()["choices"], asked))
+        found = list(
+            many.map(lambda body: server.post(body, "/v1/completions").json()["choices"], asked)
+        )
         until(lambda: server.worker.idle)
     assert found == alone
 
@@ -260,7 +293,10 @@ def test_a_copied_prompt_drafts_what_the_whole_one_does(engine: Engine, waiting:
     """waiting: the draft that is copied has tokens that it has not run."""
     pool = specengine.engine.Pool(engine, 2)
     one, other = pool.engines
-    if not isinstance(drafters.innermost(one.drafter), RowDraft) or one.target.cache.memory is not None:
+    if (
+        not isinstance(drafters.innermost(one.drafter), RowDraft)
+        or one.target.cache.memory is not None
+    ):
         pytest.skip("no cache is copied from text to text")
     known = SHARED[:60]
     begin(one, known)
@@ -276,5 +312,8 @@ def test_a_copied_prompt_drafts_what_the_whole_one_does(engine: Engine, waiting:
     begin(other, [*known, 17, 4])
     fresh = specengine.engine.Pool(engine, 1).engines[0]
     begin(fresh, [*known, 17, 4])
-    roots = [drafters.innermost(each.drafter).root(TokenTree.root(9, 4)).logits for each in (other, fresh)]
+    roots = [
+        drafters.innermost(each.drafter).root(TokenTree.root(9, 4)).logits
+        for each in (other, fresh)
+    ]
     torch.testing.assert_close(*roots, rtol=1e-4, atol=1e-4)

@@ -67,7 +67,11 @@ def test_every_policy(policy: str, captured: bool) -> None:
     engine = engine_of("small_model", policy, captured=captured)
     held = accepted = 0
     for way in WAYS:
-        plain = engine_of("none", "chain", captured=False).generate(PROMPT, max_new_tokens=COUNT, **way).token_ids
+        plain = (
+            engine_of("none", "chain", captured=False)
+            .generate(PROMPT, max_new_tokens=COUNT, **way)
+            .token_ids
+        )
         for place in (3, 6, 9):
             ends = [plain[place], plain[place - 1] + 1]
             cut = next(at for at, token in enumerate(plain) if token in ends) + 1
@@ -81,7 +85,9 @@ def test_every_policy(policy: str, captured: bool) -> None:
 @pytest.mark.parametrize("draft", ["eagle3", "ngram", "recycling"])
 def test_every_kind_of_draft(draft: str, captured: bool) -> None:
     engine = engine_of(draft, "eagle", captured=captured)
-    plain = engine_of("none", "chain", captured=False).generate(PROMPT, max_new_tokens=COUNT).token_ids
+    plain = (
+        engine_of("none", "chain", captured=False).generate(PROMPT, max_new_tokens=COUNT).token_ids
+    )
     ends = sorted({*range(0, toy.VOCABULARY, 5)} - set(plain[:8]))  # trees are full of them
     cut = next((at + 1 for at, token in enumerate(plain) if token in ends), COUNT)
     held, _ = check(*cycles_of(engine, eos_token_id=ends[:30]), ends[:30], plain[:cut])
@@ -95,12 +101,16 @@ def test_trees_go_on_below_ends_that_are_ignored(captured: bool) -> None:
     ends = result.token_ids[:12]
     assert any(below_ends(cycle.tree, ends) for cycle in free)
     again, _ = cycles_of(engine, eos_token_id=[])
-    assert [cycle.tree.tokens.tolist() for cycle in again] == [cycle.tree.tokens.tolist() for cycle in free]
+    assert [cycle.tree.tokens.tolist() for cycle in again] == [
+        cycle.tree.tokens.tolist() for cycle in free
+    ]
 
 
 def test_a_root_that_carries_an_end_token_has_a_tree_all_the_same() -> None:
     for captured in (False, True):
-        cycles, _ = cycles_of(engine_of("small_model", "eagle", captured=captured), eos_token_id=[PROMPT[-1]])
+        cycles, _ = cycles_of(
+            engine_of("small_model", "eagle", captured=captured), eos_token_id=[PROMPT[-1]]
+        )
         assert len(cycles[0].tree) > 4
 
 
@@ -128,8 +138,12 @@ def test_a_trace_shows_the_drafted_end_as_accepted(captured: bool, tmp_path: Pat
         traced = read_trace(tmp_path / "trace").queries[0].cycles[-1]
         assert len(traced.accepted) - 1 == last.accepted
         assert traced.has_own == (last.end is None)
-        assert [traced.tokens[node] for node in traced.accepted[1:]] == traced.committed[: last.accepted]
-        assert any(line.startswith(" " * 17 + "+") for line in cycle_lines(traced)) == traced.has_own
+        assert [traced.tokens[node] for node in traced.accepted[1:]] == traced.committed[
+            : last.accepted
+        ]
+        assert (
+            any(line.startswith(" " * 17 + "+") for line in cycle_lines(traced)) == traced.has_own
+        )
         if last.end is not None:
             return
     raise AssertionError("no end was drafted")

@@ -12,7 +12,15 @@ from transformers.generation import TopPLogitsWarper
 
 from specengine import Engine
 from specengine.request.sampling import PresenceFrequencyPenalty, TopP
-from tests.engine.engines import PROMPT, DependsOnThePath, InPlace, engine_of, model_of, plainly, untouched
+from tests.engine.engines import (
+    PROMPT,
+    DependsOnThePath,
+    InPlace,
+    engine_of,
+    model_of,
+    plainly,
+    untouched,
+)
 from tests.toy import FAMILIES, POLICIES, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +46,14 @@ def test_the_model_stays_usable_by_itself() -> None:
     mask[1, :5] = 0
     for options in ({}, {"num_beams": 2}):
         given = [
-            model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+                **options,
+            )
             for model in (model_of("qwen2"), untouched("qwen2"))
         ]
         assert torch.equal(*given)
@@ -59,9 +74,15 @@ GREEDY_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", GREEDY_OPTIONS, ids=lambda options: "-".join(options))
-def test_greedy_with_processors_equals_transformers_generate(policy: str, options: dict[str, Any]) -> None:
+def test_greedy_with_processors_equals_transformers_generate(
+    policy: str, options: dict[str, Any]
+) -> None:
     result = engine_of("gpt2", "small_model", policy).generate(PROMPT, max_new_tokens=24, **options)
-    assert result.token_ids == greedy_answer(GREEDY_OPTIONS.index(options)) != plainly("gpt2", PROMPT, 24)
+    assert (
+        result.token_ids
+        == greedy_answer(GREEDY_OPTIONS.index(options))
+        != plainly("gpt2", PROMPT, 24)
+    )
     assert result.stats.num_draft_tokens > 0
 
 
@@ -84,7 +105,9 @@ SAMPLING_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.sliced
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", SAMPLING_OPTIONS, ids=lambda options: "-".join(options))
-def test_sampling_equals_plain_sampling_with_the_same_seed(policy: str, options: dict[str, Any]) -> None:
+def test_sampling_equals_plain_sampling_with_the_same_seed(
+    policy: str, options: dict[str, Any]
+) -> None:
     family = "gpt2" if policy == "random" else "qwen3"
     speculative = engine_of(family, "small_model", policy)
     answers = []
@@ -99,7 +122,9 @@ def test_sampling_equals_plain_sampling_with_the_same_seed(policy: str, options:
 @cache
 def sampled_answer(family: str, number: int, seed: int) -> list[int]:
     plain = engine_of(family, "none")
-    return plain.generate(PROMPT, max_new_tokens=24, seed=seed, **SAMPLING_OPTIONS[number]).token_ids
+    return plain.generate(
+        PROMPT, max_new_tokens=24, seed=seed, **SAMPLING_OPTIONS[number]
+    ).token_ids
 
 
 @pytest.mark.parametrize(
@@ -111,7 +136,10 @@ def sampled_answer(family: str, number: int, seed: int) -> list[int]:
         {"min_p": 0.2},
         {"typical_p": 0.5},
         {"temperature": 1.5, "top_k": 40, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 1, "bad_words_ids": [[token] for token in range(0, VOCABULARY, 3)]},
+        {
+            "no_repeat_ngram_size": 1,
+            "bad_words_ids": [[token] for token in range(0, VOCABULARY, 3)],
+        },
     ],
     ids=lambda options: "-".join(options),
 )
@@ -130,7 +158,9 @@ def test_sampling_options_mean_what_they_mean_in_transformers(options: dict[str,
             **options,
         )
         answers += theirs[0, len(PROMPT) :].tolist()
-        ours += engine.generate(PROMPT, max_new_tokens=16, seed=seed, **{"do_sample": True, **options}).token_ids
+        ours += engine.generate(
+            PROMPT, max_new_tokens=16, seed=seed, **{"do_sample": True, **options}
+        ).token_ids
         pure += engine.generate(PROMPT, max_new_tokens=16, seed=seed, do_sample=True).token_ids
     assert ours == answers != pure
 
@@ -161,7 +191,11 @@ def test_penalties_of_an_answer_do_not_count_the_prompt() -> None:
             expected.append(int(scores.argmax()))
     assert expected[0] == token
     engine = engine_of("llama", "ngram")
-    penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "sequence_bias": {(token,): bias}}
+    penalties = {
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "sequence_bias": {(token,): bias},
+    }
     assert engine.generate(PROMPT, max_new_tokens=12, **penalties).token_ids == expected
 
 
@@ -188,21 +222,34 @@ def test_top_p_keeps_what_transformers_keeps() -> None:
 @pytest.mark.sliced(1)
 @pytest.mark.model
 @pytest.mark.parametrize("policy", ["chain", "eagle", "fixed"])
-def test_the_default_model_answers_as_transformers_does(policy: str, default_model_path: Path) -> None:
+def test_the_default_model_answers_as_transformers_does(
+    policy: str, default_model_path: Path
+) -> None:
     model, token = _default_model(default_model_path)
     engine = Engine.from_pretrained(model, "ngram", policy, tokenizer=token)
-    for prompt in ("Count from one to twelve in words.", "Repeat three times: the quick brown fox jumps."):
-        assert engine.generate(prompt, max_new_tokens=32).token_ids == _its_own_answer(default_model_path, prompt)
+    for prompt in (
+        "Count from one to twelve in words.",
+        "Repeat three times: the quick brown fox jumps.",
+    ):
+        assert engine.generate(prompt, max_new_tokens=32).token_ids == _its_own_answer(
+            default_model_path, prompt
+        )
 
 
 @cache
 def _default_model(path: Path) -> tuple[PreTrainedModel, Any]:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32
+    ), AutoTokenizer.from_pretrained(path)
 
 
 @cache
 def _its_own_answer(path: Path, prompt: str) -> list[int]:
     model, token = _default_model(path)
     messages = [{"role": "user", "content": prompt}]
-    ids = token.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return model.generate(**ids, max_new_tokens=32, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    ids = token.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return model.generate(**ids, max_new_tokens=32, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ].tolist()

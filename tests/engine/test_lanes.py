@@ -30,11 +30,26 @@ from specengine.engine.pool import bytes_held, bytes_used
 from specengine.engine.scheduler import LOOK, MAX_MIXED, SharedPace
 from specengine.errors import InputError
 from specengine.models.kv_cache import Rows
-from specengine.models.native import WITH_PAIRS, LaneTarget, NativeHead, NativeLM, NativeTarget, RowBatch
+from specengine.models.native import (
+    WITH_PAIRS,
+    LaneTarget,
+    NativeHead,
+    NativeLM,
+    NativeTarget,
+    RowBatch,
+)
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
-from tests.toy import VOCABULARY, byte_tokenizer, head_config, policy_for, random_state, random_tree, tiny
+from tests.toy import (
+    VOCABULARY,
+    byte_tokenizer,
+    head_config,
+    policy_for,
+    random_state,
+    random_tree,
+    tiny,
+)
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 KINDS = {"float32": {}, "bfloat16": {}, "int8": {"quantize": "int8", "numerics": "integer"}}
@@ -56,16 +71,24 @@ def texts(lm: NativeLM, seed: int) -> tuple[list[NativeTarget], list[TokenTree]]
         target.reserve(160, 40)
         target.prefill(prompt)
         targets.append(target)
-        trees.append(random_tree(100 * seed + lane, chance.choice([1, 1, 2, 5, 17]), VOCABULARY, root=prompt[-1]))
+        trees.append(
+            random_tree(
+                100 * seed + lane, chance.choice([1, 1, 2, 5, 17]), VOCABULARY, root=prompt[-1]
+            )
+        )
     return targets, trees
 
 
-def together(lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], off: int = 0) -> list[Tensor]:
+def together(
+    lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], off: int = 0
+) -> list[Tensor]:
     """Return each tree's logits from one forward; off: of the first lane's cache, a slot too far."""
     batch = []
     for target, tree in zip(targets, trees, strict=True):
         start = target.cache.length + off * (target is targets[0])
-        rows = RowBatch(lm, tree.tokens, tree.depths + start, target.cache, (start, start, tree.ancestors))
+        rows = RowBatch(
+            lm, tree.tokens, tree.depths + start, target.cache, (start, start, tree.ancestors)
+        )
         rows.logits = torch.empty(len(tree), lm.vocab_size)
         batch.append(rows)
     lm.run_lanes(batch)
@@ -75,13 +98,17 @@ def together(lm: NativeLM, targets: list[NativeTarget], trees: list[TokenTree], 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
-def test_a_rows_bits_do_not_depend_on_other_texts(family: str, kind: str, instructions: str) -> None:
+def test_a_rows_bits_do_not_depend_on_other_texts(
+    family: str, kind: str, instructions: str
+) -> None:
     if kind == "float32" and instructions in WITH_PAIRS:
         pytest.skip("has no products in float32")
     lm = lm_of(family, kind, instructions)
     for seed in range(6):
         targets, trees = texts(lm, seed)
-        alone = [target.verify(tree)[0].clone() for target, tree in zip(targets, trees, strict=True)]
+        alone = [
+            target.verify(tree)[0].clone() for target, tree in zip(targets, trees, strict=True)
+        ]
         kept = [[slab.clone() for slab in target.cache.slabs] for target in targets]
         for target in targets:
             for slab in target.cache.slabs:
@@ -149,19 +176,28 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
 # ---- answers
 
 
-def engine_of(policy: str = "eagle", draft: Any = None, kind: str = "bfloat16", family: str = "llama") -> Engine:
+def engine_of(
+    policy: str = "eagle", draft: Any = None, kind: str = "bfloat16", family: str = "llama"
+) -> Engine:
     drafter = Recycling() if draft is None else draft
     return Engine(NativeTarget(lm_of(family, kind)), drafter, policy_for(policy))
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 3, 12, 40, 90]))] for _ in range(count)]
+    return [
+        [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 3, 12, 40, 90]))]
+        for _ in range(count)
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 5, "temperature": 0.9}, {"logprobs": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 5, "temperature": 0.9}, {"logprobs": 2}]
+)
 @pytest.mark.parametrize("draft", [None, "ngram", "plain"])
-def test_many_answers_are_those_given_one_by_one(draft: str | None, options: dict[str, Any]) -> None:
+def test_many_answers_are_those_given_one_by_one(
+    draft: str | None, options: dict[str, Any]
+) -> None:
     engine = engine_of(draft=NGram() if draft == "ngram" else None)
     if draft == "plain":
         engine = Engine(engine.target, None, None)
@@ -244,18 +280,26 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("policy", ["eagle", "plain"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"]
+)
 def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> None:
     lm = native_lm(tiny(family))
     draft = Recycling() if policy == "eagle" else None
     engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)
-    asked = [*prompts(5), [(7 * i + 3) % VOCABULARY for i in range(150)]]  # the last one is taken in by pieces
+    asked = [
+        *prompts(5),
+        [(7 * i + 3) % VOCABULARY for i in range(150)],
+    ]  # the last one is taken in by pieces
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "logprobs": 1}
     alone = [engine.generate(prompt, **options) for prompt in asked]
     pool = Pool(engine, 3)
     many = pool.generate(asked, **options)
     assert [result.token_ids for result in many] == [result.token_ids for result in alone]
-    found, wanted = ([[one.logprob for one in result.logprobs] for result in results] for results in (many, alone))
+    found, wanted = (
+        [[one.logprob for one in result.logprobs] for result in results]
+        for results in (many, alone)
+    )
     assert found == wanted  # to the bit
     assert pool.scheduler.rows > sum(result.stats.num_prompt_tokens for result in many)
     assert pool.scheduler.forwards < 0.7 * sum(result.stats.num_spec_steps for result in alone)
@@ -263,11 +307,15 @@ def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> Non
     assert [result.token_ids for result in again] == [result.token_ids for result in alone[:3]]
 
 
-def test_the_further_behind_the_fewer_tokens_of_a_prompt_are_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_further_behind_the_fewer_tokens_of_a_prompt_are_run_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert [scheduler.piece_at(length) for length in (0, 2048, 4096, 100_000)] == [64, 64, 32, 16]
     engine = Engine(NativeTarget(lm_of("llama", "float32")), None, None)
     asked = [[(7 * i + 3) % VOCABULARY for i in range(150)], [1, 2, 3]]
-    alone = [engine.generate(prompt, max_new_tokens=20, eos_token_id=[]).token_ids for prompt in asked]
+    alone = [
+        engine.generate(prompt, max_new_tokens=20, eos_token_id=[]).token_ids for prompt in asked
+    ]
     monkeypatch.setattr(scheduler, "NEAR", 32)
     found = engine.generate_many(asked, max_new_tokens=20, eos_token_id=[])
     assert [result.token_ids for result in found] == alone
@@ -276,9 +324,16 @@ def test_the_further_behind_the_fewer_tokens_of_a_prompt_are_run_at_a_time(monke
 @pytest.mark.parametrize("policy", ["smart", "ddtree", "caddtree", "cast"])
 def test_rules_that_keep_a_state_of_their_own_share_forwards(policy: str) -> None:
     engine = Engine(NativeTarget(native_lm(tiny("lfm2"))), Recycling(), policy_for(policy))
-    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "temperature": 1.0, "seed": 5}
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "eos_token_id": [],
+        "temperature": 1.0,
+        "seed": 5,
+    }
     alone = [engine.generate(prompt, **options).token_ids for prompt in prompts(4)]
-    assert [result.token_ids for result in engine.generate_many(prompts(4), parallel=3, **options)] == alone
+    assert [
+        result.token_ids for result in engine.generate_many(prompts(4), parallel=3, **options)
+    ] == alone
 
 
 def test_a_memory_belongs_to_one_lane() -> None:
@@ -334,44 +389,60 @@ def test_draft_passes_of_all_texts_are_run_together(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(NativeHead, "run_lanes", counted)
     many = pool.generate(asked, **options)
     assert [result.token_ids for result in many] == [result.token_ids for result in alone]
-    assert [result.stats.acceptance_histogram for result in many] == [r.stats.acceptance_histogram for r in alone]
+    assert [result.stats.acceptance_histogram for result in many] == [
+        r.stats.acceptance_histogram for r in alone
+    ]
     drafted = sum(result.stats.num_draft_passes for result in many)
     assert 0 < len(passes) < drafted
     assert pool.scheduler.forwards < sum(result.stats.num_spec_steps for result in many)
 
 
-def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = head_config()
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     head = NativeHead(config, random_state(config), lm)
     pool = Pool(Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle")), 3)
-    monkeypatch.setattr(NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left")))
+    monkeypatch.setattr(
+        NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left"))
+    )
     with pytest.raises(MemoryError, match="none left"):
-        pool.generate(prompts(9), max_new_tokens=60, eos_token_id=[])  # some of them are drafted for at the same time
+        pool.generate(
+            prompts(9), max_new_tokens=60, eos_token_id=[]
+        )  # some of them are drafted for at the same time
     monkeypatch.undo()
     assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
 
 
 def test_costs_beside_others_price_nodes_as_if_each_text_brought_as_many() -> None:
-    costs = PassCosts("toy", {1: 2.0, 4: 2.1, 8: 2.2, 16: 6.0}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1)
+    costs = PassCosts(
+        "toy", {1: 2.0, 4: 2.1, 8: 2.2, 16: 6.0}, {1: 0.5, 4: 1.0}, measured=True, overhead=0.1
+    )
     shared = costs.beside(3)
     assert isinstance(shared, SharedCosts)
     table, alone = shared.table(4, 4, 0), costs.table(16, 4, 0)
     assert torch.allclose(table.verify[:2], alone.verify[:8:4])
     assert torch.allclose(shared.table(16, 4, 0).verify[:5], alone.verify[::4])
     slope = float(alone.verify[7] - alone.verify[3]) / 4
-    assert float(table.verify[2]) == pytest.approx(float(alone.verify[7]) + slope)  # rows beyond those in the table
+    assert float(table.verify[2]) == pytest.approx(
+        float(alone.verify[7]) + slope
+    )  # rows beyond those in the table
     assert torch.allclose(table.draft[1:], 4 * alone.draft[1:])
     assert shared.overhead == pytest.approx(0.4)
     joined = costs.beside(3, joined=True).table(4, 4, 0)
-    assert float(joined.draft[1]) == pytest.approx(float(costs.table(4, 4, 0).draft[4]))  # one pass of all four
+    assert float(joined.draft[1]) == pytest.approx(
+        float(costs.table(4, 4, 0).draft[4])
+    )  # one pass of all four
     assert torch.equal(joined.verify, table.verify)
 
 
 class Served:
     """Texts under a clock of its own: so many tokens per second, by whether they rest and how many they are."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, rates: Callable[[bool, int], float]
+    ) -> None:
         self.pace, self.now, self.rates = SharedPace(), 0.0, rates
         self.mixed: Callable[[], bool] = lambda: False  # whether a step has rows of prompts
         self.held: Callable[[], float] = lambda: 0.0  # seconds that a forward takes more
@@ -388,7 +459,9 @@ class Served:
         return rested / count
 
 
-def test_the_faster_way_is_kept_and_the_other_one_seldom_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_way_is_kept_and_the_other_one_seldom_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     served = Served(monkeypatch, lambda rests, texts: 100.0 if rests == (texts > 4) else 70.0)
     served.pace.price = lambda texts: 0.2 * texts
     assert served.resting(8, 30.0) > 0.95
@@ -403,7 +476,10 @@ def test_the_faster_way_is_kept_and_the_other_one_seldom_tried(monkeypatch: pyte
 
 def test_a_way_that_became_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     slower = [False]
-    served = Served(monkeypatch, lambda rests, texts: (100.0 if rests else 80.0) * (0.5 if slower[0] and rests else 1))
+    served = Served(
+        monkeypatch,
+        lambda rests, texts: (100.0 if rests else 80.0) * (0.5 if slower[0] and rests else 1),
+    )
     assert served.resting(8, 30.0) > 0.9
     slower[0] = True
     assert served.resting(8, 10.0) < 0.2
@@ -433,7 +509,9 @@ def test_a_try_is_short_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < drafted <= 4 * (LOOK + 2)  # after 3, 6, 12 and 24 seconds
 
 
-@pytest.mark.parametrize(("cheap", "rested"), [({1: 1.0, 64: 1.2}, 0.0), ({1: 1.0, 4: 1.2, 8: 1.4, 16: 2.6}, 1.0)])
+@pytest.mark.parametrize(
+    ("cheap", "rested"), [({1: 1.0, 64: 1.2}, 0.0), ({1: 1.0, 4: 1.2, 8: 1.4, 16: 2.6}, 1.0)]
+)
 def test_the_first_way_is_the_one_that_costs_allow(
     monkeypatch: pytest.MonkeyPatch, cheap: dict[int, float], rested: float
 ) -> None:
@@ -443,7 +521,9 @@ def test_the_first_way_is_the_one_that_costs_allow(
     assert served.resting(8, 0.05) == rested
 
 
-def test_steps_with_prompts_are_timed_only_where_they_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompts_are_timed_only_where_they_do_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     served = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 80.0)
     served.mixed = lambda: True
     served.resting(8, 0.01 * MAX_MIXED)
@@ -465,7 +545,10 @@ def test_a_text_learns_at_once_that_others_have_come(monkeypatch: pytest.MonkeyP
 
 
 def test_forwards_that_were_held_up_speak_for_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, draw = Served(monkeypatch, lambda rests, texts: 100.0 if rests else 85.0), random.Random(0)
+    served, draw = (
+        Served(monkeypatch, lambda rests, texts: 100.0 if rests else 85.0),
+        random.Random(0),
+    )
     served.held = lambda: 0.08 if draw.random() < 0.1 else 0.0
     assert served.resting(8, 30.0) > 0.9
 
@@ -481,13 +564,17 @@ def test_a_beginning_that_another_text_has_is_copied(family: str) -> None:
     engine = engine_of(family=family)
     system = [(7 * i + 3) % VOCABULARY for i in range(90)]
     asked = [[*system, *range(number, number + 5)] for number in range(4)]
-    alone = [engine_of(family=family).generate(prompt, max_new_tokens=12).token_ids for prompt in asked]
+    alone = [
+        engine_of(family=family).generate(prompt, max_new_tokens=12).token_ids for prompt in asked
+    ]
     pool = Pool(engine, 4)
     results = pool.generate(asked, max_new_tokens=12)
     assert [result.token_ids for result in results] == alone
     cached = sorted(result.stats.num_cached_prompt_tokens for result in results)
     assert cached[0] == 0
-    assert all(count >= len(system) - 1 for count in cached[1:])  # one of them takes it in, the others wait
+    assert all(
+        count >= len(system) - 1 for count in cached[1:]
+    )  # one of them takes it in, the others wait
 
 
 def test_texts_side_by_side_learn_the_same_successors() -> None:
@@ -513,7 +600,10 @@ def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
         model.model.layers[0].mlp.down_proj.weight.mul_(-1)
     result = pool.engines[1].generate(prompt, max_new_tokens=4)
     assert result.stats.num_cached_prompt_tokens == 0
-    assert result.token_ids == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+    assert (
+        result.token_ids
+        == Engine.from_pretrained(model, None, "plain").generate(prompt, max_new_tokens=4).token_ids
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
@@ -541,7 +631,9 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     assert max(most) <= 2
     assert not pool._reserved
     assert not pool.waiting
-    assert sum(own.target.cache.nbytes for own in pool.engines) <= pool.memory + 6 * target.cache.bytes_of(1)
+    assert sum(
+        own.target.cache.nbytes for own in pool.engines
+    ) <= pool.memory + 6 * target.cache.bytes_of(1)
     with pytest.raises(InputError, match=r"max_new_tokens: .* MB of cache"):
         Pool(engine, 2, memory=8 * target.cache.slot_bytes).generate(asked[:1], max_new_tokens=20)
 
@@ -582,7 +674,9 @@ def test_asynchronous_streams_are_answered_at_once() -> None:
 
 @pytest.mark.parametrize("backend", ["native", "huggingface"])
 def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
-    engine = Engine.from_pretrained(tiny("llama", num_hidden_layers=2), "recycling", backend=backend)
+    engine = Engine.from_pretrained(
+        tiny("llama", num_hidden_layers=2), "recycling", backend=backend
+    )
 
     async def several() -> None:
         for _ in range(3):
@@ -603,7 +697,11 @@ def test_leaving_an_asynchronous_stream_frees_its_place(backend: str) -> None:
 def head_engine() -> Engine:
     config = head_config()
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
-    return Engine(NativeTarget(lm), Eagle(NativeHead(config, random_state(config), lm), lm), policy_for("eagle"))
+    return Engine(
+        NativeTarget(lm),
+        Eagle(NativeHead(config, random_state(config), lm), lm),
+        policy_for("eagle"),
+    )
 
 
 def small_engine() -> Engine:
@@ -622,7 +720,9 @@ def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> Non
     assert eager.policy is not None
     drafted = draft.bytes_of(200 + eager.policy.capacity + eager.unread)
     both = target.cache.bytes_of(200 + eager.budget) + drafted
-    pool = Pool(engine, 3, memory=3 * both - drafted // 2)  # for two of three; for three without the drafts
+    pool = Pool(
+        engine, 3, memory=3 * both - drafted // 2
+    )  # for two of three; for three without the drafts
     at_once: list[int] = []
     make_room = pool._make_room
 
@@ -686,7 +786,9 @@ def engine_without_room() -> tuple[Pool, Any]:
 
 
 def waiting_answer(pool: Pool, ticket: Ticket) -> tuple[threading.Thread, TextGeneration]:
-    answer = TextGeneration(pool.engines[1], [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket)
+    answer = TextGeneration(
+        pool.engines[1], [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket
+    )
     thread = threading.Thread(target=lambda: [*answer])
     thread.start()
     return thread, answer
@@ -710,7 +812,9 @@ def test_an_answer_that_waits_for_room_is_given_up_at_once(how: str) -> None:
     rest = [token for piece in first for token in piece.cycle.tokens]
     assert len(rest) > 30  # the answer under way goes on
     alone = engine_of().generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids
-    assert pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids == alone
+    assert (
+        pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids == alone
+    )
     assert not pool._reserved
 
 
@@ -730,10 +834,14 @@ def test_letting_an_answer_go_frees_its_engine_and_its_room() -> None:
     del first
     assert not pool.engines[0].is_busy
     assert not pool._reserved
-    assert len(pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids) == 60
+    assert (
+        len(pool.engines[1].generate([4, 5, 6], max_new_tokens=60, eos_token_id=[]).token_ids) == 60
+    )
 
 
-def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool_module, "PREFILL_ROWS", 64)
     pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(240)]
@@ -753,7 +861,9 @@ def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(monkeypatch: pyte
         assert result.stats.num_cached_prompt_tokens >= 128
 
 
-def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool_module, "PREFILL_ROWS", 16)
     pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(90)]
@@ -771,7 +881,9 @@ def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(monk
 
 
 @pytest.mark.parametrize("lacks", ["engine", "room"])
-def test_leaving_an_asynchronous_stream_that_waits_ends_it(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_an_asynchronous_stream_that_waits_ends_it(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of()
     room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
     monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
@@ -780,7 +892,11 @@ def test_leaving_an_asynchronous_stream_that_waits_ends_it(lacks: str, monkeypat
         return sum(thread.name == "specengine-astream" for thread in threading.enumerate())
 
     async def several() -> None:
-        options = {"max_new_tokens": 200, "eos_token_id": [], "parallel": 1 if lacks == "engine" else 2}
+        options = {
+            "max_new_tokens": 200,
+            "eos_token_id": [],
+            "parallel": 1 if lacks == "engine" else 2,
+        }
         async with engine.astream([1, 2, 3], **options) as first:
             await anext(first)
             second = engine.astream([4, 5, 6], **options)
@@ -797,9 +913,14 @@ def test_an_error_of_one_text_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     engine = engine_of()
     pool, asked = Pool(engine, 3), prompts(3)
     alone = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
-    answers = [own.stream(prompt, max_new_tokens=20) for own, prompt in zip(pool.engines, asked, strict=True)]
+    answers = [
+        own.stream(prompt, max_new_tokens=20)
+        for own, prompt in zip(pool.engines, asked, strict=True)
+    ]
     broken = pool.engines[1].drafter
-    monkeypatch.setattr(broken, "accept", lambda cycle: (_ for _ in ()).throw(MemoryError("none left")))
+    monkeypatch.setattr(
+        broken, "accept", lambda cycle: (_ for _ in ()).throw(MemoryError("none left"))
+    )
     with pytest.raises(MemoryError, match="none left"):
         answers[1].run()
     assert [answers[number].run().token_ids for number in (0, 2)] == [alone[0], alone[2]]
@@ -810,9 +931,12 @@ def test_an_error_of_one_text_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_thread_can_read_several_answers_in_turn() -> None:
     engine = engine_of()
     pool, asked = Pool(engine, 3), prompts(3)
-    alone = [engine.generate(prompt, max_new_tokens=30, eos_token_id=[]).token_ids for prompt in asked]
+    alone = [
+        engine.generate(prompt, max_new_tokens=30, eos_token_id=[]).token_ids for prompt in asked
+    ]
     answers = [
-        own.stream(prompt, max_new_tokens=30, eos_token_id=[]) for own, prompt in zip(pool.engines, asked, strict=True)
+        own.stream(prompt, max_new_tokens=30, eos_token_id=[])
+        for own, prompt in zip(pool.engines, asked, strict=True)
     ]
     found: list[list[int]] = [[], [], []]
     while any(answer.result is None for answer in answers):

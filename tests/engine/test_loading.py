@@ -29,18 +29,30 @@ def test_models_load_from_paths_by_name_and_in_one_call(saved: Path) -> None:
     options = {"max_new_tokens": 12, "raw": True}
     prompt = "abcabcabc"
     expected = plainly("llama", tokenizer()(prompt)["input_ids"], 12)
-    for draft, policy in ((None, None), ("ngram", "chain"), (saved, None), ("none", None), (None, "plain")):
+    for draft, policy in (
+        (None, None),
+        ("ngram", "chain"),
+        (saved, None),
+        ("none", None),
+        (None, "plain"),
+    ):
         given = saved if draft else str(saved)
-        engine = Engine.from_pretrained(given, draft, policy, offline=True, dtype="float32", device="cpu")
+        engine = Engine.from_pretrained(
+            given, draft, policy, offline=True, dtype="float32", device="cpu"
+        )
         assert engine.generate(prompt, **options).token_ids == expected
-    answer = specengine.generate(prompt, str(saved), "ngram", "fixed", offline=True, dtype=torch.float32, **options)
+    answer = specengine.generate(
+        prompt, str(saved), "ngram", "fixed", offline=True, dtype=torch.float32, **options
+    )
     assert answer.token_ids == expected
     assert answer.stats.policy.startswith("Fixed(")
 
 
 def test_plain_decoding_has_no_options(saved: Path) -> None:
     with pytest.raises(InputError, match="policy_options: policy 'plain' has no options"):
-        Engine.from_pretrained(str(saved), policy="plain", policy_options={"width": 2}, offline=True)
+        Engine.from_pretrained(
+            str(saved), policy="plain", policy_options={"width": 2}, offline=True
+        )
 
 
 def test_loaded_models_options_and_instances(saved: Path) -> None:
@@ -66,7 +78,9 @@ def test_loaded_models_options_and_instances(saved: Path) -> None:
     assert len(half.generate(PROMPT, max_new_tokens=5).token_ids) == 5
 
 
-def test_a_model_without_a_tokenizer_answers_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_tokenizer_answers_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     untouched("llama").save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "ngram", offline=True)
     assert engine.tokenizer is None

@@ -45,7 +45,10 @@ def shape(name: str | None) -> dict[str, Any]:
 def trees(stream: Any) -> list[Any]:
     """Return the tree that each cycle verified, and its outcome."""
     cycles = [piece.cycle for piece in stream]
-    return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
+    return [
+        (cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens)
+        for cycle in cycles
+    ]
 
 
 @pytest.mark.slow
@@ -80,7 +83,9 @@ TURNS = ("talon", None, "plain", "eagle", "plain", "plain", None, "auto")
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_session_may_change_its_policy_with_every_turn(draft: str, way: dict[str, Any], captured: bool) -> None:
+def test_a_session_may_change_its_policy_with_every_turn(
+    draft: str, way: dict[str, Any], captured: bool
+) -> None:
     """After turns without the draft its trees are those of a draft that has seen everything."""
     engine, plainly = (engine_of(kind, "chain", captured=captured) for kind in (draft, "none"))
     engine.tokenizer = plainly.tokenizer = toy.byte_tokenizer()
@@ -144,12 +149,21 @@ def test_graphs_of_each_policy_are_captured_once() -> None:
     captures = [part.captured.graphs.captures for part in drivers]
     assert [set(counts.values()) for counts in captures] == [{1}, {1}]
     grows = {"root", "level", "root coupled", "level coupled"}
-    assert set(captures[0]) == {*grows, "finish greedy", "finish sampled", "finish truncated", "verify"}
+    assert set(captures[0]) == {
+        *grows,
+        "finish greedy",
+        "finish sampled",
+        "finish truncated",
+        "verify",
+    }
     assert set(captures[1]) == {"finish greedy", "finish sampled", "finish truncated", "verify"}
 
 
 def test_an_answer_without_text_and_a_certificate_take_one_too() -> None:
-    engine, plainly = engine_of("small_model", "chain", captured=False), engine_of("none", "", captured=False)
+    engine, plainly = (
+        engine_of("small_model", "chain", captured=False),
+        engine_of("none", "", captured=False),
+    )
     cycles = list(engine.answer(PROMPT, max_new_tokens=12, **shape("eagle")))
     assert max(int(cycle.tree.passes) for cycle in cycles) == 4
     found = certify(plainly, engine, PROMPT, max_new_tokens=12, **shape("eagle"))
@@ -165,18 +179,41 @@ def test_an_answer_without_text_and_a_certificate_take_one_too() -> None:
         ({"policy": "none"}, "policy: unknown name 'none'"),
         ({"policy": "eagle/none"}, "policy eagle: unknown preset 'none', known are "),
         ({"policy": 3}, "policy: got 3, accepted .*plain or a TreePolicy"),
-        ({"policy": "eagle", "policy_options": {"wide": 3}}, "policy eagle: unknown option 'wide', known are width"),
-        ({"policy": "eagle", "policy_options": {"width": "x"}}, r"policy eagle\.width: got 'x', expected int"),
-        ({"policy": "eagle", "policy_options": {"name": "x"}}, "policy eagle: unknown option 'name'"),
-        ({"policy": "eagle", "policy_options": ["width"]}, r"policy_options: got \['width'\], accepted a dict"),
-        ({"policy": "eagle", "policy_options": {3: 4}}, "policy_options: got {3: 4}, accepted a dict"),
+        (
+            {"policy": "eagle", "policy_options": {"wide": 3}},
+            "policy eagle: unknown option 'wide', known are width",
+        ),
+        (
+            {"policy": "eagle", "policy_options": {"width": "x"}},
+            r"policy eagle\.width: got 'x', expected int",
+        ),
+        (
+            {"policy": "eagle", "policy_options": {"name": "x"}},
+            "policy eagle: unknown option 'name'",
+        ),
+        (
+            {"policy": "eagle", "policy_options": ["width"]},
+            r"policy_options: got \['width'\], accepted a dict",
+        ),
+        (
+            {"policy": "eagle", "policy_options": {3: 4}},
+            "policy_options: got {3: 4}, accepted a dict",
+        ),
         ({"policy_options": {"width": 3}}, "policy_options: they need a policy given by name"),
-        ({"policy": "plain", "policy_options": {"width": 3}}, "policy_options: they need a policy given by name"),
-        ({"policy": Chain(), "policy_options": {"length": 3}}, "policy_options: they need a policy given by name"),
+        (
+            {"policy": "plain", "policy_options": {"width": 3}},
+            "policy_options: they need a policy given by name",
+        ),
+        (
+            {"policy": Chain(), "policy_options": {"length": 3}},
+            "policy_options: they need a policy given by name",
+        ),
     ],
     ids=str,
 )
-def test_what_is_refused_is_refused_before_anything_is_done(options: dict[str, Any], message: str) -> None:
+def test_what_is_refused_is_refused_before_anything_is_done(
+    options: dict[str, Any], message: str
+) -> None:
     engine = engine_of("ngram", "chain", captured=False)
     with pytest.raises(InputError, match=message):
         engine.stream(PROMPT, **options)
@@ -188,7 +225,9 @@ def test_what_is_refused_is_refused_before_anything_is_done(options: dict[str, A
 @pytest.mark.parametrize("policy", ["talon", Chain()], ids=str)
 def test_an_engine_without_a_draft_decodes_plainly_only(policy: str | TreePolicy) -> None:
     engine = engine_of("none", "", captured=False)
-    with pytest.raises(InputError, match=r"policy: got .*(talon|Chain).*, accepted plain: .* without a draft"):
+    with pytest.raises(
+        InputError, match=r"policy: got .*(talon|Chain).*, accepted plain: .* without a draft"
+    ):
         engine.stream(PROMPT, policy=policy)
     assert engine.generate(PROMPT, max_new_tokens=4, policy="plain").stats.policy == ""
     with pytest.raises(InputError, match="policy: this engine was loaded without a draft"):

@@ -40,7 +40,9 @@ class Sometimes(Fixed):
 @cache
 def weights() -> tuple[Any, Any]:
     """Return a target and a smaller model, both native."""
-    return native_lm(tiny(num_hidden_layers=4).bfloat16()), native_lm(near_copy(num_hidden_layers=1).bfloat16())
+    return native_lm(tiny(num_hidden_layers=4).bfloat16()), native_lm(
+        near_copy(num_hidden_layers=1).bfloat16()
+    )
 
 
 def drafter_of(kind: str) -> Drafter:
@@ -50,12 +52,16 @@ def drafter_of(kind: str) -> Drafter:
         "recycling": lambda: Recycling(3),
         "small model": lambda: SmallModel(small),
         "head": lambda: Eagle(tiny_head(head_config()), lm),
-        "head with lookup and recycling": lambda: Lookup(Eagle(tiny_head(head_config()), lm), Recycling(3)),
+        "head with lookup and recycling": lambda: Lookup(
+            Eagle(tiny_head(head_config()), lm), Recycling(3)
+        ),
     }
     return made[kind]()
 
 
-def trees(kind: str, most: int, every: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
+def trees(
+    kind: str, most: int, every: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[Any]:
     """Return tokens, parents, scores and path of all cycles of two answers, the second one from the first one's end."""
     monkeypatch.setattr(cycle, "MOST_PUT_OFF", most)
     policy = Sometimes((3, 2))
@@ -66,13 +72,22 @@ def trees(kind: str, most: int, every: int, monkeypatch: pytest.MonkeyPatch, **o
         stream = engine.stream(prompt, max_new_tokens=50, eos_token_id=[], **options)
         for piece in stream:
             tree = piece.cycle.tree
-            found.append((tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist(), piece.cycle.path))
+            found.append(
+                (
+                    tree.tokens.tolist(),
+                    tree.parents.tolist(),
+                    tree.log_probs.tolist(),
+                    piece.cycle.path,
+                )
+            )
         prompt = prompt + stream.result.token_ids
     return found
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}])
-@pytest.mark.parametrize("kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"])
+@pytest.mark.parametrize(
+    "kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"]
+)
 def test_trees_do_not_depend_on_when_the_drafter_takes_in_plain_cycles(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +112,9 @@ class Later(Fixed):
         return Plan(rests=self._asked <= self.first)
 
 
-def late(kind: str, first: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 30) -> tuple[list[int], list[Any]]:
+def late(
+    kind: str, first: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 30
+) -> tuple[list[int], list[Any]]:
     """Return the cycles' numbers at which the drafter has begun, and the trees."""
     policy = Later((3, 2))
     policy.first = first
@@ -117,8 +134,12 @@ def late(kind: str, first: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 3
     return begun, trees
 
 
-@pytest.mark.parametrize("kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"])
-def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"]
+)
+def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, trees = late(kind, 10, monkeypatch)
     assert begun == [9]  # the plan is asked once before the first cycle
     monkeypatch.setattr(cycle.EagerDriver, "begin", lambda self, prompt, later=False: prompt())
@@ -163,14 +184,18 @@ def test_a_text_that_is_left_leaves_nothing_to_the_next_one() -> None:
         for _ in range(5):
             next(stream)
     assert engine.drivers.own.eager._put_off == []
-    assert engine.generate([4, 5], max_new_tokens=5, eos_token_id=[]).stats.num_generated_tokens == 5
+    assert (
+        engine.generate([4, 5], max_new_tokens=5, eos_token_id=[]).stats.num_generated_tokens == 5
+    )
 
 
 def test_few_objects_wait_for_the_drafter() -> None:
     """Many that stay make the interpreter look through all objects, which takes longer than what they wait for."""
     policy = Sometimes((3, 2))
     policy.every = 10**6
-    engine = Engine(NativeTarget(weights()[0]), drafter_of("head with lookup and recycling"), policy)
+    engine = Engine(
+        NativeTarget(weights()[0]), drafter_of("head with lookup and recycling"), policy
+    )
     gc.disable()
     try:
         stream = engine.stream([1, 2, 3], max_new_tokens=150, eos_token_id=[])

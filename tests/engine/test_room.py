@@ -39,16 +39,28 @@ def test_answers_do_not_change_where_caches_grow(draft: str, backend: str) -> No
     assert made.target.cache.capacity < 60  # type: ignore[attr-defined]
     prompt = PROMPT[:3]
     assert made.generate(prompt, max_new_tokens=120).token_ids == plainly("llama", prompt, 120)
-    sampled: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_new_tokens": 100, "repetition_penalty": 1.1}
-    assert made.generate(prompt, **sampled).token_ids == engine_of(draft="none").generate(prompt, **sampled).token_ids
-    assert made.generate(prompt * 12, max_new_tokens=40).token_ids == plainly("llama", prompt * 12, 40)
+    sampled: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 4,
+        "max_new_tokens": 100,
+        "repetition_penalty": 1.1,
+    }
+    assert (
+        made.generate(prompt, **sampled).token_ids
+        == engine_of(draft="none").generate(prompt, **sampled).token_ids
+    )
+    assert made.generate(prompt * 12, max_new_tokens=40).token_ids == plainly(
+        "llama", prompt * 12, 40
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "huggingface"])
 @pytest.mark.parametrize("draft", ["none", "small model"])
 def test_a_large_limit_takes_no_memory_of_its_own(draft: str, backend: str) -> None:
     model = tiny(max_position_embeddings=1 << 20)
-    named: Any = SmallModel(tiny(max_position_embeddings=1 << 20)) if draft == "small model" else draft
+    named: Any = (
+        SmallModel(tiny(max_position_embeddings=1 << 20)) if draft == "small model" else draft
+    )
     made = Engine.from_pretrained(model, named, backend=backend)
     end = plainly("llama", PROMPT, 8)[5]
     expected = plainly("llama", PROMPT, 8, eos_token_id=end)
@@ -70,16 +82,22 @@ def test_a_stream_goes_on_past_the_first_room(monkeypatch: pytest.MonkeyPatch) -
         reserve(tokens)
 
     monkeypatch.setattr(made.drivers.own.eager, "reserve", noted)
-    tokens = [token for piece in made.stream(PROMPT, max_new_tokens=200) for token in piece.cycle.tokens]
+    tokens = [
+        token for piece in made.stream(PROMPT, max_new_tokens=200) for token in piece.cycle.tokens
+    ]
     assert tokens == plainly("llama", PROMPT, 200)
     assert reserved[0] == len(PROMPT) + 16
     assert reserved[-1] == len(PROMPT) + 200
     assert len(reserved) < 6  # each time for twice as many
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
 @pytest.mark.parametrize("at", ["first", "later"])
-def test_no_memory_is_an_error_of_ours(error: Exception, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_an_error_of_ours(
+    error: Exception, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drivers, "MIN_ROOM", 8)
     made = engine_of(draft="ngram")
     seen: list[int] = []

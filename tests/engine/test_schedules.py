@@ -37,7 +37,9 @@ def a_slot_too_few(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(lm: NativeLM, batch: Sequence[RowBatch]) -> None:
         start, end, ancestors = batch[0].seen
-        if ancestors is not None and start and batch[0].cache.memory is None:  # else the memory refuses it
+        if (
+            ancestors is not None and start and batch[0].cache.memory is None
+        ):  # else the memory refuses it
             batch[0].seen = start - 1, end - 1, ancestors
         run_lanes(lm, batch)
 
@@ -60,5 +62,7 @@ def sums_in_another_order(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mistake", [rows_of_another_text, a_slot_too_few, sums_in_another_order])
 def test_a_mistake_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    with pytest.raises((AssertionError, NumericalError), match=r"seed \d+, Setting|NaN or infinite"):
+    with pytest.raises(
+        (AssertionError, NumericalError), match=r"seed \d+, Setting|NaN or infinite"
+    ):
         schedules.run_all(range(40))

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "recycling", "small_model"])
 def test_a_session_reuses_its_caches_and_answers_as_a_fresh_engine_does(draft: str) -> None:
-    session = engine_of("llama", draft, tokenizer=tokenizer()).session([{"role": "system", "content": "Be brief."}])
+    session = engine_of("llama", draft, tokenizer=tokenizer()).session(
+        [{"role": "system", "content": "Be brief."}]
+    )
     for turn, text in enumerate(("Say it.", "Again, äöü €!", "And once more.")):
         fresh = engine_of("llama", draft, tokenizer=tokenizer())
         messages = [*session.messages, {"role": "user", "content": text}]
@@ -56,7 +58,9 @@ def test_pieces_add_up_to_the_text(policy: str) -> None:
             == stream.result.text
             == tokenizer().decode(stream.result.token_ids, skip_special_tokens=True)
         )
-        assert [token for piece in pieces for token in piece.cycle.tokens] == stream.result.token_ids
+        assert [
+            token for piece in pieces for token in piece.cycle.tokens
+        ] == stream.result.token_ids
         assert len(pieces) == stream.result.stats.num_spec_steps
         with pytest.raises(StopIteration):
             next(stream)
@@ -66,9 +70,13 @@ def test_stop_strings_across_cycles_and_characters() -> None:
     text = "Ein Gruß aus Köln — bis bald, 世界!"
     engine = engine_of("llama", "ngram", "eagle", tokenizer())
     for stop in ("ß a", "bald, 世", ["zzz", "— b", "aus"], "E"):
-        stream = engine.stream("hi", max_new_tokens=60, stop_strings=stop, logits_processor=[forced(text)])
+        stream = engine.stream(
+            "hi", max_new_tokens=60, stop_strings=stop, logits_processor=[forced(text)]
+        )
         pieces = "".join(piece.text for piece in stream)
-        ends = [text.index(s) + len(s) for s in ([stop] if isinstance(stop, str) else stop) if s in text]
+        ends = [
+            text.index(s) + len(s) for s in ([stop] if isinstance(stop, str) else stop) if s in text
+        ]
         assert stream.result is not None
         assert pieces == stream.result.text == text[: min(ends)]
         assert stream.result.finish_reason == "stop"
@@ -79,16 +87,27 @@ def test_the_same_text_twice_is_streamed_to_the_end_of_the_limit() -> None:
     text = "äöü"
     engine = engine_of("llama", "ngram", "chain", tokenizer())
     stream = engine.stream("hi", max_new_tokens=9, logits_processor=[forced(text)])
-    assert "".join(piece.text for piece in stream) == "äöüä\N{REPLACEMENT CHARACTER}"  # 9 of 12 bytes
+    assert (
+        "".join(piece.text for piece in stream) == "äöüä\N{REPLACEMENT CHARACTER}"
+    )  # 9 of 12 bytes
 
 
 CHARACTERS = "aé€\N{GRINNING FACE}".encode()
 
 
-@given(st.lists(st.binary(max_size=4) | st.lists(st.sampled_from(CHARACTERS), max_size=5).map(bytes), max_size=30))
+@given(
+    st.lists(
+        st.binary(max_size=4) | st.lists(st.sampled_from(CHARACTERS), max_size=5).map(bytes),
+        max_size=30,
+    )
+)
 def test_pieces_of_any_bytes_begin_the_whole(chunks: list[bytes]) -> None:
     """Also where they are no UTF-8: what was given is never another text later, and only its uncertain end waits."""
-    texts, given_, tokens = TextStream(lambda tokens: bytes(tokens).decode(errors="replace")), "", []
+    texts, given_, tokens = (
+        TextStream(lambda tokens: bytes(tokens).decode(errors="replace")),
+        "",
+        [],
+    )
     for chunk in chunks:
         tokens += chunk
         given_ += texts.push(list(chunk))

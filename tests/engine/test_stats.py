@@ -16,7 +16,9 @@ def cycle_of(depth: int, accepted: int, *, drafted: int, total: float, model: fl
     for node in range(depth):
         tree.add(torch.tensor([node]), torch.tensor([node]), torch.zeros(1))
     tree.passes = depth
-    seconds = Seconds(draft=0.1, policy=0.2, verify=0.3, walk=0.4, commit=0.5, total=total, model=model)
+    seconds = Seconds(
+        draft=0.1, policy=0.2, verify=0.3, walk=0.4, commit=0.5, total=total, model=model
+    )
     return Cycle(tree, list(range(accepted + 1)), [1] * (accepted + 1), seconds, drafted)
 
 
@@ -24,7 +26,11 @@ def test_stats_add_up() -> None:
     stats = Stats(num_generated_tokens=8, ttft_s=0.5, elapsed_s=4.0)
     for depth, accepted, model in ((4, 3, 0.5), (4, 0, 0.9), (2, 2, 0.8)):
         stats.add(cycle_of(depth, accepted, drafted=9, total=1.0, model=model))
-    assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (3, 10, 5)
+    assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (
+        3,
+        10,
+        5,
+    )
     assert stats.acceptance_histogram == [1, 0, 1, 1]
     assert stats.reached_histogram == [0, 0, 1, 0, 2]
     assert stats.acceptance_rate_per_position == [2 / 3, 2 / 3, 1 / 2, 0.0]
@@ -35,7 +41,13 @@ def test_stats_add_up() -> None:
     assert (stats.tokens_per_second, stats.tpot_s) == (2.0, 0.5)
     assert stats.median_host_share == pytest.approx(0.2)
     assert stats.time_host_s == pytest.approx(0.8)
-    parts = (stats.time_draft_s, stats.time_policy_s, stats.time_verify_s, stats.time_walk_s, stats.time_commit_s)
+    parts = (
+        stats.time_draft_s,
+        stats.time_policy_s,
+        stats.time_verify_s,
+        stats.time_walk_s,
+        stats.time_commit_s,
+    )
     assert parts == pytest.approx((0.3, 0.6, 0.9, 1.2, 1.5))
     as_dict = stats.to_dict()
     assert as_dict["mean_acceptance_length"] == 8 / 3
@@ -73,8 +85,18 @@ def test_stats_of_a_generation_are_consistent(draft: str) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=30)
     cycles = [piece.cycle for piece in stream]
     stats = stream.stats
-    assert stats.num_generated_tokens == 30 == stats.num_emitted_in_steps == sum(len(cycle.tokens) for cycle in cycles)
-    assert stats.num_spec_steps == len(cycles) == sum(stats.acceptance_histogram) == sum(stats.reached_histogram)
+    assert (
+        stats.num_generated_tokens
+        == 30
+        == stats.num_emitted_in_steps
+        == sum(len(cycle.tokens) for cycle in cycles)
+    )
+    assert (
+        stats.num_spec_steps
+        == len(cycles)
+        == sum(stats.acceptance_histogram)
+        == sum(stats.reached_histogram)
+    )
     assert stats.num_accepted_draft_tokens == sum(cycle.accepted for cycle in cycles)
     assert stats.num_draft_tokens == sum(len(cycle.tree) - 1 for cycle in cycles)
     for cycle in cycles:
@@ -87,4 +109,6 @@ def test_stats_of_a_generation_are_consistent(draft: str) -> None:
     assert stats.draft == ("" if draft == "none" else engine.drafter.name)
     assert stats.policy == ("" if draft == "none" else repr(engine.policy))
     assert stats.plain_reason == ("" if draft == "none" else "nothing was proposed")
-    assert stats.num_plain_steps == (0 if draft == "none" else sum(len(cycle.tree) == 1 for cycle in cycles))
+    assert stats.num_plain_steps == (
+        0 if draft == "none" else sum(len(cycle.tree) == 1 for cycle in cycles)
+    )

@@ -71,11 +71,16 @@ def test_the_control_without_it_has_other_bits() -> None:
     target, prompt = HuggingFaceTarget(bfloat16()), [5, 9, 2, 31, 7, 12] * 20
     tree = random_tree(0, 24, 64, root=3)
     logits = verified(target, prompt, tree)
-    same = [torch.equal(logits[n], plain_logits(target, prompt, [3, *tree.path_tokens(n)])) for n in range(24)]
+    same = [
+        torch.equal(logits[n], plain_logits(target, prompt, [3, *tree.path_tokens(n)]))
+        for n in range(24)
+    ]
     assert not all(same)
 
 
-def specdecpp(target: HuggingFaceTarget, folder: Path, draft: type[Eagle] = Eagle) -> tuple[Eagle, TreePolicy]:
+def specdecpp(
+    target: HuggingFaceTarget, folder: Path, draft: type[Eagle] = Eagle
+) -> tuple[Eagle, TreePolicy]:
     """Its untrained classifier for states as wide as the target's, and a random EAGLE head, for only those give any."""
     model, file = target.model, folder / "specdecpp.safetensors"
     config = head_config(3, model, layer_ids=(0, 1))
@@ -83,12 +88,18 @@ def specdecpp(target: HuggingFaceTarget, folder: Path, draft: type[Eagle] = Eagl
     torch.manual_seed(0)
     facts = {"depth_base": 0, "top": 1, "beta": 0.5, **sizes}
     _classifier.save(file, "specdecpp", _classifier.AcceptanceHead(**sizes), facts)
-    policy = policies.make("specdecpp", classifier=str(file), width=3, expansions=4, budget=10, threshold=0.8)
-    return draft(head_from(config, random_state(config), torch.bfloat16, target.device), target.lm), policy
+    policy = policies.make(
+        "specdecpp", classifier=str(file), width=3, expansions=4, budget=10, threshold=0.8
+    )
+    return draft(
+        head_from(config, random_state(config), torch.bfloat16, target.device), target.lm
+    ), policy
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, tmp_path: Path) -> None:
+def test_bfloat16_answers_equal_plain_decoding_under_every_policy(
+    name: str, tmp_path: Path
+) -> None:
     target = strict_target()
     plain = Engine(target, None, None)
     if name == "specdecpp":
@@ -104,7 +115,9 @@ def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, tmp
 def test_a_model_that_cannot_keep_it_is_refused() -> None:
     target = HuggingFaceTarget(bfloat16())
     target.lm._dense_mask = True
-    with pytest.raises(UnsupportedModelError, match="strict: this model's attention runs with a dense mask"):
+    with pytest.raises(
+        UnsupportedModelError, match="strict: this model's attention runs with a dense mask"
+    ):
         strict_rows(target.lm, padded=False)
 
 
@@ -116,4 +129,7 @@ def test_the_default_model() -> None:
         pytest.skip(str(error))
     plain = Engine(engine.target, None, None, engine.tokenizer)
     prompt = "Name three rivers in France."
-    assert engine.generate(prompt, max_new_tokens=16).token_ids == plain.generate(prompt, max_new_tokens=16).token_ids
+    assert (
+        engine.generate(prompt, max_new_tokens=16).token_ids
+        == plain.generate(prompt, max_new_tokens=16).token_ids
+    )

@@ -64,7 +64,12 @@ def test_tree_logits_equal_those_of_each_path_alone(family: str) -> None:
         tree = random_tree(seed, 20, VOCABULARY, root=7)
         check_tree_logits(target, reference, tree)
         target.commit(tree, path_to(tree, int(tree.depths.argmax()) if seed else 0))
-    target.prefill([*target.tokens, *(i % VOCABULARY for i in range(target.max_context - len(target.tokens) - 4))])
+    target.prefill(
+        [
+            *target.tokens,
+            *(i % VOCABULARY for i in range(target.max_context - len(target.tokens) - 4)),
+        ]
+    )
     check_tree_logits(target, reference, random_tree(9, 20, VOCABULARY, root=8))
     assert target.lm.attention == ("dense mask" if family in EXTRA else "tree")
 
@@ -78,7 +83,9 @@ def test_attention_that_the_tree_kernel_does_not_know_runs_with_a_dense_mask() -
     expected = tiny("Gemma2", **EXTRA["Gemma2"]).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0
     )
-    assert engine.generate(PROMPT, max_new_tokens=24).token_ids == expected[0, len(PROMPT) :].tolist()
+    assert (
+        engine.generate(PROMPT, max_new_tokens=24).token_ids == expected[0, len(PROMPT) :].tolist()
+    )
 
 
 def test_a_sliding_window_does_not_bound_the_context() -> None:
@@ -86,14 +93,21 @@ def test_a_sliding_window_does_not_bound_the_context() -> None:
 
 
 def test_longrope_bounds_the_context_where_its_frequencies_change() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     model = tiny("llama", rope_parameters=rope)
     target = HuggingFaceTarget(model)
     assert target.max_context == 64
     with torch.inference_mode():
         target.prefill([*PROMPT, *PROMPT, *range(8)])
-        check_tree_logits(target, tiny("llama", rope_parameters=rope), random_tree(0, 40, VOCABULARY, root=7))
+        check_tree_logits(
+            target, tiny("llama", rope_parameters=rope), random_tree(0, 40, VOCABULARY, root=7)
+        )
 
 
 def test_long_prompts_are_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

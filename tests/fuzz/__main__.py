@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS, action="append", help="again for more kinds")
     parser.add_argument("--case", help="one alone, by its name: SEED/KIND/NUMBER")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --kind lives: the result file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --kind lives: the result file"
+    )
     given = parser.parse_args()
     if given.out and given.kind != ["lives"]:
         parser.error("--out: accepted with --kind lives alone")

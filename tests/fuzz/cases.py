@@ -76,7 +76,11 @@ class Workplace:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         model = deep(max_position_embeddings=256)
-        self.target, self.head, self.spoiled = folder / "target", folder / "head", folder / "spoiled"
+        self.target, self.head, self.spoiled = (
+            folder / "target",
+            folder / "head",
+            folder / "spoiled",
+        )
         model.save_pretrained(self.target)
         byte_tokenizer().save_pretrained(self.target)
         config = head_config(layer_ids=(1, 3, 4), draft_vocab_size=200)
@@ -91,7 +95,10 @@ class Workplace:
         shutil.copytree(self.target, self.spoiled)
         self.tokenizer = byte_tokenizer()
         self.engine = Engine(
-            HuggingFaceTarget(model), SmallModel(near_copy(num_hidden_layers=2)), policy_for("eagle"), self.tokenizer
+            HuggingFaceTarget(model),
+            SmallModel(near_copy(num_hidden_layers=2)),
+            policy_for("eagle"),
+            self.tokenizer,
         )
         self.plain = Engine(HuggingFaceTarget(model), None, None, self.tokenizer)
         self.model = model
@@ -100,12 +107,24 @@ class Workplace:
     def command(self, *more: str) -> tuple[Outcome, str]:
         """`specengine generate` with the spoiled target, or the sound one; what became of it, and the answer."""
         out, err = io.StringIO(), io.StringIO()
-        given = ["generate", PROMPT, "--max-new-tokens", TOKENS, "--json", "--offline", "--temperature", "0", *more]
+        given = [
+            "generate",
+            PROMPT,
+            "--max-new-tokens",
+            TOKENS,
+            "--json",
+            "--offline",
+            "--temperature",
+            "0",
+            *more,
+        ]
         if "--model" not in more:
             given += ["--model", str(self.target)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(given)
-        lines = [line for line in err.getvalue().splitlines() if line.startswith("specengine: error: ")]
+        lines = [
+            line for line in err.getvalue().splitlines() if line.startswith("specengine: error: ")
+        ]
         if status == 0 and not lines:
             return Outcome(ANSWERED), json.dumps(json.loads(out.getvalue())["token_ids"])
         if status != 2 or len(lines) != 1 or len(lines[0]) > MOST_LINE:
@@ -118,7 +137,9 @@ def head(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Outco
     sound = pick.choice(place.head_configs)
     raw = mutated(sound, pick, HEAD_FIELDS) if pick.random() < 0.85 else sound
     if isinstance(raw.get("transformer_layer_config"), dict) and pick.random() < 0.6:
-        raw = raw | {"transformer_layer_config": mutated(raw["transformer_layer_config"], pick, HEAD_FIELDS)}
+        raw = raw | {
+            "transformer_layer_config": mutated(raw["transformer_layer_config"], pick, HEAD_FIELDS)
+        }
     tensors = dict(place.other_tensors if "speculators_model_type" in sound else place.tensors)
     spoiled = "no tensor"
     if raw is sound or pick.random() < 0.2:
@@ -128,7 +149,9 @@ def head(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Outco
     def run() -> Outcome:
         _write_json(place.head / "config.json", raw)
         save_file(tensors, place.head / "model.safetensors")
-        outcome, answer = place.command("--draft", str(place.head), "--no-lookup", "--policy", "eagle/cpu")
+        outcome, answer = place.command(
+            "--draft", str(place.head), "--no-lookup", "--policy", "eagle/cpu"
+        )
         if outcome.kind == ANSWERED and answer != place.answer[1]:
             raise Finding(f"another answer: {answer}, not {place.answer[1]}")
         return outcome
@@ -155,16 +178,25 @@ def prompt(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Out
     makers: list[Callable[[], Any]] = [
         lambda: pick.choice(TEXTS) + "a" * pick.choice((0, 3, 400)),
         lambda: [pick.choice((*NUMBERS, *range(20))) for _ in range(pick.randint(0, 6))],
-        lambda: [mutated(message, pick, ("name", "tool_calls", "type")) for _ in range(pick.randint(1, 3))],
+        lambda: [
+            mutated(message, pick, ("name", "tool_calls", "type"))
+            for _ in range(pick.randint(1, 3))
+        ],
         lambda: [message | {"content": [mutated({"type": "text", "text": "hi"}, pick)]}],
         lambda: strange(pick),
-        lambda: torch.full([pick.randint(0, 3) for _ in range(pick.randint(0, 3))], pick.randint(-2, 300)),
+        lambda: torch.full(
+            [pick.randint(0, 3) for _ in range(pick.randint(0, 3))], pick.randint(-2, 300)
+        ),
         lambda: torch.full([3], pick.choice((0.5, float("nan")))),
         lambda: nested(pick.choice((2, 40, 5000))),
         lambda: pick.choice((b"hi", {1, 2}, iter([1, 2]), object(), range(3), 1j)),
     ]
     given = pick.choice(makers)()
-    options = {"raw": pick.random() < 0.3, "allow_special_text": pick.random() < 0.5, "max_new_tokens": 4}
+    options = {
+        "raw": pick.random() < 0.3,
+        "allow_special_text": pick.random() < 0.5,
+        "max_new_tokens": 4,
+    }
     return (given, options), lambda: _asked(place, given, options)
 
 
@@ -220,7 +252,11 @@ def loading(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Ou
         "policy_options": {},
         "strict": False,
     }
-    known = tuple(name for name in LoadOptions.names() if name not in ("progress", "tokenizer", "trust_remote_code"))
+    known = tuple(
+        name
+        for name in LoadOptions.names()
+        if name not in ("progress", "tokenizer", "trust_remote_code")
+    )
     given = mutated(sound, pick, known) | {"offline": True}
 
     def run() -> Outcome:
@@ -233,7 +269,14 @@ def loading(place: Workplace, pick: random.Random) -> tuple[Any, Callable[[], Ou
     return given, run
 
 
-SPOILED = {"head": head, "target": target, "prompt": prompt, "options": options, "policy": policy, "loading": loading}
+SPOILED = {
+    "head": head,
+    "target": target,
+    "prompt": prompt,
+    "options": options,
+    "policy": policy,
+    "loading": loading,
+}
 GIVEN = {
     "living": living.living,
     "settings": living.settings,
@@ -250,12 +293,18 @@ def _asked(place: Workplace, given: Any, options: dict[str, Any]) -> Outcome:
         found = place.engine.generate(given, **options)
     except SpecEngineError as error:
         return refused(error)
-    plainly = {name: value for name, value in options.items() if name not in ("policy", "policy_options", "prediction")}
+    plainly = {
+        name: value
+        for name, value in options.items()
+        if name not in ("policy", "policy_options", "prediction")
+    }
     plainly["seed"] = getattr(found, "seed", options.get("seed"))
     if isinstance(given, list | str | torch.Tensor):
         expected = place.plain.generate(given, **plainly)
         if list(_tokens(expected)) != list(_tokens(found)) and "max_time" not in options:
-            raise Finding(f"another answer than plain decoding's: {_tokens(found)}, not {_tokens(expected)}")
+            raise Finding(
+                f"another answer than plain decoding's: {_tokens(found)}, not {_tokens(expected)}"
+            )
     return Outcome(ANSWERED)
 
 
@@ -264,7 +313,21 @@ def _tokens(result: Any) -> Any:
 
 
 def _spoiled(name: str, tensor: torch.Tensor, pick: random.Random) -> dict[str, torch.Tensor]:
-    kind = pick.choice(("missing", "renamed", "zero", "huge", "nan", "half", "ints", "flat", "short", "empty", "extra"))
+    kind = pick.choice(
+        (
+            "missing",
+            "renamed",
+            "zero",
+            "huge",
+            "nan",
+            "half",
+            "ints",
+            "flat",
+            "short",
+            "empty",
+            "extra",
+        )
+    )
     changed = {
         "zero": lambda: torch.zeros_like(tensor),
         "huge": lambda: torch.full_like(tensor, 1).to(torch.float32) * 3e38,

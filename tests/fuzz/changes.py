@@ -36,12 +36,20 @@ def replace(model: PreTrainedModel, name: str, made: nn.Module) -> None:
 
 def linear(model: PreTrainedModel, pick: random.Random) -> tuple[str, nn.Module]:
     """Any linear layer but the head."""
-    found = [(name, module) for name, module in model.named_modules() if hasattr(module, "in_features")]
-    return pick.choice([(name, module) for name, module in found if "head" not in name and "embed_out" not in name])
+    found = [
+        (name, module) for name, module in model.named_modules() if hasattr(module, "in_features")
+    ]
+    return pick.choice(
+        [(name, module) for name, module in found if "head" not in name and "embed_out" not in name]
+    )
 
 
 def norm(model: PreTrainedModel, pick: random.Random) -> tuple[str, nn.Module]:
-    found = [(name, module) for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+    ]
     return pick.choice(found)
 
 
@@ -84,7 +92,9 @@ def _by_numpy(model: PreTrainedModel, pick: random.Random) -> None:
     rows = weight.view(torch.int16) if weight.dtype is torch.bfloat16 else weight
     array = rows.numpy()
     row = pick.randrange(array.shape[0])
-    array[row : row + 9] = array[row : row + 9] ^ np.int16(-32768) if rows is not weight else -array[row : row + 9]
+    array[row : row + 9] = (
+        array[row : row + 9] ^ np.int16(-32768) if rows is not weight else -array[row : row + 9]
+    )
 
 
 def _by_dlpack(model: PreTrainedModel, pick: random.Random) -> None:
@@ -104,7 +114,9 @@ def _parameter_replaced(model: PreTrainedModel, pick: random.Random) -> None:
 
 def _swapped(model: PreTrainedModel, pick: random.Random) -> None:
     weight = parameter(model, pick)[1]
-    others = [other for other in model.parameters() if other.shape == weight.shape and other is not weight]
+    others = [
+        other for other in model.parameters() if other.shape == weight.shape and other is not weight
+    ]
     if others:
         other = pick.choice(others)
         weight.data, other.data = other.data, weight.data
@@ -229,8 +241,12 @@ class Lora(nn.Module):
         super().__init__()
         self.base, self.scaling, weight = base, 1.5, base.weight
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.lora_a = nn.Parameter(noise(torch.empty(2, self.in_features, dtype=weight.dtype), pick))
-        self.lora_b = nn.Parameter(noise(torch.empty(self.out_features, 2, dtype=weight.dtype), pick))
+        self.lora_a = nn.Parameter(
+            noise(torch.empty(2, self.in_features, dtype=weight.dtype), pick)
+        )
+        self.lora_b = nn.Parameter(
+            noise(torch.empty(self.out_features, 2, dtype=weight.dtype), pick)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.scaling * ((x @ self.lora_a.T) @ self.lora_b.T)
@@ -257,7 +273,9 @@ def _adapters_of_peft(model: PreTrainedModel, pick: random.Random) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         return _wrapped(model, pick)
-    names = [name for name in TARGETS if any(found.endswith(name) for found, _ in model.named_modules())]
+    names = [
+        name for name in TARGETS if any(found.endswith(name) for found, _ in model.named_modules())
+    ]
     config = LoraConfig(r=2, target_modules=[pick.choice(names)], init_lora_weights=False)
     with torch.random.fork_rng():
         torch.manual_seed(pick.randrange(2**31))
@@ -269,7 +287,9 @@ def _linear_replaced(model: PreTrainedModel, pick: random.Random) -> None:
     name, module = linear(model, pick)
     old: Any = module
     if isinstance(old, nn.Linear):
-        made = nn.Linear(old.in_features, old.out_features, bias=pick.random() < 0.4, dtype=old.weight.dtype)
+        made = nn.Linear(
+            old.in_features, old.out_features, bias=pick.random() < 0.4, dtype=old.weight.dtype
+        )
         for weight in made.parameters():
             weight.data.copy_(noise(weight, pick))
         replace(model, name, made)
@@ -290,7 +310,11 @@ def _head_replaced(model: PreTrainedModel, pick: random.Random) -> None:
 def _tied(model: PreTrainedModel, pick: random.Random) -> None:
     head: Any = model.get_output_embeddings()
     embedded: Any = model.get_input_embeddings()
-    head.weight = embedded.weight if head.weight is not embedded.weight else nn.Parameter(noise(head.weight, pick))
+    head.weight = (
+        embedded.weight
+        if head.weight is not embedded.weight
+        else nn.Parameter(noise(head.weight, pick))
+    )
 
 
 def _layers_exchanged(model: PreTrainedModel, pick: random.Random) -> None:

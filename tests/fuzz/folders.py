@@ -55,9 +55,19 @@ GENERATION_KEYS: dict[str, tuple[Any, ...]] = {
 
 def folders(place: Any, pick: random.Random) -> Case:
     """Make a folder in which one to three files are added, replaced or changed."""
-    extras = [[pick.choice(sorted(EXTRAS)), pick.randrange(2**31)] for _ in range(pick.choice((1, 1, 2, 3)))]
-    options = {"backend": pick.choice((None, None, "native", "huggingface")), "dtype": pick.choice(("auto", "float32"))}
-    given = {"family": pick.choice(("llama", "qwen3", "gpt_neox")), "extras": extras, "options": options}
+    extras = [
+        [pick.choice(sorted(EXTRAS)), pick.randrange(2**31)]
+        for _ in range(pick.choice((1, 1, 2, 3)))
+    ]
+    options = {
+        "backend": pick.choice((None, None, "native", "huggingface")),
+        "dtype": pick.choice(("auto", "float32")),
+    }
+    given = {
+        "family": pick.choice(("llama", "qwen3", "gpt_neox")),
+        "extras": extras,
+        "options": options,
+    }
     if given["family"] == "gpt_neox" and options["backend"] == "native":
         options["backend"] = None
     return given, lambda: _asked(place, given)
@@ -87,14 +97,23 @@ def _asked(place: Any, given: dict[str, Any]) -> Outcome:
 def _of_transformers(folder: Path, dtype: str) -> PreTrainedModel:
     """The model that transformers loads from there; Finding where it loads none."""
     try:
-        return AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder), local_files_only=True, dtype=dtype
+        ).eval()
     except Exception as error:
-        raise Finding(f"an answer, though transformers loads no model: {first_line(error)}") from error
+        raise Finding(
+            f"an answer, though transformers loads no model: {first_line(error)}"
+        ) from error
 
 
 def _answer(model: PreTrainedModel) -> list[int]:
-    ids, options = torch.tensor([PROMPT]), {"do_sample": False, "pad_token_id": 0, "max_new_tokens": TOKENS}
-    out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=False, **options)
+    ids, options = (
+        torch.tensor([PROMPT]),
+        {"do_sample": False, "pad_token_id": 0, "max_new_tokens": TOKENS},
+    )
+    out: Any = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=False, **options
+    )
     return out[0, len(PROMPT) :].tolist()
 
 
@@ -112,7 +131,10 @@ def _sound(folder: Path, family: str) -> Path:
 def _other_weights(folder: Path, pick: random.Random) -> dict[str, Tensor]:
     """Return other weights with the names and shapes of the folder's own."""
     draw = torch.Generator().manual_seed(pick.randrange(2**31))
-    return {name: torch.randn(like.shape, generator=draw) * 0.4 for name, like in _own_weights(folder).items()}
+    return {
+        name: torch.randn(like.shape, generator=draw) * 0.4
+        for name, like in _own_weights(folder).items()
+    }
 
 
 def _own_weights(folder: Path) -> dict[str, Tensor]:
@@ -149,7 +171,11 @@ def _adapter(folder: Path, pick: random.Random) -> None:
     _write(folder / "adapter_config.json", pick.choice(DAMAGED) if pick.random() < 0.2 else config)
     if pick.random() < 0.2:
         return
-    names = [name for name in _other_weights(folder, pick) if name.endswith(f"{config['target_modules'][0]}.weight")]
+    names = [
+        name
+        for name in _other_weights(folder, pick)
+        if name.endswith(f"{config['target_modules'][0]}.weight")
+    ]
     state, weights = {}, _own_weights(folder)
     for name in names:
         stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -181,13 +207,18 @@ def _other_safetensors(folder: Path, pick: random.Random) -> None:
 def _index(folder: Path, pick: random.Random) -> None:
     """Beside the weights: of another file, of the same, damaged, or of files that are not there."""
     state = _other_weights(folder, pick)
-    shard = pick.choice(("model-00001-of-00001.safetensors", "model.safetensors", "other.safetensors"))
+    shard = pick.choice(
+        ("model-00001-of-00001.safetensors", "model.safetensors", "other.safetensors")
+    )
     content: Any = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(state, shard)}
     if pick.random() < 0.3:
         content = pick.choice((*DAMAGED, {}, {"weight_map": {}}, {"weight_map": {"x": "y"}}))
     elif shard != "model.safetensors" and pick.random() < 0.7:
         save_file(state, folder / shard, metadata={"format": "pt"})
-    _write(folder / pick.choice(("model.safetensors.index.json", "pytorch_model.bin.index.json")), content)
+    _write(
+        folder / pick.choice(("model.safetensors.index.json", "pytorch_model.bin.index.json")),
+        content,
+    )
     if pick.random() < 0.3:
         _remove(folder / "model.safetensors")
 
@@ -201,25 +232,44 @@ def _pickled(folder: Path, pick: random.Random) -> None:
 
 def _quantization(folder: Path, pick: random.Random) -> None:
     settings: dict[str, Any] = {
-        "quant_method": pick.choice(("gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", "x", None)),
+        "quant_method": pick.choice(
+            ("gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", "x", None)
+        ),
         "bits": 4,
         "load_in_4bit": True,
     }
-    name = pick.choice(("quantize_config.json", "quant_config.json", "hf_quant_config.json", "config.json"))
+    name = pick.choice(
+        ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "config.json")
+    )
     if name == "config.json" and (folder / name).is_file() and (folder / name).stat().st_size > 500:
-        settings = json.loads((folder / name).read_text()) | {"quantization_config": pick.choice((settings, {}, None))}
+        settings = json.loads((folder / name).read_text()) | {
+            "quantization_config": pick.choice((settings, {}, None))
+        }
     _write(folder / name, settings)
 
 
 def _generation_config(folder: Path, pick: random.Random) -> None:
     names = pick.sample(sorted(GENERATION_KEYS), pick.choice((1, 2, 4)))
     content: Any = {name: pick.choice(GENERATION_KEYS[name]) for name in names}
-    _write(folder / "generation_config.json", pick.choice(DAMAGED) if pick.random() < 0.1 else content)
+    _write(
+        folder / "generation_config.json", pick.choice(DAMAGED) if pick.random() < 0.1 else content
+    )
 
 
 def _template(folder: Path, pick: random.Random) -> None:
-    texts = ("", "{{ messages[0].content }}", "{% if", "{{ raise_exception('no') }}", "\ufeffx", "{{ 1/0 }}")
-    names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
+    texts = (
+        "",
+        "{{ messages[0].content }}",
+        "{% if",
+        "{{ raise_exception('no') }}",
+        "\ufeffx",
+        "{{ 1/0 }}",
+    )
+    names = (
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.json",
+    )
     _write(folder / pick.choice(names), pick.choice(texts))
 
 
@@ -235,7 +285,9 @@ def _small_file(folder: Path, pick: random.Random) -> None:
 
 def _emptied(folder: Path, pick: random.Random) -> None:
     """Make one of the folder's files empty, truncated, a folder, or missing."""
-    file = folder / pick.choice(("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"))
+    file = folder / pick.choice(
+        ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
+    )
     content, how = file.read_bytes() if file.is_file() else b"", pick.randrange(4)
     _remove(file)
     if how == 0:
@@ -252,7 +304,9 @@ def _config(folder: Path, pick: random.Random) -> None:
         "eos_token_id": pick.choice(([*range(60, 200)], 7)),
         "num_hidden_layers": pick.choice((1, 3)),
         "vocab_size": pick.choice((100, 300)),
-        "architectures": pick.choice((["LlamaModel"], ["LlamaForSequenceClassification"], [], None)),
+        "architectures": pick.choice(
+            (["LlamaModel"], ["LlamaForSequenceClassification"], [], None)
+        ),
         "use_cache": False,
         "is_decoder": False,
         "attention_bias": True,
@@ -273,11 +327,17 @@ def _stored_otherwise(folder: Path, pick: random.Random) -> None:
     elif how == 1:
         state["x." + name] = state.pop(name)
     elif how == 2:
-        state = {f"{pick.choice(('module.', '_orig_mod.', 'base_model.model.'))}{key}": state[key] for key in state}
+        state = {
+            f"{pick.choice(('module.', '_orig_mod.', 'base_model.model.'))}{key}": state[key]
+            for key in state
+        }
     elif how == 3:
         del state[name]
     elif how == 4:
-        state |= {"x": torch.zeros(1), name.replace("weight", "bias"): torch.ones(state[name].shape[0])}
+        state |= {
+            "x": torch.zeros(1),
+            name.replace("weight", "bias"): torch.ones(state[name].shape[0]),
+        }
     else:
         state = {key.removeprefix("model."): tensor for key, tensor in state.items()}
     if not file.is_dir():

@@ -38,7 +38,10 @@ class Quantized(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
             return Quantized(args[0].numbers())
-        plain = tree_map(lambda given: given.numbers() if isinstance(given, Quantized) else given, (args, kwargs or {}))
+        plain = tree_map(
+            lambda given: given.numbers() if isinstance(given, Quantized) else given,
+            (args, kwargs or {}),
+        )
         return func(*plain[0], **plain[1])
 
 
@@ -56,7 +59,10 @@ class Doubling(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
-            plain = [given.as_subclass(torch.Tensor) if isinstance(given, Doubling) else given for given in args]
+            plain = [
+                given.as_subclass(torch.Tensor) if isinstance(given, Doubling) else given
+                for given in args
+            ]
             return 2 * func(*plain, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -114,7 +120,9 @@ def _expanded(weight: Tensor) -> Tensor:
 
 
 def _offset(weight: Tensor) -> Tensor:
-    longer = torch.cat([torch.full((3,), float("nan"), dtype=weight.dtype), weight.detach().flatten()])
+    longer = torch.cat(
+        [torch.full((3,), float("nan"), dtype=weight.dtype), weight.detach().flatten()]
+    )
     return longer[3:].view(weight.shape)
 
 
@@ -153,7 +161,11 @@ def change(model: PreTrainedModel, pick: random.Random, form: str) -> None:
     elif chosen == 1:
         names = [f"{linear(model, pick)[0]}.weight"]
     else:
-        names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
     weights = dict(model.named_parameters())
     for name in names:
         if name in weights and weights[name].ndim == 2:

@@ -50,7 +50,18 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"strict": True},
     "integer": {"quantize": "int8", "numerics": "integer"},
 }
-ACTS = ("generate", "generate", "stream", "stream", "given up", "session", "many", "refresh", "changed", "score")
+ACTS = (
+    "generate",
+    "generate",
+    "stream",
+    "stream",
+    "given up",
+    "session",
+    "many",
+    "refresh",
+    "changed",
+    "score",
+)
 STOPS = ("a", "e", " ", "th", ["\n", "."], "\N{REPLACEMENT CHARACTER}", ["zz", "s"])
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"json_schema": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -84,13 +95,19 @@ def lives(place: Any, pick: random.Random) -> tuple[Any, Callable[[], Outcome]]:
 
 
 def _act(pick: random.Random, draft: str) -> dict[str, Any]:
-    name = pick.choice([act for act in ACTS if draft != "mtp" or act != "session"])  # whose vocabulary is smaller
+    name = pick.choice(
+        [act for act in ACTS if draft != "mtp" or act != "session"]
+    )  # whose vocabulary is smaller
     vocabulary = SMALL_VOCABULARY if draft == "mtp" else VOCABULARY
-    prompts = [_prompt(pick, vocabulary) for _ in range(pick.randint(2, 4) if name == "many" else 1)]
+    prompts = [
+        _prompt(pick, vocabulary) for _ in range(pick.randint(2, 4) if name == "many" else 1)
+    ]
     options: dict[str, Any] = {"max_new_tokens": pick.choice((1, 2, 7, 16, 24))}
     if pick.random() < 0.4:
         options |= {"temperature": pick.choice((0.3, 1.0, 1.7)), "seed": pick.randrange(2**32)}
-        options |= pick.choice(({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"coupled": False}))
+        options |= pick.choice(
+            ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"coupled": False})
+        )
     if pick.random() < 0.3:
         options |= pick.choice(
             (
@@ -128,7 +145,9 @@ def _act(pick: random.Random, draft: str) -> dict[str, Any]:
 
 def _prompt(pick: random.Random, vocabulary: int) -> list[int]:
     length = pick.choice((1, 2, 5, 17, 40, 70))
-    stem = [random.Random(length).randrange(vocabulary) for _ in range(length)]  # prompts begin alike
+    stem = [
+        random.Random(length).randrange(vocabulary) for _ in range(length)
+    ]  # prompts begin alike
     return stem[: length // 2] + [pick.randrange(vocabulary) for _ in range(length - length // 2)]
 
 
@@ -147,7 +166,9 @@ class Life:
         self.session, self.plain_session = self.engine.session(), self.plain.session()
         outcomes = []
         for act in self.given["acts"]:
-            run: Callable[[dict[str, Any]], None] = getattr(self, "_" + act["act"].replace(" ", "_"))
+            run: Callable[[dict[str, Any]], None] = getattr(
+                self, "_" + act["act"].replace(" ", "_")
+            )
             try:
                 run(act)
             except SpecEngineError as error:
@@ -156,7 +177,9 @@ class Life:
                 outcomes.append(refused(error))
                 continue
             if _predicts_plainly(act):
-                raise Finding(f"{act['act']} with {act['options']}: answered, and no draft copied the prediction")
+                raise Finding(
+                    f"{act['act']} with {act['options']}: answered, and no draft copied the prediction"
+                )
             outcomes.append(Outcome(ANSWERED))
         return max(outcomes, key=lambda outcome: outcome.kind == ANSWERED)
 
@@ -169,23 +192,36 @@ class Life:
                 self._expected(prompt, act)
         except type(error):
             return
-        raise Finding(f"{act['act']} with {act['options']}: {type(error).__name__}: {error}, and plainly an answer")
+        raise Finding(
+            f"{act['act']} with {act['options']}: {type(error).__name__}: {error}, and plainly an answer"
+        )
 
     def _engines(self) -> tuple[Any, Engine, Engine]:
         given = self.given
-        options = {"tokenizer": byte_tokenizer(), "offline": True, "progress": str, **NUMBERS[given["numbers"]]}
+        options = {
+            "tokenizer": byte_tokenizer(),
+            "offline": True,
+            "progress": str,
+            **NUMBERS[given["numbers"]],
+        }
         policy = None if given["draft"] == "none" else policy_for(given["policy"], 3)
         if given["draft"] == "mtp":
             folder = _mtp(given["family"], self.folder)
             model = None
-            return model, Engine.from_pretrained(folder, None, policy, **options), _plain_folder(folder)
+            return (
+                model,
+                Engine.from_pretrained(folder, None, policy, **options),
+                _plain_folder(folder),
+            )
         model = _model(given["family"], given["numbers"])
         if self.changes:
             model = copy.deepcopy(model)
         if given["numbers"] == "captured":
             target = HuggingFaceTarget(model, captured=True)
             drafter = _drafter(given["draft"], given["family"], target.vocab_size)
-            engine = Engine(target, drafter, policy if drafter is not None else None, options["tokenizer"])
+            engine = Engine(
+                target, drafter, policy if drafter is not None else None, options["tokenizer"]
+            )
             return model, engine, Engine(HuggingFaceTarget(model), None, None, options["tokenizer"])
         if given["draft"] == "small model":
             draft: Any = _draft_model(given["family"], given["numbers"])
@@ -251,7 +287,11 @@ class Life:
             weights = [weight for weight in self.model.parameters() if weight.ndim == 2]
             weight = random.Random(act["seed"]).choice(weights)
             with torch.no_grad():
-                weight.add_(0.05 * weight.std() * torch.sin(torch.arange(weight.numel())).view_as(weight).to(weight))
+                weight.add_(
+                    0.05
+                    * weight.std()
+                    * torch.sin(torch.arange(weight.numel())).view_as(weight).to(weight)
+                )
         self._generate(act)
 
     def _score(self, act: dict[str, Any]) -> None:
@@ -281,11 +321,17 @@ class Life:
         if found.token_ids != expected.token_ids:
             raise Finding(f"{where}: tokens {found.token_ids}, plainly {expected.token_ids}")
         if (found.text, found.finish_reason) != (expected.text, expected.finish_reason):
-            raise Finding(f"{where}: {found.text!r} ({found.finish_reason}), plainly {expected.text!r}")
-        if "stop_strings" not in act["options"] and found.text != decoder(self.engine.tokenizer)(found.token_ids):
+            raise Finding(
+                f"{where}: {found.text!r} ({found.finish_reason}), plainly {expected.text!r}"
+            )
+        if "stop_strings" not in act["options"] and found.text != decoder(self.engine.tokenizer)(
+            found.token_ids
+        ):
             raise Finding(f"{where}: {found.text!r} is not the text of {found.token_ids}")
         stats = found.stats
-        if stats.num_generated_tokens != len(found.token_ids) or stats.num_accepted_draft_tokens > len(found.token_ids):
+        if stats.num_generated_tokens != len(
+            found.token_ids
+        ) or stats.num_accepted_draft_tokens > len(found.token_ids):
             raise Finding(
                 f"{where}: counted {stats.num_generated_tokens} tokens, {stats.num_accepted_draft_tokens} accepted"
             )
@@ -302,7 +348,11 @@ def _predicts_plainly(act: dict[str, Any]) -> bool:
 
 def _is_uncopied(act: dict[str, Any], error: SpecEngineError) -> bool:
     """Return whether this error is the refusal of such a prediction."""
-    return _predicts_plainly(act) and isinstance(error, InputError) and str(error).startswith("prediction: plain")
+    return (
+        _predicts_plainly(act)
+        and isinstance(error, InputError)
+        and str(error).startswith("prediction: plain")
+    )
 
 
 def _said(act: dict[str, Any]) -> str:
@@ -335,7 +385,9 @@ def _plain(family: str, numbers: str) -> Engine:
 
 @lru_cache(maxsize=8)
 def _plain_folder(folder: Path) -> Engine:
-    return Engine.from_pretrained(folder, "none", tokenizer=byte_tokenizer(), offline=True, progress=str)
+    return Engine.from_pretrained(
+        folder, "none", tokenizer=byte_tokenizer(), offline=True, progress=str
+    )
 
 
 @lru_cache(maxsize=8)

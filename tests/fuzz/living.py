@@ -50,7 +50,9 @@ def settings(_: Any, pick: random.Random) -> Case:
     names = sorted(SETTINGS)
     chosen = pick.sample(names, pick.choice((1, 1, 2)))
     given["loaded within"] = chosen if pick.random() < 0.4 else []
-    given["made within"] = pick.choice(("no gradients", "inference mode")) if pick.random() < 0.15 else None
+    given["made within"] = (
+        pick.choice(("no gradients", "inference mode")) if pick.random() < 0.15 else None
+    )
     given["steps"] = [_turn(pick, []) for _ in range(3)]
     for step in pick.sample(given["steps"], pick.choice((1, 2))):
         step["within"] = chosen
@@ -60,7 +62,11 @@ def settings(_: Any, pick: random.Random) -> Case:
 def weights(_: Any, pick: random.Random) -> Case:
     """Weights that are no plain tensors, before the engine or beside it."""
     given = _start(pick)
-    form = [pick.choice(sorted(forms.FORMS)), "draft" if pick.random() < 0.1 else "target", pick.randrange(2**31)]
+    form = [
+        pick.choice(sorted(forms.FORMS)),
+        "draft" if pick.random() < 0.1 else "target",
+        pick.randrange(2**31),
+    ]
     given["before"] = [form] if pick.random() < 0.7 else []
     given["steps"] = [_turn(pick, [])]
     given["steps"].append(_turn(pick, _some_changes(pick, 1) if given["before"] else [form]))
@@ -68,12 +74,19 @@ def weights(_: Any, pick: random.Random) -> Case:
 
 
 def _start(pick: random.Random) -> dict[str, Any]:
-    family, draft = pick.choice(FAMILIES), pick.choice(("none", "recycling", "ngram", "small model"))
+    family, draft = (
+        pick.choice(FAMILIES),
+        pick.choice(("none", "recycling", "ngram", "small model")),
+    )
     dtype = pick.choice(("float32", "float32", "bfloat16"))
-    backend = pick.choice((None, None, None, "huggingface", "huggingface", "native" if family in NATIVE else None))
+    backend = pick.choice(
+        (None, None, None, "huggingface", "huggingface", "native" if family in NATIVE else None)
+    )
     options = {
         "backend": backend,
-        "lookup": pick.choice((None, False)) if draft in ("none", "ngram") else pick.choice((None, False, True)),
+        "lookup": pick.choice((None, False))
+        if draft in ("none", "ngram")
+        else pick.choice((None, False, True)),
         "pack": None if backend == "native" else pick.choice((None, None, False, True)),
         "strict": dtype == "bfloat16" and pick.random() < 0.2,
     }
@@ -90,12 +103,19 @@ def _start(pick: random.Random) -> dict[str, Any]:
 
 def _some_changes(pick: random.Random, count: int) -> list[list[Any]]:
     where = "draft" if pick.random() < 0.1 else "target"
-    return [[pick.choice(sorted(changes.CHANGES)), where, pick.randrange(2**31)] for _ in range(count)]
+    return [
+        [pick.choice(sorted(changes.CHANGES)), where, pick.randrange(2**31)] for _ in range(count)
+    ]
 
 
 def _turn(pick: random.Random, changed: list[list[Any]]) -> dict[str, Any]:
     prompt = [pick.randrange(60) for _ in range(pick.choice((1, 5, 24)))]
-    return {"changes": changed, "turn": pick.choice(TURNS), "prompt": prompt, "refresh": pick.random() < 0.1}
+    return {
+        "changes": changed,
+        "turn": pick.choice(TURNS),
+        "prompt": prompt,
+        "refresh": pick.random() < 0.1,
+    }
 
 
 class Life:
@@ -131,8 +151,13 @@ class Life:
 
     def change(self, name: str, where: str, seed: int) -> None:
         """Apply a change; skip one that torch says does not apply to this model."""
-        model, pick = self.model if where == "target" or self.draft is None else self.draft, random.Random(seed)
-        with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError, ValueError, BufferError):
+        model, pick = (
+            self.model if where == "target" or self.draft is None else self.draft,
+            random.Random(seed),
+        )
+        with contextlib.suppress(
+            AttributeError, LookupError, RuntimeError, TypeError, ValueError, BufferError
+        ):
             if name in forms.FORMS:
                 forms.change(model, pick, name)
             else:
@@ -148,7 +173,9 @@ class Life:
             elif step["refresh"] and hasattr(self.engine, "refresh"):
                 self.engine.refresh()
             with within(step.get("within", [])):
-                check = getattr(self, "_" + step["turn"].replace(" ", "_"))(self.engine, step["prompt"])
+                check = getattr(self, "_" + step["turn"].replace(" ", "_"))(
+                    self.engine, step["prompt"]
+                )
         except SpecEngineError as error:
             return refused(error)
         finally:
@@ -160,7 +187,11 @@ class Life:
     def new_engine(self) -> Engine:
         draft = self.draft if self.draft is not None else self.given["draft"]
         more = {"policy_options": {"costs": "8b-l40"}} if self.given.get("policy") == "auto" else {}
-        options = self.given["options"] | more | {"tokenizer": self.tokenizer, "offline": True, "progress": str}
+        options = (
+            self.given["options"]
+            | more
+            | {"tokenizer": self.tokenizer, "offline": True, "progress": str}
+        )
         return Engine.from_pretrained(self.model, draft, self.given.get("policy"), **options)
 
     # ---- turns: each asks, and gives what checks the answer
@@ -173,7 +204,9 @@ class Life:
         text = "".join(chr(97 + token % 26) for token in prompt)
         messages = [*self.session.messages, {"role": "user", "content": text}]
         found = self.session.generate(text, max_new_tokens=TOKENS, temperature=0.0).token_ids
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         return lambda: check_greedy(self.model, list(ids), found)
 
     def _given_up(self, engine: Engine, prompt: list[int]) -> Callable[[], None]:
@@ -192,9 +225,15 @@ class Life:
             if dtypes_of(self.model) == {torch.float32}:
                 with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
                     own = copy.deepcopy(self.model)
-                    expected = Engine(HuggingFaceTarget(own), None, None).generate(prompt, **asked).token_ids
+                    expected = (
+                        Engine(HuggingFaceTarget(own), None, None)
+                        .generate(prompt, **asked)
+                        .token_ids
+                    )
                     if found != expected:
-                        raise Finding(f"another sampled answer than a new engine's: {found}, not {expected}")
+                        raise Finding(
+                            f"another sampled answer than a new engine's: {found}, not {expected}"
+                        )
 
         return check
 
@@ -226,12 +265,16 @@ def state_of(model: PreTrainedModel) -> dict[str, Any]:
     modes = [module.training for module in model.modules()]
     found: dict[str, Any] = {"modules in training": f"{sum(modes)} of {len(modes)}"}
     with contextlib.suppress(Exception):  # a model that does not run
-        maps = model(input_ids=torch.tensor([[1, 2]]), output_attentions=True, use_cache=False).attentions
+        maps = model(
+            input_ids=torch.tensor([[1, 2]]), output_attentions=True, use_cache=False
+        ).attentions
         found["attention maps"] = len([each for each in maps or () if each is not None])
     return found
 
 
-def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], count: int = TOKENS) -> None:
+def check_greedy(
+    model: PreTrainedModel, prompt: list[int], found: list[int], count: int = TOKENS
+) -> None:
     """Raise Finding where a token of an answer of at most `count` is not the model's, or the answer ends elsewhere."""
     ends = model.generation_config.eos_token_id or []
     ends = [ends] if isinstance(ends, int) else ends
@@ -240,7 +283,10 @@ def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], co
         raise Finding(f"tokens that do not exist: {found} of {vocabulary}")
     whole = logits_of(model, [*prompt, *found])
     logits = whole[len(prompt) - 1 :]
-    behind = logits.max(-1).values[: len(found)] - logits[:-1].gather(-1, torch.tensor(found)[:, None])[:, 0]
+    behind = (
+        logits.max(-1).values[: len(found)]
+        - logits[:-1].gather(-1, torch.tensor(found)[:, None])[:, 0]
+    )
     if not bool((behind <= undecided(model, [*prompt, *found], whole)).all()):
         own = logits.argmax(-1).tolist()[: len(found)]
         raise Finding(f"another answer than the model's: {found}, not {own}")
@@ -255,7 +301,9 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
     try:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     except Exception as error:
-        raise Finding(f"an answer, though the model itself gives none: {first_line(error)}") from error
+        raise Finding(
+            f"an answer, though the model itself gives none: {first_line(error)}"
+        ) from error
 
 
 def undecided(model: PreTrainedModel, ids: list[int], logits: Tensor) -> float:

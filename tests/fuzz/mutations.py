@@ -29,7 +29,16 @@ TEXTS = (
 
 def strange(pick: random.Random, depth: int = 0) -> Any:
     """Any JSON-like value, now and then a nested one."""
-    kinds = [None, True, False, pick.choice(NUMBERS), pick.choice(REALS), pick.choice(TEXTS), {}, []]
+    kinds = [
+        None,
+        True,
+        False,
+        pick.choice(NUMBERS),
+        pick.choice(REALS),
+        pick.choice(TEXTS),
+        {},
+        [],
+    ]
     if depth < 3:
         kinds += [[strange(pick, depth + 1) for _ in range(pick.randint(1, 3))]]
         kinds += [{pick.choice(TEXTS): strange(pick, depth + 1)}]
@@ -50,7 +59,9 @@ def near(value: Any, pick: random.Random) -> Any:
         return pick.choice((not value, int(value), str(value).lower()))
     if isinstance(value, int):
         small = max(-(2**63), min(value, 2**63))
-        return pick.choice((value + 1, value - 1, -value, value // 2, small * 10**6, float(small), str(small)))
+        return pick.choice(
+            (value + 1, value - 1, -value, value // 2, small * 10**6, float(small), str(small))
+        )
     if isinstance(value, float):
         return pick.choice((-value, value * 1e9, value * 1e-9, str(value)))
     if isinstance(value, str):
@@ -66,11 +77,15 @@ def near(value: Any, pick: random.Random) -> Any:
             )
         )
     if isinstance(value, dict):
-        return pick.choice((list(value.items()), {**value, "extra": 1}, dict(list(value.items())[1:]), [value]))
+        return pick.choice(
+            (list(value.items()), {**value, "extra": 1}, dict(list(value.items())[1:]), [value])
+        )
     return strange(pick)
 
 
-def mutated(sound: dict[str, Any], pick: random.Random, known: tuple[str, ...] = ()) -> dict[str, Any]:
+def mutated(
+    sound: dict[str, Any], pick: random.Random, known: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """`sound` with one to three changes: a field replaced, left out, added, renamed, or changed further down.
 
     known: names of further fields, beside invented ones.

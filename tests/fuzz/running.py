@@ -39,7 +39,9 @@ class Ran:
 class Report:
     """Counts by kind of case and outcome, processor seconds by kind, and what was found."""
 
-    counts: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
+    counts: dict[str, Counter[str]] = field(
+        default_factory=lambda: {kind: Counter() for kind in KINDS}
+    )
     errors: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
@@ -61,12 +63,16 @@ class Report:
         for kind, counted in [*self.counts.items(), ("all", sum(self.counts.values(), Counter()))]:
             seconds = sum(self.seconds.values()) if kind == "all" else self.seconds[kind]
             numbers = (counted[name] for name in (ANSWERED, REFUSED, FOUND))
-            yield f"{kind:<10}" + "".join(f"{number:>10}" for number in numbers) + f"{seconds:>10.1f}"
+            yield (
+                f"{kind:<10}" + "".join(f"{number:>10}" for number in numbers) + f"{seconds:>10.1f}"
+            )
         yield f"refused by: {', '.join(f'{name} {count}' for name, count in self.errors.most_common())}"
         yield f"slowest case: {self.slowest:.1f} s"
 
 
-def fuzz(run: Callable[[str], Ran], cases: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Report:
+def fuzz(
+    run: Callable[[str], Ran], cases: int, seed: int, kinds: Sequence[str] = tuple(KINDS)
+) -> Report:
     """Run this many cases, evenly over the kinds.
 
     run: `ran` in this process, or that of a worker. A case is of its seed and number, whatever ran before; what is
@@ -97,7 +103,11 @@ def ran(place: Workplace, name: str) -> Ran:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also what ends a process
-        where = [frame for frame in traceback.extract_tb(error.__traceback__) if "specengine" in frame.filename]
+        where = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "specengine" in frame.filename
+        ]
         place_of = f" at {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
         made.outcome, made.error = FOUND, f"{type(error).__name__}{place_of}: {error!s:.600}"
     made.seconds = time.process_time() - began

@@ -27,9 +27,13 @@ class Tally:
     cases: int = 0
     seconds: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in (*COUNTED, "act")})
+    parts: dict[str, Counter[str]] = field(
+        default_factory=lambda: {name: Counter() for name in (*COUNTED, "act")}
+    )
     findings: list[dict[str, str]] = field(default_factory=list)
-    mended: list[dict[str, str]] = field(default_factory=list)  # found by an earlier run, not by a later one
+    mended: list[dict[str, str]] = field(
+        default_factory=list
+    )  # found by an earlier run, not by a later one
 
     @classmethod
     def read(cls, file: Path, seed: int, arguments: list[str]) -> Tally:
@@ -39,7 +43,11 @@ class Tally:
             *tally.runs, row = map(json.loads, file.read_text().splitlines())
             if row["seed"] != seed:
                 raise SystemExit(f"--out: {file} is of seed {row['seed']}, not {seed}")
-            tally.cases, tally.seconds, tally.findings = row["cases"], row["seconds"], row["findings"]
+            tally.cases, tally.seconds, tally.findings = (
+                row["cases"],
+                row["seconds"],
+                row["findings"],
+            )
             tally.outcomes, tally.mended = Counter(row["outcomes"]), row.get("mended", [])
             tally.parts = {name: Counter(row[name]) for name in tally.parts}
         run = provenance("python -m tests.fuzz", arguments)

@@ -48,10 +48,14 @@ def test_many_lives_of_engines_answer_as_plain_decoding() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_file_of_lives_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_file_of_lives_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, rows = tmp_path / "lives.jsonl", []
     for count in ("2", "5"):
-        monkeypatch.setattr("sys.argv", ["fuzz", "--kind", "lives", "--cases", count, "--out", str(file)])
+        monkeypatch.setattr(
+            "sys.argv", ["fuzz", "--kind", "lives", "--cases", count, "--out", str(file)]
+        )
         assert __main__.main() == 0
         rows.append([json.loads(line) for line in file.read_text().splitlines()])
     assert [row["cases"] for row in (rows[0][-1], rows[1][-1])] == [2, 5]
@@ -66,7 +70,9 @@ def test_a_case_is_of_its_name(kind: str, tmp_path: Path) -> None:
         [shown(cases.KINDS[kind](place, random.Random(name))[0], 10_000) for name in names]
         for names in ("abcdef", "abcdef", "ghijkl")
     )
-    assert [text for text in first if " at 0x" not in text] == [text for text in again if " at 0x" not in text]
+    assert [text for text in first if " at 0x" not in text] == [
+        text for text in again if " at 0x" not in text
+    ]
     assert first != others
 
 

@@ -24,9 +24,27 @@ from tests.toy import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [7, 3, 9, 7, 3]
 # that need another one before, say something about training alone, or are read when a model is made
-QUIET = {"adapter_switched", "config_edited", "ends", "frozen", "mode", "resized", "unhooked", "cast", "cast_in_part"}
+QUIET = {
+    "adapter_switched",
+    "config_edited",
+    "ends",
+    "frozen",
+    "mode",
+    "resized",
+    "unhooked",
+    "cast",
+    "cast_in_part",
+}
 # now and then: rows that are not read, the same norm again, the activation that was there
-NO_MATTER = {"one_number", "swapped", "zeros", "frequencies", "by_numpy", "norm_replaced", "activation"}
+NO_MATTER = {
+    "one_number",
+    "swapped",
+    "zeros",
+    "frequencies",
+    "by_numpy",
+    "norm_replaced",
+    "activation",
+}
 EXACT = {"marked", "doubling", "negated_view", "transposed", "strided", "offset"}
 
 
@@ -146,15 +164,30 @@ def a_draft_that_fails(patch: pytest.MonkeyPatch) -> None:
 
 def a_life(numbers: str, **act: Any) -> dict[str, Any]:
     """Three times the same act."""
-    shown = {"act": "stream", "prompts": [[104, 101, 108]], "options": {"max_new_tokens": 12}, "after": 1, "seed": 1}
-    made = {"family": "llama", "draft": "small model", "policy": "eagle", "numbers": numbers, "lookup": False}
+    shown = {
+        "act": "stream",
+        "prompts": [[104, 101, 108]],
+        "options": {"max_new_tokens": 12},
+        "after": 1,
+        "seed": 1,
+    }
+    made = {
+        "family": "llama",
+        "draft": "small model",
+        "policy": "eagle",
+        "numbers": numbers,
+        "lookup": False,
+    }
     return made | {"acts": [shown | act] * 3}
 
 
 @pytest.mark.parametrize("fault", [another_choice, shorter_pieces, a_draft_that_fails])
 @pytest.mark.parametrize("numbers", ["float32", "modules"])
 def test_a_life_with_a_fault_is_found(
-    fault: Callable[[pytest.MonkeyPatch], None], numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None],
+    numbers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     life = lives.Life(a_life(numbers), tmp_path)
     assert life.run().kind == "answered"

@@ -25,7 +25,9 @@ from tests.fuzz.cases import GIVEN
 from tests.fuzz.running import Ran, here
 
 ROOT = Path(__file__).parents[2]
-MOST_SECONDS = 300.0  # of a case, by the clock; the processor's seconds are counted where Python runs
+MOST_SECONDS = (
+    300.0  # of a case, by the clock; the processor's seconds are counted where Python runs
+)
 BEFORE = 5  # cases that are named beside one in which the process died
 FILLING = "165"  # what glibc writes into memory that is given out or given back
 
@@ -53,7 +55,10 @@ class Worker:
             return Ran(**json.loads(line))
         what = self._died(process) if line is not None else f"it takes more than {MOST_SECONDS:g} s"
         self.close()
-        return Ran(_given(name), error=f"{what}; before it this process ran {', '.join(before) or 'nothing'}")
+        return Ran(
+            _given(name),
+            error=f"{what}; before it this process ran {', '.join(before) or 'nothing'}",
+        )
 
     def close(self) -> None:
         if self._process is not None:
@@ -64,18 +69,28 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": FILLING}
         command, pipe = [sys.executable, *self._command], subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment)
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment
+        )
 
     @staticmethod
     def _died(process: subprocess.Popen[str]) -> str:
         status = process.wait()
-        return f"the process died of {signal.Signals(-status).name}" if status < 0 else f"the process ended: {status}"
+        return (
+            f"the process died of {signal.Signals(-status).name}"
+            if status < 0
+            else f"the process ended: {status}"
+        )
 
 
 def _given(name: str) -> str:
     """The case of this name as it is shown, where drawing it takes no model."""
     kind = name.split("/")[1]
-    return shown(GIVEN[kind](None, random.Random(name))[0], 600) if kind in GIVEN else "what this name draws"
+    return (
+        shown(GIVEN[kind](None, random.Random(name))[0], 600)
+        if kind in GIVEN
+        else "what this name draws"
+    )
 
 
 @contextlib.contextmanager

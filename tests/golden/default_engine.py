@@ -38,7 +38,10 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 COSTS = {"costs": "2-cores-amx"}
-BACKENDS: dict[str, dict[str, Any]] = {"native": {"numerics": "bfloat16"}, "huggingface": {"dtype": "float32"}}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "native": {"numerics": "bfloat16"},
+    "huggingface": {"dtype": "float32"},
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
     "salf": {"policy": "salf/cpu"},
@@ -78,9 +81,17 @@ Arrays = dict[str, np.ndarray]
 
 def machine() -> dict[str, str]:
     """Return what the bits of float32 products depend on, as far as a process can name it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    vendor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "unknown")
-    return {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability(), "vendor": vendor}
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    )
+    vendor = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "unknown"
+    )
+    return {
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "vendor": vendor,
+    }
 
 
 def recorded(engine: Engine, run: Run, prompts: list[list[int]]) -> Arrays:
@@ -102,7 +113,11 @@ def recorded(engine: Engine, run: Run, prompts: list[list[int]]) -> Arrays:
             if cycle.logprobs is None:
                 bits.append(tree.log_probs[:size].numpy())
             else:
-                rated = [value for row in cycle.logprobs for value in (row.logprob, *(top[1] for top in row.top))]
+                rated = [
+                    value
+                    for row in cycle.logprobs
+                    for value in (row.logprob, *(top[1] for top in row.top))
+                ]
                 bits.append(np.array(rated, np.float32))
             path += cycle.path
             tokens += cycle.tokens
@@ -123,10 +138,15 @@ def record_all(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
     torch.set_num_threads(1)
     arrays: Arrays = {}
     for backend, options in BACKENDS.items():
-        engine = Engine.from_pretrained(policy="auto", policy_options=COSTS, backend=backend, **options)
+        engine = Engine.from_pretrained(
+            policy="auto", policy_options=COSTS, backend=backend, **options
+        )
         prompts = prompts or [engine.tokenizer(text)["input_ids"] for text in PROMPTS]
         for run in (run for run in RUNS if run.backend == backend):
-            arrays |= {f"{run.name}: {key}": values for key, values in recorded(engine, run, prompts).items()}
+            arrays |= {
+                f"{run.name}: {key}": values
+                for key, values in recorded(engine, run, prompts).items()
+            }
     origin = provenance("python -m tests.golden.default_engine", ["--write"])
     return arrays, {**origin, "environment": ENVIRONMENT, "machine": machine(), "prompts": prompts}
 
@@ -134,7 +154,9 @@ def record_all(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
 def in_own_process(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
     """Run `record_all` in a process of its own under ENVIRONMENT."""
     cache = {name: value for name, value in os.environ.items() if name == "SPECENGINE_CACHE"}
-    others = {name: value for name, value in os.environ.items() if not name.startswith("SPECENGINE_")}
+    others = {
+        name: value for name, value in os.environ.items() if not name.startswith("SPECENGINE_")
+    }
     with tempfile.TemporaryDirectory() as folder:
         arrays, origin = Path(folder) / "arrays.npz", Path(folder) / "origin.json"
         arguments = ["--into", str(arrays), str(origin), "--prompts", json.dumps(prompts)]
@@ -160,7 +182,9 @@ def differences(recorded_now: Arrays, known: Arrays, *, same_machine: bool) -> l
 
     On another one their log-probabilities may differ by TOLERANCE.
     """
-    lines = [f"{name}: recorded on one side only" for name in sorted(recorded_now.keys() ^ known.keys())]
+    lines = [
+        f"{name}: recorded on one side only" for name in sorted(recorded_now.keys() ^ known.keys())
+    ]
     for name in sorted(recorded_now.keys() & known.keys()):
         now, before = recorded_now[name], known[name]
         if now.shape != before.shape:
@@ -168,11 +192,15 @@ def differences(recorded_now: Arrays, known: Arrays, *, same_machine: bool) -> l
             continue
         differs = now != before
         if name.endswith(": log_probs") and name.startswith("huggingface") and not same_machine:
-            differs = ~np.isclose(now.view(np.float32), before.view(np.float32), rtol=0, atol=TOLERANCE)
+            differs = ~np.isclose(
+                now.view(np.float32), before.view(np.float32), rtol=0, atol=TOLERANCE
+            )
         if differs.any():
             first = tuple(int(i) for i in np.argwhere(differs)[0])
             values = f"{now[first]}, was {before[first]}"
-            lines.append(f"{name}: {int(differs.sum())} of {differs.size} differ, first at {first}: {values}")
+            lines.append(
+                f"{name}: {int(differs.sum())} of {differs.size} differ, first at {first}: {values}"
+            )
     return lines
 
 
@@ -184,7 +212,9 @@ def compared() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="record the file anew")
     parser.add_argument("--into", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=json.loads, default=[], help=argparse.SUPPRESS)

@@ -66,8 +66,12 @@ def recorded(run: Run) -> dict[str, np.ndarray]:
     cycles = [piece.cycle for piece in stream]
     trees = [cycle.tree for cycle in cycles]
     return {
-        "cycles": np.array([[len(c.tree), c.drafted, int(c.tree.passes), c.accepted] for c in cycles], np.int16),
-        "nodes": np.concatenate([np.stack([t.tokens.numpy(), t.parents.numpy()]) for t in trees], 1).astype(np.int16),
+        "cycles": np.array(
+            [[len(c.tree), c.drafted, int(c.tree.passes), c.accepted] for c in cycles], np.int16
+        ),
+        "nodes": np.concatenate(
+            [np.stack([t.tokens.numpy(), t.parents.numpy()]) for t in trees], 1
+        ).astype(np.int16),
         "log_probs": np.concatenate([t.log_probs.numpy() for t in trees]),
         "tokens": np.array(stream.result.token_ids, np.int16),
     }
@@ -78,7 +82,9 @@ def main(names: list[str]) -> None:
     with np.load(FILE) as known:
         arrays = dict(known) if names else {}
     chosen = [run for run in runs() if not names or run.policy in names]
-    arrays |= {f"{run.name}: {key}": values for run in chosen for key, values in recorded(run).items()}
+    arrays |= {
+        f"{run.name}: {key}": values for run in chosen for key, values in recorded(run).items()
+    }
     np.savez_compressed(FILE, **arrays)  # type: ignore[arg-type]
     nodes = sum(values.shape[1] for key, values in arrays.items() if key.endswith(": nodes"))
     print(f"{len(arrays) // 4} runs, {nodes} nodes, {FILE.stat().st_size} bytes")

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from tests.golden import default_engine
-from tests.golden.default_engine import BACKENDS, FILE, INSTRUCTIONS, PROMPTS, PROVENANCE, RUNS, Arrays, differences
+from tests.golden.default_engine import (
+    BACKENDS,
+    FILE,
+    INSTRUCTIONS,
+    PROMPTS,
+    PROVENANCE,
+    RUNS,
+    Arrays,
+    differences,
+)
 
 
 @pytest.fixture
@@ -21,7 +30,8 @@ def known() -> Arrays:
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason=f"this machine has no {INSTRUCTIONS}"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason=f"this machine has no {INSTRUCTIONS}",
 )
 def test_the_default_engine_is_bit_for_bit_as_recorded(default_model_path: Path) -> None:
     assert default_engine.compared() == []
@@ -54,15 +64,21 @@ def test_one_changed_bit_is_seen(key: str, run: default_engine.Run, known: Array
 def test_a_missing_node_is_seen(known: Arrays) -> None:
     name = "native, auto: nodes"
     assert differences(known | {name: known[name][:, :-1]}, known, same_machine=True)
-    assert differences({key: values for key, values in known.items() if key != name}, known, same_machine=True)
+    assert differences(
+        {key: values for key, values in known.items() if key != name}, known, same_machine=True
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_on_another_machine_only_float32_products_may_round_otherwise(backend: str, known: Arrays) -> None:
+def test_on_another_machine_only_float32_products_may_round_otherwise(
+    backend: str, known: Arrays
+) -> None:
     name = f"{backend}, auto: log_probs"
     changed = known[name].copy()
     changed[-1] ^= 1
-    assert bool(differences(known | {name: changed}, known, same_machine=False)) == (backend == "native")
+    assert bool(differences(known | {name: changed}, known, same_machine=False)) == (
+        backend == "native"
+    )
     far = (known[name].view(np.float32) + np.float32(1e-3)).view(np.int32)
     assert differences(known | {name: far}, known, same_machine=False)
     other = f"{backend}, auto: nodes"

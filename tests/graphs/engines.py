@@ -27,7 +27,13 @@ from tests.ops.backends import choose
 PROMPT = [*range(40, 56), *range(40, 50)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTS = ("small_model", "eagle3", "eagle1", "ngram", "recycling")
-WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item")  # the host would wait for the device
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "item",
+)  # the host would wait for the device
 SENT = (
     "scalar_tensor",
     "lift_fresh",
@@ -118,7 +124,9 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
     """Make calls of a captured function run the operations of its capture; yields how often each was called."""
     run, first, calls = Graphs.run, dict[Any, Any](), dict[Any, int]()
 
-    def watched(self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+    def watched(
+        self: Graphs, name: Hashable, reads: Sequence[Tensor], function: Callable[[], Any]
+    ) -> Any:
         def watching() -> Any:
             if name not in self._captured:
                 with as_on_a_device():

@@ -53,7 +53,14 @@ SERVED = {
         "top_entropy",
         "walk",
     ),
-    "cuda": ("count_outcomes", "extract", "grow_likely", "keep_likely", "start_search", "step_queues"),
+    "cuda": (
+        "count_outcomes",
+        "extract",
+        "grow_likely",
+        "keep_likely",
+        "start_search",
+        "step_queues",
+    ),
 }  # of what runs in captured cycles
 LAYERS = 4
 PARTS = ("first", "root", "level", "finish")
@@ -86,7 +93,11 @@ class Operations(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         inside = {pretended.address(part) for part in pretended.of_class(Tensor, (args, kwargs))}
         made = pretended.of_class(Tensor, found)
-        views = made and not func._schema.is_mutable and all(pretended.address(part) in inside for part in made)
+        views = (
+            made
+            and not func._schema.is_mutable
+            and all(pretended.address(part) in inside for part in made)
+        )
         if func.overloadpacket.__name__ not in pretended.UNWRITTEN and not views:
             self.count += 1
         return found
@@ -151,7 +162,12 @@ class StandIns:
             if name != "best_candidates":
                 return ops.by_meaning(ops.OPS[name], *given)
             limit, log_gate, bound, normalized = given[4:]
-            numbers = {"limit": limit, "log_gate": log_gate, "bound": bound, "normalized": normalized}
+            numbers = {
+                "limit": limit,
+                "log_gate": log_gate,
+                "bound": bound,
+                "normalized": normalized,
+            }
             return ops.by_meaning(lambda: ops.best_candidates(*given[:4], **numbers))
 
         return run
@@ -196,9 +212,19 @@ def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
     most = dict[str, int]()
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, backend)
-        counts = {name: counted(name, most, parts=PARTS if name == "auto" else PARTS[1:]) for name in names}
-        more = counted(names[0], most, LAYERS + 1, ("root", "finish"))["finish"] - counts[names[0]]["finish"]
-        return counts | {"a layer": {"finish": more}} | ({"ops": dict(sorted(most.items()))} if most else {})
+        counts = {
+            name: counted(name, most, parts=PARTS if name == "auto" else PARTS[1:])
+            for name in names
+        }
+        more = (
+            counted(names[0], most, LAYERS + 1, ("root", "finish"))["finish"]
+            - counts[names[0]]["finish"]
+        )
+        return (
+            counts
+            | {"a layer": {"finish": more}}
+            | ({"ops": dict(sorted(most.items()))} if most else {})
+        )
 
 
 def figures(counts: Counts) -> dict[str, int]:
@@ -221,7 +247,9 @@ def waits_of(policy: str, draft: str, sampling: str) -> dict[str, int]:
         model = pretended.moved(toy.tiny("llama", num_hidden_layers=LAYERS))
         target = HuggingFaceTarget(model, captured=True)  # type: ignore[arg-type]
         if draft == "head":
-            head = pretended.moved(toy.tiny_head(toy.head_config(3, toy.tiny("llama", num_hidden_layers=LAYERS))))
+            head = pretended.moved(
+                toy.tiny_head(toy.head_config(3, toy.tiny("llama", num_hidden_layers=LAYERS)))
+            )
             drafter: Any = Eagle(head, target.lm)  # type: ignore[arg-type]
         else:
             drafter = Recycling()
@@ -236,7 +264,9 @@ def waits_of(policy: str, draft: str, sampling: str) -> dict[str, int]:
                 continue
             cycles += 1
             passes += (
-                piece.cycle.tree.passes if isinstance(piece.cycle.tree.passes, int) else int(piece.cycle.tree.passes)
+                piece.cycle.tree.passes
+                if isinstance(piece.cycle.tree.passes, int)
+                else int(piece.cycle.tree.passes)
             )
         return {"cycles": cycles, "passes": passes, "waits": device.waits - before}
 
@@ -260,11 +290,16 @@ def main() -> None:
         for name, row in found[way].items():
             if name != "ops":
                 print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in PARTS))
-    print("launches of a call:", ", ".join(f"{name} {count}" for name, count in found["kernels"]["ops"].items()))
+    print(
+        "launches of a call:",
+        ", ".join(f"{name} {count}" for name, count in found["kernels"]["ops"].items()),
+    )
     for name, figure in figures(found["kernels"]).items():
         print(f"{name}: {figure}, goal {GOALS[name]}")
     for name, row in found["waits"].items():
-        print(f"{name:24} {row['waits']} waits of {row['cycles']} cycles with {row['passes']} passes")
+        print(
+            f"{name:24} {row['waits']} waits of {row['cycles']} cycles with {row['passes']} passes"
+        )
 
 
 if __name__ == "__main__":

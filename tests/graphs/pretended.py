@@ -36,8 +36,19 @@ from specengine.ops import _registry
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 GARBAGE = 0x7F  # of every byte: no float that is right by chance, an index far out of bounds
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "bincount", "repeat_interleave")
-FUSED = ("scaled_dot_product_attention", "rms_norm")  # a kernel each on a device, several operations here
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "bincount",
+    "repeat_interleave",
+)
+FUSED = (
+    "scaled_dot_product_attention",
+    "rms_norm",
+)  # a kernel each on a device, several operations here
 CHOICE = "_fused_sdp_choice"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
@@ -56,7 +67,9 @@ class OnDevice(Tensor):
     def __new__(cls, held: Tensor) -> OnDevice:
         place = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         # of the host for C++, whose guards would look for a driver
-        made = Tensor._make_wrapper_subclass(cls, held.size(), **place, dtype=held.dtype, device=HOST)
+        made = Tensor._make_wrapper_subclass(
+            cls, held.size(), **place, dtype=held.dtype, device=HOST
+        )
         made.held = held
         return made
 
@@ -78,7 +91,9 @@ class OnDevice(Tensor):
         given = [*args, *kwargs.values()]
         like = [part for part in given if isinstance(part, Tensor)]
         places = [torch.device(part) for part in given if isinstance(part, str | torch.device)]
-        kinds = [part for part in given if isinstance(part, torch.dtype)] + [part.dtype for part in like]
+        kinds = [part for part in given if isinstance(part, torch.dtype)] + [
+            part.dtype for part in like
+        ]
         lazy, copy = kwargs.get("non_blocking", False), kwargs.get("copy", False)
         place = (places + [part.device for part in like] + [CUDA])[0]
         asked: dict[str, Any] = {} if place.type == CUDA.type else {"device": place}
@@ -204,7 +219,9 @@ class Graph:
 
     def is_held(self, address: int) -> bool:
         """Return whether anyone outside holds this memory."""
-        storage = self._own[address].untyped_storage()  # in Python it counts as well, as does `_own`
+        storage = self._own[
+            address
+        ].untyped_storage()  # in Python it counts as well, as does `_own`
         return torch._C._storage_Use_Count(storage._cdata) > 2 + self.uses[address]
 
     def poison(self) -> None:
@@ -218,7 +235,9 @@ class Graph:
         if address(tensor) not in self._own and address(tensor) not in self._before:
             self._before[address(tensor)] = whole(tensor), whole(tensor).clone()
 
-    def record(self, name: str, function: Callable[..., Any], given: Any, made: list[Tensor]) -> None:
+    def record(
+        self, name: str, function: Callable[..., Any], given: Any, made: list[Tensor]
+    ) -> None:
         def frozen(part: Any) -> Any:
             if isinstance(part, OnDevice):
                 return Kept(part.held, self)
@@ -254,9 +273,13 @@ class Graph:
             if self.clock is not None:
                 self.clock.busy += self.clock.node
             function, given, made = step
-            args, kwargs = mapped(lambda part: part.tensor() if isinstance(part, Kept) else part, given)
+            args, kwargs = mapped(
+                lambda part: part.tensor() if isinstance(part, Kept) else part, given
+            )
             found = function(*args, **kwargs)
-            for into, values in zip(made, fresh(found, (args, kwargs)) if made else (), strict=True):
+            for into, values in zip(
+                made, fresh(found, (args, kwargs)) if made else (), strict=True
+            ):
                 into.tensor().copy_(values)
 
 
@@ -374,7 +397,9 @@ class Device(TorchDispatchMode):
         if name not in FUSED and composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        self._check(name, args, kwargs, [part for part in tensors if not isinstance(part, OnDevice)], on)
+        self._check(
+            name, args, kwargs, [part for part in tensors if not isinstance(part, OnDevice)], on
+        )
         if asked is not None:
             kwargs["device"] = HOST
         with _normal():
@@ -390,7 +415,9 @@ class Device(TorchDispatchMode):
                 lazy = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
                 if not lazy or self.capturing is not None:
                     self.wait(f"{name} across devices")
-        elif name.startswith(("index", "_index", "_unsafe_index")) and isinstance(args[1], list | tuple):
+        elif name.startswith(("index", "_index", "_unsafe_index")) and isinstance(
+            args[1], list | tuple
+        ):
             places = [part for part in args[1] if part is not None]
             if any(part.dtype is torch.bool for part in places):
                 self.wait("a mask as an index")
@@ -400,13 +427,22 @@ class Device(TorchDispatchMode):
             raise Refused(f"{name}: tensors on cuda and on the host")
 
     def run(
-        self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, on: bool, *, opaque: bool = False
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        on: bool,
+        *,
+        opaque: bool = False,
     ) -> Any:
         """The operation on what is held; recorded where a graph is captured. opaque: any tensor may be written to."""
         given, graph = held((args, kwargs)), self.capturing
         known = {id(part.held): part for part in of_class(OnDevice, (args, kwargs))}
         if graph is not None:
-            for part in of_class(OnDevice, (args, kwargs) if opaque else written(function, args, kwargs)):
+            for part in of_class(
+                OnDevice, (args, kwargs) if opaque else written(function, args, kwargs)
+            ):
                 graph.writes(part.held)
         found = function(*given[0], **given[1])
         if graph is None and self.clock is not None:
@@ -428,7 +464,10 @@ class Device(TorchDispatchMode):
 def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation writes to."""
     spec = {argument.name: argument for argument in func._schema.arguments}
-    pairs = [*zip(spec.values(), args, strict=False), *((spec[name], value) for name, value in kwargs.items())]
+    pairs = [
+        *zip(spec.values(), args, strict=False),
+        *((spec[name], value) for name, value in kwargs.items()),
+    ]
     return [value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write]
 
 
@@ -482,10 +521,16 @@ def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Devi
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         values = made(data, dtype=dtype)
-        return values if device is None or torch.device(device).type == HOST.type else values.to(CUDA)
+        return (
+            values if device is None or torch.device(device).type == HOST.type else values.to(CUDA)
+        )
 
     def kernels(key: str) -> Any:
-        return loaded(key) if key == _registry.REFERENCE else {name: kernel(name, f) for name, f in loaded(key).items()}
+        return (
+            loaded(key)
+            if key == _registry.REFERENCE
+            else {name: kernel(name, f) for name, f in loaded(key).items()}
+        )
 
     def kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def alone(*given: Any) -> Any:
@@ -572,7 +617,9 @@ def moved(module: torch.nn.Module) -> torch.nn.Module:
     for part in module.modules():
         for name, value in part._parameters.items():
             if value is not None:
-                part._parameters[name] = torch.nn.Parameter(OnDevice(value.detach()), requires_grad=False)
+                part._parameters[name] = torch.nn.Parameter(
+                    OnDevice(value.detach()), requires_grad=False
+                )
         for name, value in part._buffers.items():
             if value is not None:
                 part._buffers[name] = OnDevice(value)

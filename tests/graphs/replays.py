@@ -18,7 +18,9 @@ from tests.graphs import pretended
 from tests.ops.backends import choose
 
 PROMPT = [*range(40, 56), *range(40, 50)]
-POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
+POLICIES = [
+    name for name in toy.POLICIES if name != "random"
+]  # what that does depends on its own past
 DRAFTS = ("small_model", "eagle3")
 COUNT = 7
 Way = dict[str, Any]  # options of a generation
@@ -48,7 +50,9 @@ def on_the_device(draft: str, least: bool) -> tuple[Any, Any]:
 def engine_of(draft: str, policy: str, *, captured: bool, least: bool = False) -> Engine:
     model, other = (on_the_device if captured else on_the_host)(draft, least)
     target = HuggingFaceTarget(model, captured=captured)
-    drafter = SmallModel(other, target.vocab_size) if draft == "small_model" else Eagle(other, target.lm)
+    drafter = (
+        SmallModel(other, target.vocab_size) if draft == "small_model" else Eagle(other, target.lm)
+    )
     return Engine(target, drafter, toy.policy_for(policy, 3))
 
 
@@ -56,9 +60,17 @@ def answer(engine: Engine, options: Way) -> Any:
     """Tokens, each cycle's tree and path, and the counters."""
     stream = engine.stream(PROMPT, **({"max_new_tokens": COUNT} | options))
     cycles = [piece.cycle for piece in stream]
-    trees = [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
+    trees = [
+        (cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens)
+        for cycle in cycles
+    ]
     stats = stream.result.stats
-    counters = stats.num_draft_tokens, stats.num_draft_passes, stats.acceptance_histogram, stats.reached_histogram
+    counters = (
+        stats.num_draft_tokens,
+        stats.num_draft_passes,
+        stats.acceptance_histogram,
+        stats.reached_histogram,
+    )
     return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
 
 
@@ -87,5 +99,8 @@ def check(
             assert engine.drivers.own.captured is not None
             for way, wanted in zip(ways, expected, strict=True):
                 assert answer(engine, way) == wanted
-                assert all(known.graph is not None for known in engine.drivers.own.captured.graphs._captured.values())
+                assert all(
+                    known.graph is not None
+                    for known in engine.drivers.own.captured.graphs._captured.values()
+                )
     return engine.drivers.own.captured.graphs

@@ -23,7 +23,15 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.policies import TreePolicy, _classifier
 from specengine.policies.baselines.eagle import Eagle
 from tests import toy
-from tests.graphs.engines import DEVICE, PROMPT, Operations, as_on_a_device, engine_of, frozen, near_copy
+from tests.graphs.engines import (
+    DEVICE,
+    PROMPT,
+    Operations,
+    as_on_a_device,
+    engine_of,
+    frozen,
+    near_copy,
+)
 from tests.ops.backends import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +41,9 @@ WALKS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 5, "typical_p": 0.9},
 ]  # by the host
 FINISHES = {"finish greedy", "finish sampled", "finish truncated"}
-POLICIES = [name for name in toy.POLICIES if name != "random"]  # what that does depends on its own past
+POLICIES = [
+    name for name in toy.POLICIES if name != "random"
+]  # what that does depends on its own past
 
 
 def captured(draft: str, policy: str | TreePolicy) -> Engine:
@@ -42,17 +52,29 @@ def captured(draft: str, policy: str | TreePolicy) -> Engine:
     return engine
 
 
-def answer(engine: Engine, options: dict[str, Any], prompt: list[int] = PROMPT, count: int = 12) -> Any:
+def answer(
+    engine: Engine, options: dict[str, Any], prompt: list[int] = PROMPT, count: int = 12
+) -> Any:
     """Tokens, and each cycle's tree, path and counters."""
     stream = engine.stream(prompt, max_new_tokens=count, **options)
     cycles = [piece.cycle for piece in stream]
-    trees = [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
+    trees = [
+        (cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens)
+        for cycle in cycles
+    ]
     stats = stream.result.stats
-    counters = stats.num_draft_tokens, stats.num_draft_passes, stats.acceptance_histogram, stats.reached_histogram
+    counters = (
+        stats.num_draft_tokens,
+        stats.num_draft_passes,
+        stats.acceptance_histogram,
+        stats.reached_histogram,
+    )
     return stream.result.token_ids, trees, counters, [cycle.drafted for cycle in cycles]
 
 
-def check(draft: str, policy: str | TreePolicy, ways: list[dict[str, Any]] = WAYS, **options: Any) -> None:
+def check(
+    draft: str, policy: str | TreePolicy, ways: list[dict[str, Any]] = WAYS, **options: Any
+) -> None:
     engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     with frozen() as calls:
         for way in ways:
@@ -103,7 +125,10 @@ def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ddd", {"width": 3, "expansions": 4, "budget": 10, "checks": (1, 2, 3), "threshold": -2.0}),
+        (
+            "ddd",
+            {"width": 3, "expansions": 4, "budget": 10, "checks": (1, 2, 3), "threshold": -2.0},
+        ),
         ("svip", {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.7}),
         ("svip", {"width": 1, "expansions": 6, "budget": 8, "threshold": 0.7}),
         ("disco", {"width": 3, "expansions": 4, "budget": 10, "threshold": 0.6}),
@@ -111,7 +136,17 @@ def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
         ("dyjoint", {"length": 5, "threshold": 0.01}),
         ("opt_tree", {"nodes": 7, "max_depth": 5, "threshold": 0.05}),
         ("opt_tree", {"nodes": 7, "max_depth": 5, "threshold": 0.05, "lag": True}),
-        ("dynatree", {"history": False, "base_depth": 2, "max_depth": 4, "nodes": 20, "stop": 0.02, "deep": 0.1}),
+        (
+            "dynatree",
+            {
+                "history": False,
+                "base_depth": 2,
+                "max_depth": 4,
+                "nodes": 20,
+                "stop": 0.02,
+                "deep": 0.1,
+            },
+        ),
     ],
 )
 def test_trees_end_at_the_heights_of_the_host(name: str, options: dict[str, Any]) -> None:
@@ -138,7 +173,10 @@ def test_a_head_reads_the_hidden_states_on_the_device(tmp_path: Path) -> None:
 
 def heights(draft: str, policy: TreePolicy) -> set[int]:
     """Draft passes of the trees of the answers above."""
-    streams = [engine_of(draft, policy, captured=False).stream(PROMPT, max_new_tokens=12, **way) for way in WAYS]
+    streams = [
+        engine_of(draft, policy, captured=False).stream(PROMPT, max_new_tokens=12, **way)
+        for way in WAYS
+    ]
     return {int(piece.cycle.tree.passes) for stream in streams for piece in stream}
 
 
@@ -147,7 +185,11 @@ def test_plain_decoding() -> None:
     with frozen():
         for way in WAYS + WALKS:
             assert answer(engine, way) == answer(eager, way)
-    assert list(engine.drivers.own.captured.graphs.captures) == ["finish greedy", "finish sampled", "verify"]
+    assert list(engine.drivers.own.captured.graphs.captures) == [
+        "finish greedy",
+        "finish sampled",
+        "verify",
+    ]
 
 
 @pytest.mark.parametrize("family", [name for name in toy.FAMILIES if name != "llama"])
@@ -155,13 +197,20 @@ def test_families(family: str) -> None:
     """Each model's own forward as it is, nothing that a capture would freeze or refuse; fresh memory holds NaN."""
     loaded = toy.tiny(family).to(DEVICE)
     ids = torch.tensor([PROMPT], device=DEVICE)
-    expected = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    expected = loaded.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch fills what it gives
     try:
         with frozen():
             drafter = SmallModel(loaded)
-            engine = Engine(HuggingFaceTarget(loaded, captured=True), drafter, toy.policy_for("eagle"))
-            assert engine.generate(PROMPT, max_new_tokens=8).token_ids == expected[0, len(PROMPT) :].tolist()
+            engine = Engine(
+                HuggingFaceTarget(loaded, captured=True), drafter, toy.policy_for("eagle")
+            )
+            assert (
+                engine.generate(PROMPT, max_new_tokens=8).token_ids
+                == expected[0, len(PROMPT) :].tolist()
+            )
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -179,7 +228,10 @@ def test_truncated_answers_stay_on_the_device(draft: str) -> None:
     with frozen():
         for way in ways:
             found = engine.generate(PROMPT, max_new_tokens=12, seed=5, **way)
-            assert found.token_ids == plain.generate(PROMPT, max_new_tokens=12, seed=5, **way).token_ids
+            assert (
+                found.token_ids
+                == plain.generate(PROMPT, max_new_tokens=12, seed=5, **way).token_ids
+            )
             assert NOTE in found.stats.notes
     names = engine.drivers.own.captured.graphs.captures
     assert names["finish truncated"] == 1
@@ -196,7 +248,9 @@ def test_a_long_prompt_and_ends_within_a_path() -> None:
     engine, plain = captured("small_model", "eagle"), engine_of("none", "", captured=False)
     for eos in set(plain.generate(PROMPT, max_new_tokens=12).token_ids):
         given = {"max_new_tokens": 12, "eos_token_id": eos}
-        assert engine.generate(PROMPT, **given).token_ids == plain.generate(PROMPT, **given).token_ids
+        assert (
+            engine.generate(PROMPT, **given).token_ids == plain.generate(PROMPT, **given).token_ids
+        )
 
 
 def test_a_seed_beyond_int64() -> None:
@@ -265,7 +319,10 @@ def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> No
     engine = captured("eagle3", "eagle")
     for length in (8, 60, 120):
         prompt = PROMPT[:4] * (length // 4)
-        assert answer(engine, {}, prompt)[0] == answer(engine_of("none", "", captured=False), {}, prompt)[0]
+        assert (
+            answer(engine, {}, prompt)[0]
+            == answer(engine_of("none", "", captured=False), {}, prompt)[0]
+        )
     assert max(engine.drivers.own.captured.graphs.captures.values()) > 1
 
 
@@ -329,7 +386,12 @@ def test_moved_weights_are_captured_again() -> None:
     after = engine.generate(PROMPT, max_new_tokens=6).token_ids
     assert after != before
     assert engine.drivers.own.captured.graphs.captures == {"finish greedy": 2}
-    assert after == Engine(HuggingFaceTarget(loaded), None, None).generate(PROMPT, max_new_tokens=6).token_ids
+    assert (
+        after
+        == Engine(HuggingFaceTarget(loaded), None, None)
+        .generate(PROMPT, max_new_tokens=6)
+        .token_ids
+    )
 
 
 def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +405,9 @@ def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyP
             return start(self, number)
 
     monkeypatch.setattr(CapturedDriver, "_start", started)
-    monkeypatch.setattr(CapturedDriver, "_read", lambda self, values: order.append("read") or read(self, values))
+    monkeypatch.setattr(
+        CapturedDriver, "_read", lambda self, values: order.append("read") or read(self, values)
+    )
     cycles = len(answer(engine, {})[1])
     assert order[:5] == ["start", "start", "read", "start", "read"]
     assert order.count("read") == cycles
@@ -358,7 +422,9 @@ def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyP
     def undefined(self: CapturedDriver) -> None:
         with pytest.MonkeyPatch.context() as patch:
             real = ops.choose_tokens
-            patch.setattr(ops, "choose_tokens", lambda logits, *rest: real(logits * math.nan, *rest))
+            patch.setattr(
+                ops, "choose_tokens", lambda logits, *rest: real(logits * math.nan, *rest)
+            )
             finish(self)
 
     with monkeypatch.context() as patch:
@@ -380,7 +446,10 @@ class Overgrown(Eagle):
 
 def test_a_tree_without_room_is_an_error() -> None:
     engine = engine_of("small_model", Overgrown(width=3, expansions=2, budget=8), captured=False)
-    with pytest.raises(ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* has 13 and cannot take 9 more"):
+    with pytest.raises(
+        ValueError,
+        match=r"policy Overgrown\.capacity: .* 21 nodes, .* has 13 and cannot take 9 more",
+    ):
         engine.generate(PROMPT)
     engine.policy = policies.make("eagle", width=3, expansions=2, budget=8)
     assert answer(engine, {})[0] == answer(engine_of("none", "", captured=False), {})[0]
@@ -395,7 +464,9 @@ def test_on_a_device_a_tree_without_room_is_seen_in_the_record() -> None:
         driver.tree.restart()
         for part in (driver._root, driver._level, driver._level, driver._finish):
             part()
-    with pytest.raises(ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* cannot take more"):
+    with pytest.raises(
+        ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* cannot take more"
+    ):
         driver._read(driver._record)
 
 
@@ -403,7 +474,9 @@ def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
     engine = captured("small_model", Overgrown(width=3, expansions=2, budget=8))
     with (
         frozen(),
-        pytest.raises(ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* cannot take more"),
+        pytest.raises(
+            ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* cannot take more"
+        ),
     ):
         engine.generate(PROMPT, **WALKS[0])
 
@@ -412,7 +485,9 @@ def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3", "eagle1", "ngram", "recycling"])
 @pytest.mark.parametrize("backend", ["auto", "triton,cpp"])
-def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_equal_calls(
+    draft: str, policy: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device: what is captured answers as the eager engine does.
 
     Rules that weigh chances against costs take exponentials, whose last bits differ between the host and the device:
@@ -425,14 +500,20 @@ def test_replays_equal_calls(draft: str, policy: str, backend: str, monkeypatch:
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
     if policy in ("auto", "caddtree"):
         with monkeypatch.context() as patch:
-            patch.setattr(Graphs, "_capture", lambda self, name, signature, function: _Captured(signature, None))
+            patch.setattr(
+                Graphs,
+                "_capture",
+                lambda self, name, signature, function: _Captured(signature, None),
+            )
             called = captured(draft, policy)
             expected = [answer(called, way) for way in WAYS + WALKS]
     assert [trees for _, trees, *_ in found] == [trees for _, trees, *_ in expected]
     torch.cuda.synchronize()
     assert engine.drivers.own.captured.graphs.bytes >= 0
     assert engine.drivers.own.captured.graphs.seconds > 0
-    assert all(known.graph is not None for known in engine.drivers.own.captured.graphs._captured.values())
+    assert all(
+        known.graph is not None for known in engine.drivers.own.captured.graphs._captured.values()
+    )
 
 
 def test_a_draft_holds_no_more_than_its_passes_have_run() -> None:

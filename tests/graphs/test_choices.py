@@ -54,11 +54,23 @@ def test_all_at_once_and_one_by_one(
     if undefined:
         logits[0] = math.nan
         logits[-1, 0] = math.inf
-    made = (temperature, TemperatureLogitsWarper), (top_k, TopKLogitsWarper), (top_p, TopP), (min_p, MinPLogitsWarper)
-    sampler = Sampler([] if seed is None else [kind(value) for value, kind in made if value is not None], seed)
+    made = (
+        (temperature, TemperatureLogitsWarper),
+        (top_k, TopKLogitsWarper),
+        (top_p, TopP),
+        (min_p, MinPLogitsWarper),
+    )
+    sampler = Sampler(
+        [] if seed is None else [kind(value) for value, kind in made if value is not None], seed
+    )
     positions = [3 * row for row in range(rows)]
-    chosen = [sampler.choose(logits[row], History([0] * place, place)) for row, place in enumerate(positions)]
-    assert sampler.choose_rows(logits, positions) == [-1 if token is None else token for token in chosen]
+    chosen = [
+        sampler.choose(logits[row], History([0] * place, place))
+        for row, place in enumerate(positions)
+    ]
+    assert sampler.choose_rows(logits, positions) == [
+        -1 if token is None else token for token in chosen
+    ]
 
 
 class OnDevice(Tensor):
@@ -70,19 +82,28 @@ class OnDevice(Tensor):
 
 
 @pytest.mark.parametrize("seed", [None, 4])
-def test_a_tree_on_a_device_is_chosen_for_at_once(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree, logits = toy.random_tree(1, 9, 6), torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+def test_a_tree_on_a_device_is_chosen_for_at_once(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, logits = (
+        toy.random_tree(1, 9, 6),
+        torch.randn(9, 6, generator=torch.Generator().manual_seed(2)),
+    )
     sampler, asked = Sampler([], seed), list[list[int]]()
     whole = Sampler.choose_rows
     monkeypatch.setattr(
         Sampler,
         "choose_rows",
-        lambda self, rows, positions: asked.append(list(positions)) or whole(self, logits, positions),
+        lambda self, rows, positions: (
+            asked.append(list(positions)) or whole(self, logits, positions)
+        ),
     )
     choose = sampler.chooser_of_tree(logits.as_subclass(OnDevice), History([0] * 5, 5), tree.depths)
     assert asked == [[] if seed is None else [5 + depth for depth in tree.depths.tolist()]]
     for node, depth in enumerate(tree.depths.tolist()):
-        assert choose(node) == Sampler([], seed).choose(logits[node], History([0] * (5 + depth), 5 + depth))
+        assert choose(node) == Sampler([], seed).choose(
+            logits[node], History([0] * (5 + depth), 5 + depth)
+        )
 
 
 def test_only_what_does_not_read_the_history_is_chosen_at_once() -> None:
@@ -108,7 +129,12 @@ def kept(row: list[float], **options: float) -> list[int]:
     given = RowFilter(**options)  # type: ignore[arg-type]
     shares = torch.tensor([given.temperature, given.top_p, given.min_p]).split(1)
     truncation = ops.Truncation(torch.tensor([given.top_k]), *shares[1:])
-    return ops.truncate(torch.tensor([row]), shares[0], truncation)[0].isfinite().nonzero()[:, 0].tolist()
+    return (
+        ops.truncate(torch.tensor([row]), shares[0], truncation)[0]
+        .isfinite()
+        .nonzero()[:, 0]
+        .tolist()
+    )
 
 
 def test_truncations_by_hand() -> None:
@@ -117,7 +143,13 @@ def test_truncations_by_hand() -> None:
     assert kept(row) == [0, 1, 2, 3, 4, 5]
     assert kept(row, top_k=2) == [1, 3]
     assert kept(row, top_k=3) == [0, 1, 2, 3, 4, 5]
-    assert kept(row, top_p=0.39) == kept(row, top_p=1e-6) == kept(row, top_p=0.0) == kept(row, min_p=1.0) == [1]
+    assert (
+        kept(row, top_p=0.39)
+        == kept(row, top_p=1e-6)
+        == kept(row, top_p=0.0)
+        == kept(row, min_p=1.0)
+        == [1]
+    )
     assert kept(row, top_p=0.65) == [0, 1, 3]
     assert kept(row, top_p=0.75) == [0, 1, 2, 3]
     assert kept(row, top_k=2, top_p=0.65) == [1]  # of 0.6, two thirds are 0.4
@@ -134,7 +166,9 @@ def test_a_row_is_truncated_as_alone() -> None:
     truncation = ops.Truncation(torch.tensor([2000]), torch.tensor([0.9]), torch.tensor([1e-5]))
     given = torch.tensor([0.6]), truncation
     whole = ops.truncate(logits, *given)
-    assert torch.equal(whole, torch.cat([ops.truncate(logits[row : row + 1], *given) for row in range(40)]))
+    assert torch.equal(
+        whole, torch.cat([ops.truncate(logits[row : row + 1], *given) for row in range(40)])
+    )
     turned = ops.truncate(logits.flip(1), *given).flip(1)
     assert torch.equal(whole, turned)
     assert 10 < int(whole.isfinite().sum()) / 40 < 2000

@@ -58,7 +58,9 @@ def test_what_waits_is_refused_before_a_capture(
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: begun.append("a capture"))
     device.sync_debug_mode = before
     ones = torch.ones(2, device=CUDA)
-    with pytest.raises(CaptureError, match=r"graphs: f cannot be captured \(called a synchronizing CUDA operation"):
+    with pytest.raises(
+        CaptureError, match=r"graphs: f cannot be captured \(called a synchronizing CUDA operation"
+    ):
         run(lambda: ones * float(ones.sum()))
     assert not begun
     assert device.sync_debug_mode == before
@@ -84,8 +86,12 @@ class OutOfResources(Exception):
 
 
 @without_a_device
-@pytest.mark.parametrize("error", [RuntimeError("no\nmore"), OutOfResources("no"), NotImplementedError("no")])
-def test_a_capture_that_fails_leaves_the_process_usable(device: pretended.Device, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no\nmore"), OutOfResources("no"), NotImplementedError("no")]
+)
+def test_a_capture_that_fails_leaves_the_process_usable(
+    device: pretended.Device, error: Exception
+) -> None:
     part, before = Graphs(CUDA), torch.cuda.current_stream()
     run(lambda: torch.zeros(1, device=CUDA), part)
     pool, stream = part._pool, part._stream
@@ -95,13 +101,17 @@ def test_a_capture_that_fails_leaves_the_process_usable(device: pretended.Device
             raise error
         return torch.ones(1, device=CUDA)
 
-    with pytest.raises(CaptureError, match=r"cannot be captured \(no\); load with graphs=False") as found:
+    with pytest.raises(
+        CaptureError, match=r"cannot be captured \(no\); load with graphs=False"
+    ) as found:
         part.run("g", [], fails)
     assert found.value.__cause__ is error
     assert torch.cuda.current_stream() is before
     assert device.capturing is None
     assert "g" not in part.captures
-    assert run(lambda: torch.ones(1, device=CUDA), part).tolist() == [0.0]  # the graph captured before
+    assert run(lambda: torch.ones(1, device=CUDA), part).tolist() == [
+        0.0
+    ]  # the graph captured before
     assert part.run("h", [], lambda: torch.ones(1, device=CUDA)).tolist() == [1.0]
     assert part._pool is not pool
     assert part._stream is not stream
@@ -240,7 +250,11 @@ def test_graphs_that_nobody_asked_for_are_done_without(
     if warm:
         assert engine.warmup(64).captured == ()
         assert all(map(torch.equal, engine.policy.state_on(CUDA), before))
-    for stream in (engine.stream(PROMPT, **GREEDY), early, engine.stream(PROMPT, policy="eagle", **GREEDY)):
+    for stream in (
+        engine.stream(PROMPT, **GREEDY),
+        early,
+        engine.stream(PROMPT, policy="eagle", **GREEDY),
+    ):
         found = stream.run()
         assert found.token_ids == wanted
         noted = [note for note in found.stats.notes if note.startswith("graphs:")]
@@ -252,7 +266,9 @@ def test_graphs_that_nobody_asked_for_are_done_without(
 
 
 @without_a_device
-def test_graphs_that_were_asked_for_are_an_error(device: pretended.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_were_asked_for_are_an_error(
+    device: pretended.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = loaded("talon", graphs=True)
     with monkeypatch.context() as patch:
         patch.setattr(CapturedDriver, "_finish", waiting)
@@ -264,7 +280,9 @@ def test_graphs_that_were_asked_for_are_an_error(device: pretended.Device, monke
 
 
 @without_a_device
-def test_a_capture_may_fail_while_costs_are_measured(device: pretended.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_may_fail_while_costs_are_measured(
+    device: pretended.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted, asked = expected("eagle"), list[bool]()
 
     def find(target: Any, drafter: Any, driver: Any = None) -> Any:

@@ -62,11 +62,15 @@ def results(lm: CausalLM, prompt: list[int]) -> list[Tensor]:
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bits_are_those_of_the_modules(family: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_are_those_of_the_modules(
+    family: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(family, kind)
     ours = CausalLM(model, pack=False)
     assert (ours.modules, ours.layers_note) == ("fused", "")
-    for found, wanted in zip(results(ours, PROMPT), results(by_modules(model, monkeypatch), PROMPT), strict=True):
+    for found, wanted in zip(
+        results(ours, PROMPT), results(by_modules(model, monkeypatch), PROMPT), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 
@@ -79,7 +83,12 @@ def test_windows_and_rotations(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         "sliding_window": 12,
         **({"layer_types": kinds, "use_sliding_window": True} if family == "qwen3" else {}),
     }
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     model = tiny(family, rope_parameters=rope, **changes)
     ours, theirs = CausalLM(model, pack=False), by_modules(model, monkeypatch)
     assert ours.modules == "fused"
@@ -101,7 +110,10 @@ def test_merged_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, kept[name]), name
     for layer in model.model.layers:
-        for parts in ([layer.self_attn.q_proj, layer.self_attn.v_proj], [layer.mlp.gate_proj, layer.mlp.up_proj]):
+        for parts in (
+            [layer.self_attn.q_proj, layer.self_attn.v_proj],
+            [layer.mlp.gate_proj, layer.mlp.up_proj],
+        ):
             assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
     model.generate(torch.tensor([PROMPT]), max_new_tokens=2)
     ours.refresh()
@@ -114,7 +126,9 @@ def test_a_model_of_the_user_keeps_its_tensors() -> None:
     before = {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()}
     engine = Engine.from_pretrained(model, "ngram", backend="huggingface")
     assert engine.target.lm.modules == "fused"
-    assert {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()} == before
+    assert {
+        name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()
+    } == before
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -137,7 +151,10 @@ def test_changed_weights_are_taken_in(replaced: bool, monkeypatch: pytest.Monkey
     theirs.target.model.load_state_dict(model.state_dict())
     assert after == theirs.generate(PROMPT, max_new_tokens=8).token_ids
     torch.testing.assert_close(
-        results(target.lm, PROMPT)[0], results(by_modules(model, monkeypatch), PROMPT)[0], rtol=1e-3, atol=2e-4
+        results(target.lm, PROMPT)[0],
+        results(by_modules(model, monkeypatch), PROMPT)[0],
+        rtol=1e-3,
+        atol=2e-4,
     )
     assert before != after
 
@@ -179,13 +196,17 @@ def test_changed_modules_run_themselves(change: Any, monkeypatch: pytest.MonkeyP
     target = HuggingFaceTarget(model, pack=False)
     assert target.lm.modules == "the model's own"
     assert target.notes == [f"layers: not fused, {reason}"]
-    for found, wanted in zip(results(target.lm, PROMPT), results(by_modules(model, monkeypatch), PROMPT), strict=True):
+    for found, wanted in zip(
+        results(target.lm, PROMPT), results(by_modules(model, monkeypatch), PROMPT), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_other_results_of_the_same_classes_are_seen(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_results_of_the_same_classes_are_seen(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A transformers whose norm computes something else: its classes are the known ones."""
     forward = LlamaRMSNorm.forward
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, states: forward(self, states) * 1.25)
@@ -237,7 +258,12 @@ def test_strict_bits_hold() -> None:
     assert target.lm.modules == "fused, merged products"
     plain = Engine(target, None, None).generate(PROMPT, max_new_tokens=20).token_ids
     draft = SmallModel(toy.near_copy("llama", num_hidden_layers=LAYERS), target.vocab_size)
-    assert Engine(target, draft, toy.policy_for("eagle", 3)).generate(PROMPT, max_new_tokens=20).token_ids == plain
+    assert (
+        Engine(target, draft, toy.policy_for("eagle", 3))
+        .generate(PROMPT, max_new_tokens=20)
+        .token_ids
+        == plain
+    )
 
 
 @pytest.fixture
@@ -245,14 +271,20 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the meanings of a layer's ops stand for kernels."""
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    kernels = {name: partial(ops.by_meaning, ops.OPS[name]) for name in (*fused.OPS, "cached_attention")}
-    monkeypatch.setattr(_registry, "_loaded", lambda key: {"triton": kernels, "reference": ops.OPS}.get(key, {}))
+    kernels = {
+        name: partial(ops.by_meaning, ops.OPS[name]) for name in (*fused.OPS, "cached_attention")
+    }
+    monkeypatch.setattr(
+        _registry, "_loaded", lambda key: {"triton": kernels, "reference": ops.OPS}.get(key, {})
+    )
     choose(monkeypatch, "triton")
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("draft", replays.DRAFTS)
-def test_replays_of_fused_layers_equal_the_eager_modules(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_of_fused_layers_equal_the_eager_modules(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = list[str]()
     fuse = CausalLM._fuse
 
@@ -269,7 +301,9 @@ def test_replays_of_fused_layers_equal_the_eager_modules(draft: str, monkeypatch
 def launches(family: str, kind: torch.dtype, layers: int, *, merge: bool) -> int:
     """Return those of a forward of tree rows; an op counts as one."""
     with pretended.cuda():
-        model = toy.tiny(family, num_hidden_layers=layers, sliding_window=None).to(kind)  # longer than the text
+        model = toy.tiny(family, num_hidden_layers=layers, sliding_window=None).to(
+            kind
+        )  # longer than the text
         lm = CausalLM(pretended.moved(model), merge=merge)  # type: ignore[arg-type]
         assert lm.modules == ("fused, merged products" if merge else "fused")
         cache = lm.new_cache(40)
@@ -294,7 +328,12 @@ def test_launches_of_a_layer(family: str, kind: torch.dtype) -> None:
 
 
 def _wide(family: str, kind: torch.dtype, layers: int = LAYERS) -> Any:
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
     return toy.tiny(family, num_hidden_layers=layers, head_dim=64, **sizes).to("cuda", kind)
 
 
@@ -333,7 +372,9 @@ def test_on_a_device_a_layer_has_few_launches(monkeypatch: pytest.MonkeyPatch) -
         own = by_modules(_wide("llama", torch.bfloat16, layers), monkeypatch)
         counts[None, layers] = _kernels(own)  # type: ignore[index]
     a_layer = {merge: (counts[merge, 7] - counts[merge, 3]) / 4 for merge, _ in counts}
-    print(f"kernels of a layer: modules {a_layer[None]}, fused {a_layer[False]}, merged {a_layer[True]}")  # type: ignore[index]
+    print(
+        f"kernels of a layer: modules {a_layer[None]}, fused {a_layer[False]}, merged {a_layer[True]}"
+    )  # type: ignore[index]
     assert 0 < a_layer[True] <= 14
     assert 0 < a_layer[False] <= 18
 

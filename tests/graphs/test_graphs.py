@@ -38,7 +38,9 @@ def test_a_host_read_is_seen() -> None:
         Graphs(DEVICE).run("f", [], lambda: torch.ones(1) * float(torch.ones(1)))
 
 
-@pytest.mark.parametrize("make", [lambda: torch.ones(2).where(torch.ones(2).bool(), 0), lambda: torch.tensor([1.0])])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.ones(2).where(torch.ones(2).bool(), 0), lambda: torch.tensor([1.0])]
+)
 def test_a_constant_that_the_host_would_send_is_seen(make: Any) -> None:
     part = Graphs(DEVICE)
     with frozen(), pytest.raises(AssertionError, match="the host would send"):

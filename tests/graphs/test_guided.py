@@ -33,7 +33,10 @@ def engine_with_text(draft: str, policy: str, *, captured: bool) -> Engine:
 def answer(engine: Engine, way: dict[str, Any]) -> tuple[Any, list[str]]:
     stream = engine.stream([7, 9], grammar=GRAMMAR, max_new_tokens=40, **way)
     cycles = [piece.cycle for piece in stream]
-    trees = [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens) for cycle in cycles]
+    trees = [
+        (cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens)
+        for cycle in cycles
+    ]
     return (stream.result.text, trees), stream.result.stats.notes
 
 

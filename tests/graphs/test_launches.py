@@ -21,7 +21,11 @@ def test_no_more_is_launched_than_the_table_says() -> None:
     found, known = launches.table(launches.WAYS["kernels"], ("auto", "eagle")), KNOWN["kernels"]
     assert set(found["ops"]) <= set(known["ops"])
     for name, row in found.items():
-        over = {part: (count, known[name][part]) for part, count in row.items() if count > known[name][part]}
+        over = {
+            part: (count, known[name][part])
+            for part, count in row.items()
+            if count > known[name][part]
+        }
         assert not over, f"{name}: launches, and as many as there may be: {over}"
 
 
@@ -31,13 +35,18 @@ def test_no_more_is_launched_by_meanings() -> None:
         launches.choose(patch, launches.WAYS["meanings"])
         for name in ("eagle", "talon"):
             found = launches.counted(name, {})
-            assert all(count <= KNOWN["meanings"][name][part] for part, count in found.items()), (name, found)
+            assert all(count <= KNOWN["meanings"][name][part] for part, count in found.items()), (
+                name,
+                found,
+            )
 
 
 def test_goals_stay_reached() -> None:
     for name, figure in launches.figures(KNOWN["kernels"]).items():
         reached = name in launches.REACHED
-        assert (figure <= launches.GOALS[name]) is reached, f"{name}: {figure}; the goal is {launches.GOALS[name]}"
+        assert (figure <= launches.GOALS[name]) is reached, (
+            f"{name}: {figure}; the goal is {launches.GOALS[name]}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,10 @@ def test_goals_stay_reached() -> None:
 )
 def test_the_host_waits_no_more_than_the_table_says(policy: str, draft: str, sampling: str) -> None:
     """By cycle, as acceptance may change with a model's numbers."""
-    found, known = launches.waits_of(policy, draft, sampling), KNOWN["waits"][f"{policy}, {draft}, {sampling}"]
+    found, known = (
+        launches.waits_of(policy, draft, sampling),
+        KNOWN["waits"][f"{policy}, {draft}, {sampling}"],
+    )
     assert found["waits"] * known["cycles"] <= known["waits"] * found["cycles"], (found, known)
 
 
@@ -66,12 +78,19 @@ def test_trees_that_grow_in_graphs_wait_for_their_passes_and_their_record_alone(
     """
     more = 2 + 4  # of a cycle of as many passes as there may be
     for sampling in ("greedy", "sampled"):
-        auto, eagle = (KNOWN["waits"][f"{policy}, head, {sampling}"] for policy in ("auto", "eagle"))
+        auto, eagle = (
+            KNOWN["waits"][f"{policy}, head, {sampling}"] for policy in ("auto", "eagle")
+        )
         assert auto["waits"] <= auto["cycles"] + auto["passes"] + more
         assert eagle["waits"] <= eagle["cycles"] + 3
 
 
 def test_the_table_has_every_way() -> None:
     assert list(KNOWN["kernels"])[:-2] == list(KNOWN["meanings"])[:-1] == list(launches.NAMES)
-    wanted = [f"{p}, {d}, {s}" for p in launches.NAMES[:2] for d in launches.DRAFTS for s in launches.SAMPLINGS]
+    wanted = [
+        f"{p}, {d}, {s}"
+        for p in launches.NAMES[:2]
+        for d in launches.DRAFTS
+        for s in launches.SAMPLINGS
+    ]
     assert list(KNOWN["waits"]) == wanted

@@ -36,14 +36,20 @@ def test_graphs_decide_what_is_loaded() -> None:
     assert kinds(SmallModel(near_copy()), graphs=True) == (HuggingFaceTarget, True, SmallModel)
     for graphs in (None, False) if DEVICE.type == "cpu" else (False,):
         without = {"graphs": graphs, "lookup": False}
-        assert kinds(near_copy(), backend="huggingface", **without) == (HuggingFaceTarget, False, SmallModel)
+        assert kinds(near_copy(), backend="huggingface", **without) == (
+            HuggingFaceTarget,
+            False,
+            SmallModel,
+        )
         on_cpu = NativeTarget if DEVICE.type == "cpu" else HuggingFaceTarget
         assert kinds(near_copy(), **without) == (on_cpu, False, SmallModel)
 
 
 def test_an_engine_loaded_with_graphs_answers_as_one_without() -> None:
     expected = Engine.from_pretrained(model(), policy="plain").generate(PROMPT, max_new_tokens=8)
-    found = Engine.from_pretrained(model(), near_copy(), "talon", graphs=True).generate(PROMPT, max_new_tokens=8)
+    found = Engine.from_pretrained(model(), near_copy(), "talon", graphs=True).generate(
+        PROMPT, max_new_tokens=8
+    )
     assert found.token_ids == expected.token_ids
     noted = "graphs: without a CUDA device the padded forwards run uncaptured"
     about_graphs = [note for note in found.stats.notes if note.startswith("graphs")]
@@ -64,10 +70,14 @@ def test_strict_verification_under_graphs() -> None:
 def test_models_that_cannot_be_captured_are_refused() -> None:
     dense = toy.tiny("Gemma2", name="Gemma2", num_key_value_heads=2, head_dim=8, sliding_window=128)
     assert HuggingFaceTarget(dense).lm.attention == "dense mask"
-    with pytest.raises(UnsupportedModelError, match=r"graphs: the attention of .* runs with a dense mask"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"graphs: the attention of .* runs with a dense mask"
+    ):
         Engine.from_pretrained(dense, "ngram", graphs=True)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(UnsupportedModelError, match=r"graphs: .* has dynamic positions, which the host reads"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"graphs: .* has dynamic positions, which the host reads"
+    ):
         Engine.from_pretrained(toy.tiny("llama", rope_parameters=rope), "ngram", graphs=True)
     with pytest.raises(UnsupportedModelError, match="dense mask"):
         SmallModel(dense, captured=True)

@@ -47,8 +47,12 @@ def test_truncated_answers_are_those_of_plain_sampling(draft: str, policy: str) 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 49152), (64, 128256), (7, 151936), (3, 50)])
-def test_rows_are_truncated_as_alone_and_as_on_the_host(rows: int, columns: int, kind: torch.dtype) -> None:
-    logits = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 3).to(kind)
+def test_rows_are_truncated_as_alone_and_as_on_the_host(
+    rows: int, columns: int, kind: torch.dtype
+) -> None:
+    logits = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 3).to(
+        kind
+    )
     one, there = torch.tensor([0.6]), logits.to(DEVICE)
     given = one.to(DEVICE), truncation(5000, 0.9, 1e-6, DEVICE)
     found = ops.truncate(there, *given)

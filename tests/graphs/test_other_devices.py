@@ -37,7 +37,9 @@ def without_float64() -> Iterator[None]:
 
     def refusing(self: Any, name: str, *given: Any, **options: Any) -> Any:
         found = run(self, name, *given, **options)
-        if any(part.dtype is torch.float64 for part in pretended.of_class(pretended.OnDevice, found)):
+        if any(
+            part.dtype is torch.float64 for part in pretended.of_class(pretended.OnDevice, found)
+        ):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         return found
 
@@ -55,7 +57,11 @@ def without_float64() -> Iterator[None]:
 @pytest.mark.parametrize("policy", ["auto", "svip", "ddd", "opt_tree", "salf", "ltd"])
 def test_trees_grow_and_tokens_are_drawn_without_float64(policy: str) -> None:
     """Noise in float32 draws the tokens of float64 but where two are as good as equal."""
-    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.6, "top_p": 0.9, "seed": 5}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.6, "top_p": 0.9, "seed": 5},
+    ]
     model, _ = replays.on_the_host("eagle3", True)
     host = Engine(HuggingFaceTarget(model), None, None)
     expected = [replays.answer(host, way)[0] for way in ways]
@@ -72,7 +78,9 @@ def test_trees_grow_and_tokens_are_drawn_without_float64(policy: str) -> None:
 def test_noise_of_float32_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     from specengine.ops import choose as module
 
-    words = torch.cat([torch.arange(1000), torch.arange(2**32 - 3000, 2**32), torch.randint(0, 2**32, (5000,))])
+    words = torch.cat(
+        [torch.arange(1000), torch.arange(2**32 - 3000, 2**32), torch.randint(0, 2**32, (5000,))]
+    )
     expected = module._gumbel(words)
     monkeypatch.setattr(module, "doubled", lambda values: values.float())
     found = module._gumbel(words)
@@ -88,7 +96,9 @@ def test_float64_is_for_devices_that_have_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_old_cards_are_refused_bfloat16(dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_old_cards_are_refused_bfloat16(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     """Before weights are read, with the dtypes that would run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
@@ -96,7 +106,10 @@ def test_old_cards_are_refused_bfloat16(dtype: str, monkeypatch: pytest.MonkeyPa
     toy.tiny("llama").bfloat16().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(
-        UnsupportedModelError, match=r"bfloat16 .* 8\.0 or newer, Tesla T4 has 7\.5; give dtype='float16'"
+        UnsupportedModelError,
+        match=r"bfloat16 .* 8\.0 or newer, Tesla T4 has 7\.5; give dtype='float16'",
     ):
-        Engine.from_pretrained(str(tmp_path), policy="plain", dtype=dtype, tokenizer=toy.byte_tokenizer())
+        Engine.from_pretrained(
+            str(tmp_path), policy="plain", dtype=dtype, tokenizer=toy.byte_tokenizer()
+        )
     assert LoadOptions.of({"device": "cuda", "dtype": "float16"}).device == torch.device("cuda")

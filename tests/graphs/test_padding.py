@@ -63,21 +63,32 @@ def test_rows_see_their_ancestors_wherever_those_stand(seed: int, size: int, pad
     with as_on_a_device():
         padded.root(tree)
     slots: list[int] = []
-    while ready := [n for n in range(1, size) if n not in slots and int(tree.parents[n]) in (0, *slots)]:
+    while ready := [
+        n for n in range(1, size) if n not in slots and int(tree.parents[n]) in (0, *slots)
+    ]:
         if len(slots) > 40:
             break
         nodes = sorted(random.permutation(ready)[: int(random.integers(1, 9))].tolist())
         eager.step(tree, toy.nodes_of(nodes))
-        wide = Nodes(torch.tensor([*nodes, *[size - 1] * padding]), torch.tensor([len(nodes)], dtype=torch.int32))
+        wide = Nodes(
+            torch.tensor([*nodes, *[size - 1] * padding]),
+            torch.tensor([len(nodes)], dtype=torch.int32),
+        )
         with as_on_a_device():
             padded.step(tree, wide)
         slots += nodes
         for draft in (eager, padded):
             rows, given = draft.given[-1]
             live = slice(int(rows.live))
-            assert (int(rows.prefix), int(rows.slot), int(rows.seen)) == (8, 8 + len(slots) - len(nodes), len(slots))
+            assert (int(rows.prefix), int(rows.slot), int(rows.seen)) == (
+                8,
+                8 + len(slots) - len(nodes),
+                len(slots),
+            )
             assert rows.tokens[live].tolist() == tree.tokens[nodes].tolist()
-            assert rows.positions[live].tolist() == [7 + depth for depth in tree.depths[nodes].tolist()]
+            assert rows.positions[live].tolist() == [
+                7 + depth for depth in tree.depths[nodes].tolist()
+            ]
             assert given.sources[live].tolist() == tree.parents[nodes].tolist()
             assert given.targets.tolist() == [*nodes, *[size] * (len(given.targets) - len(nodes))]
             mask = ops.tree_mask(tree.ancestors[nodes], size)[:, slots]
@@ -120,7 +131,11 @@ def test_attention_over_a_whole_cache(
 
 
 def test_attention_over_a_cache_refuses() -> None:
-    query, key, words = torch.zeros(2, 3, 8), torch.zeros(1, 9, 8), torch.zeros(3, 1, dtype=torch.int64)
+    query, key, words = (
+        torch.zeros(2, 3, 8),
+        torch.zeros(1, 9, 8),
+        torch.zeros(3, 1, dtype=torch.int64),
+    )
     number = torch.ones(1, dtype=torch.int32)
     with pytest.raises(InputError, match="query"):
         ops.cached_attention(query, key, key[:, :4], words, number, number, number, 1.0)
@@ -136,7 +151,9 @@ def test_padded_rows_under_a_dense_mask() -> None:
     answers = []
     for place in (contextlib.nullcontext, as_on_a_device):
         with place():
-            engine = Engine.from_pretrained(model, first_layers(model, 1), toy.policy_for("eagle", 3))
+            engine = Engine.from_pretrained(
+                model, first_layers(model, 1), toy.policy_for("eagle", 3)
+            )
             assert engine.target.lm.attention == "dense mask"
             answers.append(engine.generate([1, 5, 9, 5, 9, 7, 5, 9], max_new_tokens=12).token_ids)
     assert answers[0] == answers[1]

@@ -20,7 +20,16 @@ from specengine.ops import _registry
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused
-from tests.graphs.replays import DRAFTS, POLICIES, PROMPT, WAYS, answer, check, engine_of, on_the_device
+from tests.graphs.replays import (
+    DRAFTS,
+    POLICIES,
+    PROMPT,
+    WAYS,
+    answer,
+    check,
+    engine_of,
+    on_the_device,
+)
 from tests.ops.backends import choose
 
 pytestmark = [
@@ -47,7 +56,11 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_the_host_walks(draft: str, policy: str) -> None:
-    check(draft, policy, [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "typical_p": 0.9}])
+    check(
+        draft,
+        policy,
+        [{"repetition_penalty": 1.3}, {"temperature": 1.0, "seed": 5, "typical_p": 0.9}],
+    )
 
 
 @pytest.mark.sliced(1)
@@ -72,7 +85,9 @@ def test_where_a_tree_is_one_graph(policy: str) -> None:
         assert ("tree" in names) == toy.policy_for(policy, 3).ends_early
 
 
-@pytest.mark.parametrize(("policy", "branches"), [("auto", False), ("auto", True), ("eagle", False)])
+@pytest.mark.parametrize(
+    ("policy", "branches"), [("auto", False), ("auto", True), ("eagle", False)]
+)
 def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
     """The host reads the record; where a tree may end early and is not one graph, also after each pass if it has ended.
 
@@ -85,13 +100,21 @@ def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
         for piece in engine.stream(PROMPT, max_new_tokens=16):
             passes.append(int(piece.cycle.tree.passes))
             waits.append(device.waits)
-    reads = [0] * len(passes) if branches or policy == "eagle" else [max(number, 1) for number in passes]
+    reads = (
+        [0] * len(passes)
+        if branches or policy == "eagle"
+        else [max(number, 1) for number in passes]
+    )
     assert len(waits) > 4
     found = [after - before for before, after in itertools.pairwise(waits[:-1])]
-    assert found == [1 + number for number in reads[2:]]  # of a cycle's record, and of the tree that is grown meanwhile
+    assert found == [
+        1 + number for number in reads[2:]
+    ]  # of a cycle's record, and of the tree that is grown meanwhile
 
 
-def test_a_tree_that_is_another_as_one_graph_is_grown_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_that_is_another_as_one_graph_is_grown_by_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = answer(engine_of("small_model", "talon", captured=False), {})
 
     def never(self: pretended.Branching, flag: Any) -> None:
@@ -164,10 +187,14 @@ def test_fresh_memory_is_garbage() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_workspaces_of_products_are_made_within_each_capture(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_of_products_are_made_within_each_capture(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the warm-ups stand in ordinary memory, and what another capture clears no graph may read."""
     said: list[str] = []
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: said.append("clear"), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: said.append("clear"), raising=False
+    )
     with pretended.cuda() as device:
 
         def function() -> Tensor:
@@ -229,5 +256,8 @@ def test_a_number_from_a_kernel_cannot_be_captured(monkeypatch: pytest.MonkeyPat
     with pretended.cuda():
         scores = torch.ones(4, device=CUDA)
         assert ops.keyed_gumbel_argmax(scores, 1, 2) == 3
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(Refused, match="a number from"):
+        with (
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+            pytest.raises(Refused, match="a number from"),
+        ):
             ops.keyed_gumbel_argmax(scores, 1, 2)

@@ -36,7 +36,10 @@ DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
     "recycling with lookup": lambda _, target: Lookup(Recycling()),
     "none": lambda _, target: None,
 }
-WAYS: dict[str, Way] = {"greedy": {}, "penalised": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}}
+WAYS: dict[str, Way] = {
+    "greedy": {},
+    "penalised": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
+}
 
 
 def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine:
@@ -44,7 +47,11 @@ def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine
     model = toy.tiny("llama", num_hidden_layers=4)
     given = {"temperatures": (0.5, 2.0)} if draft.endswith("temperatures") else {}
     head = draft.startswith("eagle3")
-    other = toy.tiny_head(toy.head_config(3, model, **given)) if head else toy.near_copy(num_hidden_layers=4)
+    other = (
+        toy.tiny_head(toy.head_config(3, model, **given))
+        if head
+        else toy.near_copy(num_hidden_layers=4)
+    )
     if there:
         model, other = pretended.moved(model), pretended.moved(other)  # type: ignore[assignment]
     target = HuggingFaceTarget(model, captured=captured)
@@ -65,7 +72,10 @@ def test_answers_and_trees_are_those_of_the_host(
     wanted = answer(engine_of(draft, policy, there=False, captured=False), WAYS[way])
     with pretended.cuda():
         found = answer(engine_of(draft, policy, there=True, captured=captured), WAYS[way])
-    if (draft, policy) == ("lookup", "auto"):  # which leaves passes out on the host alone, where it need not wait
+    if (draft, policy) == (
+        "lookup",
+        "auto",
+    ):  # which leaves passes out on the host alone, where it need not wait
         assert found[0] == wanted[0]
     else:
         assert found == wanted

@@ -25,9 +25,14 @@ NAMES = [name for name in policies.names() if name != "plain"]
 
 @cache
 def bfloat16(seed: int = 0) -> PreTrainedModel:
-    return toy.tiny("qwen3", seed=seed, hidden_size=64, intermediate_size=128, head_dim=32, num_attention_heads=2).to(
-        DEVICE, torch.bfloat16
-    )
+    return toy.tiny(
+        "qwen3",
+        seed=seed,
+        hidden_size=64,
+        intermediate_size=128,
+        head_dim=32,
+        num_attention_heads=2,
+    ).to(DEVICE, torch.bfloat16)
 
 
 def strict_target(**options: Any) -> HuggingFaceTarget:
@@ -75,7 +80,9 @@ def test_the_control_without_it_has_other_bits() -> None:
     target, prompt = HuggingFaceTarget(bfloat16(), captured=True), PROMPT * 20
     tree = toy.random_tree(0, 24, 64, root=3)
     logits = verified(target, prompt, tree)
-    assert not all(torch.equal(logits[n], plain_logits(target, prompt, path_to(tree, n))) for n in range(24))
+    assert not all(
+        torch.equal(logits[n], plain_logits(target, prompt, path_to(tree, n))) for n in range(24)
+    )
 
 
 def test_a_larger_cache_changes_nothing() -> None:
@@ -88,9 +95,13 @@ def test_a_larger_cache_changes_nothing() -> None:
 @pytest.mark.sliced(4)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, sampled: bool, tmp_path: Path) -> None:
+def test_bfloat16_answers_equal_plain_decoding_under_every_policy(
+    name: str, sampled: bool, tmp_path: Path
+) -> None:
     target = strict_target()
-    options: dict[str, Any] = {"max_new_tokens": 12} | ({"temperature": 1.0, "seed": 5} if sampled else {})
+    options: dict[str, Any] = {"max_new_tokens": 12} | (
+        {"temperature": 1.0, "seed": 5} if sampled else {}
+    )
     wanted = Engine(target, None, None).generate(PROMPT, **options).token_ids
     drafter: Any = SmallModel(bfloat16(seed=1), target.vocab_size)
     policy = None
@@ -103,10 +114,14 @@ def test_bfloat16_answers_equal_plain_decoding_under_every_policy(name: str, sam
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["device", "host"])
-def test_every_forward_has_one_number_of_rows(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_forward_has_one_number_of_rows(
+    penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, seen = strict_target(), set()
     forward = target.lm.forward
-    monkeypatch.setattr(target.lm, "forward", lambda rows, *rest: seen.add(len(rows)) or forward(rows, *rest))
+    monkeypatch.setattr(
+        target.lm, "forward", lambda rows, *rest: seen.add(len(rows)) or forward(rows, *rest)
+    )
     drafter = SmallModel(bfloat16(seed=1), target.vocab_size)
     for policy in (None, policies.make("eagle", width=10, expansions=2, budget=100)):
         engine = Engine(target, None if policy is None else drafter, policy)
@@ -127,5 +142,7 @@ def test_a_device_whose_products_follow_the_row_is_refused(monkeypatch: pytest.M
     if DEVICE.type == "cpu":
         assert strict_rows(target.lm, padded=True) == PADDED_ROWS
     monkeypatch.setattr(target.lm, "forward", shifted)
-    with pytest.raises(UnsupportedModelError, match=r"strict: on this .* changes with its place among 64 rows"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"strict: on this .* changes with its place among 64 rows"
+    ):
         strict_rows(target.lm, padded=True)

@@ -30,7 +30,9 @@ def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
 
 
-def waits(engine: Engine, device: pretended.Device, options: dict[str, Any], cycles: int = 8) -> int:
+def waits(
+    engine: Engine, device: pretended.Device, options: dict[str, Any], cycles: int = 8
+) -> int:
     """Return the waits of some cycles of an answer, of which the first is not one."""
     stream = iter(engine.stream(replays.PROMPT, max_new_tokens=100, **options))
     for _ in range(2):
@@ -41,11 +43,15 @@ def waits(engine: Engine, device: pretended.Device, options: dict[str, Any], cyc
     return device.waits - before
 
 
-@pytest.mark.parametrize("options", [{}, DRAWN, DRAWN | {"top_p": 0.9}], ids=["greedy", "drawn", "top-p"])
+@pytest.mark.parametrize(
+    "options", [{}, DRAWN, DRAWN | {"top_p": 0.9}], ids=["greedy", "drawn", "top-p"]
+)
 def test_recycled_trees_cost_two_waits_a_cycle(options: dict[str, Any]) -> None:
     """One for the choices and one for the successors; a path that leaves the first children is sent without one."""
     with pretended.cuda() as device:
-        target = HuggingFaceTarget(pretended.moved(toy.tiny("llama", num_hidden_layers=2)), captured=True)
+        target = HuggingFaceTarget(
+            pretended.moved(toy.tiny("llama", num_hidden_layers=2)), captured=True
+        )
         engine = Engine(target, Lookup(Recycling()), toy.policy_for("auto"))
         list(engine.stream(replays.PROMPT, max_new_tokens=10, **options))
         assert waits(engine, device, options) == 2 * 8

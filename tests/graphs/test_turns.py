@@ -139,7 +139,9 @@ def test_captures_and_cycles_take_their_turns(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_engines_of_threads_capture_and_answer_at_once() -> None:
     """In a process of its own, as a capture that fails may ruin it."""
-    subprocess.run([sys.executable, "-c", ON_A_DEVICE], check=True, timeout=300, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", ON_A_DEVICE], check=True, timeout=300, cwd=Path(__file__).parents[2]
+    )
 
 
 ON_A_DEVICE = """

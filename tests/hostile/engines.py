@@ -27,7 +27,11 @@ def engine_of(policy: str = "eagle", tokenizer: Any = None) -> Engine:
 
 
 def plainly(count: int = 20, **options: Any) -> list[int]:
-    return Engine(target_of(model()), None, None).generate(PROMPT, max_new_tokens=count, **options).token_ids
+    return (
+        Engine(target_of(model()), None, None)
+        .generate(PROMPT, max_new_tokens=count, **options)
+        .token_ids
+    )
 
 
 def toy_engine() -> Engine:

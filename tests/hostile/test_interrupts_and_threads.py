@@ -34,12 +34,18 @@ def interrupting(after: int) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("part", ["target", "draft"])
 def test_ctrl_c_inside_a_forward(part: str, after: int) -> None:
     engine = engine_of()
-    module = (engine.target.model if part == "target" else engine.drafter.lm.model).model.layers[1].mlp
+    module = (
+        (engine.target.model if part == "target" else engine.drafter.lm.model).model.layers[1].mlp
+    )
     seen: list[int] = []
     with hooked(module, interrupting(after)), pytest.raises(KeyboardInterrupt):
         stream_into(seen, engine)
     assert seen == plainly(40)[: len(seen)]
-    assert (engine.target.tokens, engine.target.cache.length, engine.drafter.cache.length) == ([], 0, 0)
+    assert (engine.target.tokens, engine.target.cache.length, engine.drafter.cache.length) == (
+        [],
+        0,
+        0,
+    )
     check_usable(engine)
 
 
@@ -127,7 +133,9 @@ def test_two_threads_sharing_an_engine() -> None:
     thread.start()
     try:
         assert inside.wait(20)
-        with pytest.raises(EngineBusyError, match=r"generating for another caller.*they can share the loaded model"):
+        with pytest.raises(
+            EngineBusyError, match=r"generating for another caller.*they can share the loaded model"
+        ):
             engine.generate(PROMPT)
     finally:
         leave.set()
@@ -147,7 +155,9 @@ def test_two_engines_sharing_a_model_in_two_threads() -> None:
     def work(index: int) -> None:
         for _ in range(4):
             barrier.wait(20)
-            answers[index].append(engines[index].generate(prompts[index], max_new_tokens=60).token_ids)
+            answers[index].append(
+                engines[index].generate(prompts[index], max_new_tokens=60).token_ids
+            )
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
     for thread in threads:

@@ -37,15 +37,32 @@ def _raises(scores: Tensor) -> Tensor:
     ("make", "message"),
     [
         (_raises, "logits processor Returns raised KeyError: 'the table'"),
-        (lambda scores: scores * float("nan"), "logits processor Returns returned NaN or infinity at position 19"),
-        (lambda scores: scores + float("inf"), "logits processor Returns returned NaN or infinity at position 19"),
-        (lambda scores: scores - float("inf"), "logits processor Returns left no token at position 19"),
-        (lambda scores: scores[:, :5], r"logits processor Returns returned shape \(1, 5\), not shape \(1, 260\)"),
-        (lambda scores: scores[0], r"logits processor Returns returned shape \(260,\), not shape \(1, 260\)"),
+        (
+            lambda scores: scores * float("nan"),
+            "logits processor Returns returned NaN or infinity at position 19",
+        ),
+        (
+            lambda scores: scores + float("inf"),
+            "logits processor Returns returned NaN or infinity at position 19",
+        ),
+        (
+            lambda scores: scores - float("inf"),
+            "logits processor Returns left no token at position 19",
+        ),
+        (
+            lambda scores: scores[:, :5],
+            r"logits processor Returns returned shape \(1, 5\), not shape \(1, 260\)",
+        ),
+        (
+            lambda scores: scores[0],
+            r"logits processor Returns returned shape \(260,\), not shape \(1, 260\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("seed", [None, 3])
-def test_failing_processors_are_named(make: Callable[[Tensor], Any], message: str, seed: int | None) -> None:
+def test_failing_processors_are_named(
+    make: Callable[[Tensor], Any], message: str, seed: int | None
+) -> None:
     engine = engine_of()
     options = {} if seed is None else {"seed": seed, "do_sample": True}
     with pytest.raises(ProcessorError, match=message):
@@ -93,8 +110,12 @@ def test_nan_on_tree_nodes_never_changes_the_answer(policy: str, seed: int | Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 5}, {"repetition_penalty": 1.2}], ids=str)
-def test_tokens_whose_logits_are_not_finite_are_never_chosen(value: float, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 5}, {"repetition_penalty": 1.2}], ids=str
+)
+def test_tokens_whose_logits_are_not_finite_are_never_chosen(
+    value: float, options: dict[str, Any]
+) -> None:
     favourites = plainly(16, **options)
 
     def spoil(logits: Tensor) -> Tensor:
@@ -108,7 +129,9 @@ def test_tokens_whose_logits_are_not_finite_are_never_chosen(value: float, optio
     assert not set(expected) & set(favourites)
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 5}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 5}, {"repetition_penalty": 1.2}], ids=str
+)
 def test_nan_on_the_root_is_an_error_with_a_position(options: dict[str, Any]) -> None:
     engine = engine_of()
     calls = 0
@@ -119,7 +142,10 @@ def test_nan_on_the_root_is_an_error_with_a_position(options: dict[str, Any]) ->
         return logits * float("nan") if calls > 2 else logits
 
     seen: list[int] = []
-    with hooked(engine.target.model.lm_head, spoil), pytest.raises(NumericalError, match="at position") as raised:
+    with (
+        hooked(engine.target.model.lm_head, spoil),
+        pytest.raises(NumericalError, match="at position") as raised,
+    ):
         stream_into(seen, engine, **options)
     assert f"position {len(PROMPT) + len(seen)} " in str(raised.value)
     assert seen == plainly(40, **options)[: len(seen)] != []

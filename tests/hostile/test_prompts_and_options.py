@@ -25,16 +25,28 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("", "prompt: it is empty, at least one token is needed"),
         ([], "prompt: it is empty, at least one token is needed"),
         (torch.empty(1, 0, dtype=torch.int64), "prompt: it is empty"),
-        ([1, VOCABULARY], f"prompt: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}"),
+        (
+            [1, VOCABULARY],
+            f"prompt: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}",
+        ),
         ([1, -1], "prompt: token id -1 is out of range"),
         ([1] * 256, r"prompt: it has 256 tokens, accepted at most 255: the context here is 256"),
         ([1] * 1000, r"prompt: it has 1000 tokens, accepted at most 255"),
-        ([[1, 2], [3, 4]], "prompt: accepted a string, a list of chat messages .* or a list of token ids"),
+        (
+            [[1, 2], [3, 4]],
+            "prompt: accepted a string, a list of chat messages .* or a list of token ids",
+        ),
         ([1.0, 2.0], "prompt: accepted a string"),
         ([True, False], "prompt: accepted a string"),
         (["a", "b"], "prompt: accepted a string"),
-        (torch.ones(2, 3, dtype=torch.int64), "prompt: got a batch of 2, this engine serves one sequence"),
-        (torch.ones(1, 2, 3, dtype=torch.int64), r"prompt: got torch.int64 \(1, 2, 3\), accepted int64"),
+        (
+            torch.ones(2, 3, dtype=torch.int64),
+            "prompt: got a batch of 2, this engine serves one sequence",
+        ),
+        (
+            torch.ones(1, 2, 3, dtype=torch.int64),
+            r"prompt: got torch.int64 \(1, 2, 3\), accepted int64",
+        ),
         (torch.ones(3), r"prompt: got torch.float32 \(3,\), accepted int64"),
         ([{"role": "user"}], r"prompt: each message needs role and content, got \['role'\]"),
         (None, "prompt: got NoneType, accepted a string"),
@@ -43,7 +55,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"role": "user", "content": "hi"}, "prompt: got dict, accepted a string"),
         ("caf\udce9", r"prompt: character 3 is not Unicode text \('\\udce9'\)"),
         ([{"role": "user", "content": "caf\udce9"}], "prompt: character 3 is not Unicode text"),
-        ([{"role": "user", "content": None}], "prompt: a message's content: got NoneType, accepted a string"),
+        (
+            [{"role": "user", "content": None}],
+            "prompt: a message's content: got NoneType, accepted a string",
+        ),
         (
             [{"role": "user", "content": ["hi"]}],
             "prompt: a content part: got type 'str', accepted",
@@ -52,7 +67,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
             [{"role": "user", "content": [{"type": "image_url"}]}],
             "prompt: a content part: got type 'image_url', accepted",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "prompt: a content part: got type 'text' without"),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "prompt: a content part: got type 'text' without",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value)[:20],
 )
@@ -66,7 +84,10 @@ def test_content_parts_of_text_are_a_message() -> None:
     engine = engine_of(tokenizer=byte_tokenizer())
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     whole, split = ([{"role": "user", "content": content}] for content in ("Hello", parts))
-    assert engine.generate(whole, max_new_tokens=4).token_ids == engine.generate(split, max_new_tokens=4).token_ids
+    assert (
+        engine.generate(whole, max_new_tokens=4).token_ids
+        == engine.generate(split, max_new_tokens=4).token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,9 +95,18 @@ def test_content_parts_of_text_are_a_message() -> None:
     [
         ({"stop_strings": 3}, "stop_strings: got 3, accepted a string or a list of strings"),
         ({"eos_token_id": "x"}, "eos_token_id: got 'x', accepted a token id or a list of them"),
-        ({"logits_processor": lambda ids, rows: rows}, "logits_processor: got .*, accepted a list of callables"),
-        ({"stopping_criteria": lambda ids, rows: True}, "stopping_criteria: got .*, accepted a list of callables"),
-        ({"generation_config": {"a": 1}}, "generation_config: got dict, accepted a transformers.GenerationConfig"),
+        (
+            {"logits_processor": lambda ids, rows: rows},
+            "logits_processor: got .*, accepted a list of callables",
+        ),
+        (
+            {"stopping_criteria": lambda ids, rows: True},
+            "stopping_criteria: got .*, accepted a list of callables",
+        ),
+        (
+            {"generation_config": {"a": 1}},
+            "generation_config: got dict, accepted a transformers.GenerationConfig",
+        ),
         ({"streamer": 5}, "streamer: got 5, accepted one of transformers' streamers"),
         ({"sequence_bias": [1]}, r"sequence_bias: got \[1\], which transformers refuses"),
         ({"suppress_tokens": ["a"]}, r"suppress_tokens: got \['a'\], which transformers refuses"),
@@ -136,7 +166,10 @@ def test_an_engine_says_what_it_is() -> None:
 
 def test_text_needs_a_tokenizer_and_messages_a_template() -> None:
     engine = engine_of()
-    for prompt, what in (("Hello", "a string prompt"), ([{"role": "user", "content": "Hello"}], "chat messages")):
+    for prompt, what in (
+        ("Hello", "a string prompt"),
+        ([{"role": "user", "content": "Hello"}], "chat messages"),
+    ):
         with pytest.raises(InputError, match=f"prompt: {what} needs a tokenizer, pass tokenizer="):
             engine.generate(prompt)
     with pytest.raises(InputError, match="stop_strings: they need a tokenizer"):
@@ -172,7 +205,10 @@ def test_a_prompt_of_one_token_and_one_that_leaves_room_for_one() -> None:
         ({"typical_p": 0.0}, "typical_p: got 0.0, accepted above 0"),
         ({"repetition_penalty": 0}, "repetition_penalty: got 0, accepted above 0"),
         ({"presence_penalty": float("nan")}, "presence_penalty: got nan, accepted a finite number"),
-        ({"frequency_penalty": float("-inf")}, "frequency_penalty: got -inf, accepted a finite number"),
+        (
+            {"frequency_penalty": float("-inf")},
+            "frequency_penalty: got -inf, accepted a finite number",
+        ),
         ({"max_time": 0}, "max_time: got 0, accepted above 0"),
         ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size: got -2, accepted a whole number"),
         ({"min_new_tokens": -1}, "min_new_tokens: got -1, accepted a whole number"),
@@ -195,17 +231,24 @@ def test_unknown_options_list_the_known_ones() -> None:
     with pytest.raises(InputError) as refused:
         toy_engine().generate([0, 1], temprature=1.0)
     message = str(refused.value)
-    assert message.startswith("unknown option 'temprature', known are max_new_tokens, do_sample, temperature, ")
+    assert message.startswith(
+        "unknown option 'temprature', known are max_new_tokens, do_sample, temperature, "
+    )
     for name in ("seed", "stop_strings", "logits_processor", "generation_config", "raw"):
         assert name in message
-    with pytest.raises(InputError, match="unknown option 'dtyp', known are dtype, device, tokenizer, draft_options"):
+    with pytest.raises(
+        InputError, match="unknown option 'dtyp', known are dtype, device, tokenizer, draft_options"
+    ):
         Engine.from_pretrained(model(), dtyp="float32")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "int8"}, "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype"),
+        (
+            {"dtype": "int8"},
+            "dtype: got 'int8', accepted auto, bfloat16, float16, float32 or a torch.dtype",
+        ),
         ({"dtype": {"a": 1}}, "dtype: got {'a': 1}, accepted auto, bfloat16"),
         ({"device": "tpu:x"}, "device: got 'tpu:x', accepted cpu, cuda, cuda:N, mps or xpu"),
         ({"device": 1.5}, "device: got 1.5, accepted cpu, cuda, cuda:N, mps or xpu"),
@@ -216,26 +259,59 @@ def test_unknown_options_list_the_known_ones() -> None:
         ({"policy": "talons"}, "policy: unknown name 'talons', known are .*chain, .*eagle.*fixed"),
         ({"policy": 3}, "policy: got 3, accepted .*eagle.* or a TreePolicy"),
         ({"policy": "plain", "draft": "ngram"}, "draft: policy 'plain' decodes without a draft"),
-        ({"policy": "eagle", "policy_options": {"wide": 3}}, "policy eagle: unknown option 'wide', known are width"),
+        (
+            {"policy": "eagle", "policy_options": {"wide": 3}},
+            "policy eagle: unknown option 'wide', known are width",
+        ),
         ({"policy_options": {"width": 3}}, "policy_options: they need a policy given by name"),
-        ({"draft": "none", "draft_options": {"longest": 3}}, "draft_options: they need a draft given by name"),
+        (
+            {"draft": "none", "draft_options": {"longest": 3}},
+            "draft_options: they need a draft given by name",
+        ),
         ({"draft": 7}, "draft: got int, accepted a name, a path, a loaded model or a Drafter"),
-        ({"model": "no/model", "draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long'"),
-        ({"draft": "ngram", "draft_options": {"long": 3}}, "draft ngram: unknown option 'long', known are longest"),
-        ({"draft": "ngram", "draft_options": {"longest": "x"}}, r"draft ngram\.longest: got 'x', expected int"),
-        ({"policy_options": 1e300}, "policy_options: got 1e\\+300, accepted a dict of options by name"),
-        ({"draft_options": [["a", 1]]}, "draft_options: got .*, accepted a dict of options by name"),
+        (
+            {"model": "no/model", "draft": "ngram", "draft_options": {"long": 3}},
+            "draft ngram: unknown option 'long'",
+        ),
+        (
+            {"draft": "ngram", "draft_options": {"long": 3}},
+            "draft ngram: unknown option 'long', known are longest",
+        ),
+        (
+            {"draft": "ngram", "draft_options": {"longest": "x"}},
+            r"draft ngram\.longest: got 'x', expected int",
+        ),
+        (
+            {"policy_options": 1e300},
+            "policy_options: got 1e\\+300, accepted a dict of options by name",
+        ),
+        (
+            {"draft_options": [["a", 1]]},
+            "draft_options: got .*, accepted a dict of options by name",
+        ),
         ({"strict": "no"}, "strict: got 'no', accepted True or False"),
         ({"lookup": 0}, "lookup: got 0, accepted True, None or False"),
-        ({"draft": "x" * 5000}, r"draft: got 'x{59}\.\.\., accepted a name or a path .it is too long"),
+        (
+            {"draft": "x" * 5000},
+            r"draft: got 'x{59}\.\.\., accepted a name or a path .it is too long",
+        ),
         ({"draft": "caf\ud800"}, r"draft: got 'caf\\ud800', accepted a name or a path"),
         (
             {"policy": "chain", "policy_options": {"length": 5_000_000}},
             "its trees could have 5000001 nodes, accepted up",
         ),
-        ({"policy": "auto", "policy_options": {"rounds": 2_000_000}}, "rounds: got 2000000, accepted 1 to 64"),
-        ({"policy": "eagle", "policy_options": {"width": math.inf}}, r"policy eagle\.width: got inf, expected int"),
-        ({"policy": "eagle", "policy_options": {"width": 10**400}}, r"policy eagle\.width: got 1000"),
+        (
+            {"policy": "auto", "policy_options": {"rounds": 2_000_000}},
+            "rounds: got 2000000, accepted 1 to 64",
+        ),
+        (
+            {"policy": "eagle", "policy_options": {"width": math.inf}},
+            r"policy eagle\.width: got inf, expected int",
+        ),
+        (
+            {"policy": "eagle", "policy_options": {"width": 10**400}},
+            r"policy eagle\.width: got 1000",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
@@ -246,7 +322,9 @@ def test_wrong_arguments_of_from_pretrained(arguments: dict[str, Any], message: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_a_device() -> None:
-    with pytest.raises(InputError, match="device: cuda was asked for, but torch sees no CUDA device"):
+    with pytest.raises(
+        InputError, match="device: cuda was asked for, but torch sees no CUDA device"
+    ):
         Engine.from_pretrained(model(), device="cuda")
 
 
@@ -283,9 +361,15 @@ def test_the_defaults_are_those_documented() -> None:
     options = GenerationOptions.of({}, None, 1, 10_000)
     assert (options.max_new_tokens, options.samples, options.seed) == (256, False, None)
     assert GenerationOptions.of({}, None, 100, 110).max_new_tokens == 10
-    assert GenerationOptions.of({"temperature": 0}, GenerationConfig(do_sample=True), 1, 99).samples is False
+    assert (
+        GenerationOptions.of({"temperature": 0}, GenerationConfig(do_sample=True), 1, 99).samples
+        is False
+    )
     assert GenerationOptions.of({"top_p": 0.9}, None, 1, 99).samples is True
-    assert GenerationOptions.of({"do_sample": False}, GenerationConfig(top_p=0.9), 1, 99).samples is False
+    assert (
+        GenerationOptions.of({"do_sample": False}, GenerationConfig(top_p=0.9), 1, 99).samples
+        is False
+    )
 
 
 @pytest.mark.parametrize("messages", [False, True])
@@ -300,7 +384,9 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
             self.read += len(text)
             return {"input_ids": [1] * (len(text) // self.letters)}
 
-        def apply_chat_template(self, found: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+        def apply_chat_template(
+            self, found: list[dict[str, str]], **_: Any
+        ) -> dict[str, list[int]]:
             return self("".join(message["content"] for message in found))
 
     def ids(tokenizer: Counting, text: str) -> list[int]:
@@ -308,7 +394,10 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
         return token_ids(prompt, tokenizer, raw=False, vocab_size=9, max_context=100)
 
     usual = Counting(letters=4)
-    with pytest.raises(InputError, match=r"prompt: its first 800 of 10000\d\d characters have 200 tokens, accepted at"):
+    with pytest.raises(
+        InputError,
+        match=r"prompt: its first 800 of 10000\d\d characters have 200 tokens, accepted at",
+    ):
         ids(usual, "a" * 1_000_000)
     assert usual.read == 800
     blanks = Counting(letters=16)  # whose beginning says nothing
@@ -319,7 +408,9 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(messages: boo
 
 def test_whole_numbers_are_numbers() -> None:
     engine = engine_of()
-    whole, real = (engine.generate(PROMPT, max_new_tokens=8, repetition_penalty=given) for given in (2, 2.0))
+    whole, real = (
+        engine.generate(PROMPT, max_new_tokens=8, repetition_penalty=given) for given in (2, 2.0)
+    )
     assert whole.token_ids == real.token_ids
 
 

@@ -44,7 +44,9 @@ def touched() -> dict[str, int]:
 
 def text(content: dict[str, Any]) -> str:
     """Return the table as its file has it, a figure per line."""
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in content["figures"].items())
+    rows = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in content["figures"].items()
+    )
     return f'{{\n "start": {json.dumps(content["start"])},\n "figures": {{\n{rows}\n }}\n}}\n'
 
 
@@ -61,7 +63,11 @@ def measure() -> dict[str, int]:
 
 def higher(measured: dict[str, int], table: dict[str, dict[str, Any]]) -> list[str]:
     """Return a line for each figure above what the table holds, and for each one that it lacks."""
-    lines = [f"{name}: {value}, not in the table" for name, value in measured.items() if name not in table]
+    lines = [
+        f"{name}: {value}, not in the table"
+        for name, value in measured.items()
+        if name not in table
+    ]
     return lines + [
         f"{name}: {measured[name]}, held at {row['held']}"
         for name, row in table.items()
@@ -69,6 +75,11 @@ def higher(measured: dict[str, int], table: dict[str, dict[str, Any]]) -> list[s
     ]
 
 
-def lowered(measured: dict[str, int], table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def lowered(
+    measured: dict[str, int], table: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Return the table with lower figures where they have fallen; none rises."""
-    return {name: row | {"held": min(row["held"], measured.get(name, row["held"]))} for name, row in table.items()}
+    return {
+        name: row | {"held": min(row["held"], measured.get(name, row["held"]))}
+        for name, row in table.items()
+    }

@@ -31,12 +31,20 @@ def module_graph(package: Path) -> Graph:
     """Return for each module but the public face those of the package that it imports."""
     known = modules(package)
     face = _Face(package, known)
-    return {name: _imports(name, file, known, face) - {name} for name, file in known.items() if name != package.name}
+    return {
+        name: _imports(name, file, known, face) - {name}
+        for name, file in known.items()
+        if name != package.name
+    }
 
 
 def room_graph(package: Path) -> Graph:
     """Return for each room those that its modules import."""
-    rooms = {name: room_of(name, file, package) for name, file in modules(package).items() if name != package.name}
+    rooms = {
+        name: room_of(name, file, package)
+        for name, file in modules(package).items()
+        if name != package.name
+    }
     graph: Graph = {room: set() for room in rooms.values()}
     for module, imported in module_graph(package).items():
         graph[rooms[module]] |= {rooms[other] for other in imported} - {rooms[module]}
@@ -56,9 +64,13 @@ class _Face:
         self.name, self._known = package.name, known
         nodes = list(ast.walk(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))))
         froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-        self._behind = {alias.asname or alias.name: node.module or "" for node in froms for alias in node.names}
+        self._behind = {
+            alias.asname or alias.name: node.module or "" for node in froms for alias in node.names
+        }
         self._functions = {
-            node.name: {other.module or "" for other in ast.walk(node) if isinstance(other, ast.ImportFrom)}
+            node.name: {
+                other.module or "" for other in ast.walk(node) if isinstance(other, ast.ImportFrom)
+            }
             for node in nodes
             if isinstance(node, ast.FunctionDef)
         }
@@ -74,7 +86,9 @@ class _Face:
 
 def _imports(name: str, file: Path, known: dict[str, Path], face: _Face) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    inside = name if file.name == "__init__.py" else name.rpartition(".")[0]  # where relative imports begin
+    inside = (
+        name if file.name == "__init__.py" else name.rpartition(".")[0]
+    )  # where relative imports begin
     found: set[str] = set()
     for node in _running(tree):
         if isinstance(node, ast.Import):
@@ -90,7 +104,11 @@ def _imports(name: str, file: Path, known: dict[str, Path], face: _Face) -> set[
                     found |= face.modules_of(alias.name)
                 else:
                     found.add(whole if whole in known else _nearest(base, known))
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == face.name:
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == face.name
+        ):
             found |= face.modules_of(node.attr)
         elif isinstance(node, ast.Call) and _called(node) == "import_module" and node.args:
             found |= set(_by_text(node.args[0], face.name, inside, known))
@@ -116,7 +134,9 @@ def _called(call: ast.Call) -> str:
 
 def _by_text(argument: ast.expr, top: str, inside: str, known: dict[str, Path]) -> Iterator[str]:
     """Yield the modules that a constant names, or that begin as an f-string does."""
-    first = argument.values[0] if isinstance(argument, ast.JoinedStr) and argument.values else argument
+    first = (
+        argument.values[0] if isinstance(argument, ast.JoinedStr) and argument.values else argument
+    )
     if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return
     text = inside + first.value if first.value.startswith(".") else first.value
@@ -150,7 +170,9 @@ def storeys(graph: Graph) -> list[str]:
     longest: list[list[int]] = []
     for index, group in enumerate(groups):  # what a group imports comes before it
         below = {of[other] for node in group for other in graph[node]} - {index}
-        longest.append([index, *max((longest[other] for other in sorted(below)), key=len, default=[])])
+        longest.append(
+            [index, *max((longest[other] for other in sorted(below)), key=len, default=[])]
+        )
     return [" + ".join(sorted(groups[index])) for index in max(longest, key=len)]
 
 

@@ -87,7 +87,9 @@ def extensions() -> set[str]:
     """Return the names of the package's loaded modules that are compiled."""
     endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-    return {name for name, file in files.items() if file.startswith(PACKAGE) and file.endswith(endings)}
+    return {
+        name for name, file in files.items() if file.startswith(PACKAGE) and file.endswith(endings)
+    }
 
 
 def unseen() -> list[str]:
@@ -150,9 +152,15 @@ def measure() -> dict[str, int]:
             wanted = [cycle for cycle in cycles if cycle.passes == PASSES]
             deepest = max(cycles, key=lambda cycle: (cycle.passes, cycle.nodes))
             if not wanted:
-                raise RuntimeError(f"no cycle has {PASSES} passes, choose another prompt; passes: {cycles}")
+                raise RuntimeError(
+                    f"no cycle has {PASSES} passes, choose another prompt; passes: {cycles}"
+                )
             figures["auto: files"] = _largest(cycles)["files"]
             for name, chosen in ((f"auto, {PASSES} passes", wanted), ("auto, deepest", [deepest])):
-                figures |= {f"{name}: {key}": value for key, value in _largest(chosen).items() if key != "files"}
+                figures |= {
+                    f"{name}: {key}": value
+                    for key, value in _largest(chosen).items()
+                    if key != "files"
+                }
         figures["loading: files"] = len(watched(_load)[0].files)
     return figures

@@ -27,7 +27,9 @@ CORE = "engine core"
 RESULTS = re.compile(  # local names that say that there is a result, not what it is
     r"found|given|made|kept|own|known|wanted|asked|said|told|held|seen|part|left"
 )
-CONSTANTS = re.compile(r"(^|_)(MOST|LEAST|FEWEST|LONGEST|ENOUGH|AHEAD|AGAIN|SOON|LOOK|QUIET|HOPE|DOUBT|SURE|REST)(_|$)")
+CONSTANTS = re.compile(
+    r"(^|_)(MOST|LEAST|FEWEST|LONGEST|ENOUGH|AHEAD|AGAIN|SOON|LOOK|QUIET|HOPE|DOUBT|SURE|REST)(_|$)"
+)
 PHRASES = re.compile(r"\b(behind|beside|so many|whoever)\b|, its own included", re.IGNORECASE)
 
 
@@ -64,7 +66,11 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 def public_classes(tree: ast.Module) -> list[str]:
     """Return the public classes at the top of a module."""
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
 
 
 def packed_tuples(tree: ast.AST) -> int:
@@ -79,7 +85,11 @@ def _named_tuples(tree: ast.AST) -> Iterator[ast.expr]:
         for target in node.targets if isinstance(node, ast.Assign) else ():
             if isinstance(node.value, ast.Tuple):
                 packs = isinstance(target, ast.Tuple)
-                pairs = zip(target.elts, node.value.elts, strict=False) if packs else [(target, node.value)]
+                pairs = (
+                    zip(target.elts, node.value.elts, strict=False)
+                    if packs
+                    else [(target, node.value)]
+                )
                 yield from (name for name, value in pairs if isinstance(value, ast.Tuple))
 
 
@@ -115,7 +125,9 @@ def _local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     arguments = function.args
     parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     assigned = (
-        node for node in _of_function(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        node
+        for node in _of_function(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
     names = {*(argument.arg for argument in parameters), *(node.id for node in assigned)}
     return names - {"left"} if "right" in names else names
@@ -131,7 +143,9 @@ def measure(package: Path) -> dict[str, int]:
     names = Counter(name for tree in trees.values() for name in public_classes(tree))
     graph = imports.module_graph(package)
     return {f"statements, {room}": count for room, count in rooms.items()} | {
-        f"classes over {MAX_ATTRIBUTES} attributes": sum(len(large_classes(tree)) for tree in trees.values()),
+        f"classes over {MAX_ATTRIBUTES} attributes": sum(
+            len(large_classes(tree)) for tree in trees.values()
+        ),
         "class names used twice": sum(count > 1 for count in names.values()),
         "tuples packed to be starred": sum(map(packed_tuples, trees.values())),
         "longest import list": max(map(len, graph.values())),

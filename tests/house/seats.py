@@ -19,7 +19,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PAGES = Path("docs/develop")
 SOURCES = ("specengine/", "csrc/", "kernels/", "setup.py", "pyproject.toml", "README.md")
-COPIED = ("specengine", "csrc", "kernels", "docs/develop", "setup.py", "pyproject.toml", "README.md")
+COPIED = (
+    "specengine",
+    "csrc",
+    "kernels",
+    "docs/develop",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+)
 CHECK = "check.py"
 BLOCK = re.compile(r"""^```[a-z+]+ title="([^"]+)"\n(.*?)^```""", re.DOTALL | re.MULTILINE)
 
@@ -50,8 +58,12 @@ class Seat(NamedTuple):
 
 
 SEATS = {
-    "policy": Seat(("policy",), _MODEL + _USED.format(name="NAME", draft='"recycling"', policy="name")),
-    "drafter": Seat(("drafter",), _MODEL + _USED.format(name="NAME", draft="name", policy='"fixed"')),
+    "policy": Seat(
+        ("policy",), _MODEL + _USED.format(name="NAME", draft='"recycling"', policy="name")
+    ),
+    "drafter": Seat(
+        ("drafter",), _MODEL + _USED.format(name="NAME", draft="name", policy='"fixed"')
+    ),
     "op": Seat(("op",)),
     "model family": Seat(("family", "model-family")),
     "quantisation": Seat(("quantisation", "quantization")),
@@ -75,7 +87,9 @@ def steps(kind: str, root: Path = ROOT) -> tuple[list[tuple[str, str]], str]:
     found = [(path, text) for path, text in blocks if path != CHECK]
     check = next((text for path, text in blocks if path == CHECK), SEATS[kind].check)
     if check is None or not any(path.startswith(SOURCES) for path, _ in found):
-        raise NoSeatError(f'{PAGES}/{page.name} has no blocks with a title="PATH" to follow, or none to check them by')
+        raise NoSeatError(
+            f'{PAGES}/{page.name} has no blocks with a title="PATH" to follow, or none to check them by'
+        )
     new = next(path for path, _ in found if path.startswith(SOURCES))
     return found, check.replace("'NAME'", repr(Path(new).stem))
 
@@ -100,7 +114,9 @@ def copy(folder: Path) -> None:
     """Copy what a part is added to, compiled modules included."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, folder / name)
 
@@ -110,7 +126,12 @@ def run(check: str, folder: Path) -> None:
     guard = f"import sys; sys.path.insert(0, {str(folder)!r})\nimport specengine\n"
     guard += f"assert specengine.__file__.startswith({str(folder)!r}), specengine.__file__\n"
     done = subprocess.run(
-        [sys.executable, "-c", guard + check], cwd=folder, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", guard + check],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

@@ -13,7 +13,8 @@ from tests.house import figures, imports, journeys, members, reading, seats
 
 TABLE = figures.read()
 has_instructions = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason=f"needs {journeys.INSTRUCTIONS}"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason=f"needs {journeys.INSTRUCTIONS}",
 )
 
 

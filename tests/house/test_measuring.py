@@ -45,7 +45,9 @@ def built(folder: Path, **changes: str) -> Path:
 def test_arrows_of_all_kinds_are_seen(tmp_path: Path) -> None:
     house = built(tmp_path)
     assert imports.room_graph(house) == ROOMS
-    assert imports.storeys(ROOMS) == [f"house.{name}" for name in ("app", "engine", "parts", "parts.deep", "ground")]
+    assert imports.storeys(ROOMS) == [
+        f"house.{name}" for name in ("app", "engine", "parts", "parts.deep", "ground")
+    ]
     assert imports.measure(house) == {
         "storeys": 5,
         "arrows between rooms": 6,
@@ -101,7 +103,9 @@ def test_only_the_packages_own_c_functions_count() -> None:
 
     journey, _ = journeys.watched(lambda: [len([]), torch.zeros(1).sum(), sorted([2, 1])])
     assert (journey.native, journey.calls) == (0, 0)
-    functions = [f for name in extensions for f in vars(sys.modules[name]).values() if type(f) is type(len)]
+    functions = [
+        f for name in extensions for f in vars(sys.modules[name]).values() if type(f) is type(len)
+    ]
 
     def call_all() -> None:
         for function in functions:
@@ -159,7 +163,13 @@ def test_each_second_reading_is_counted(tmp_path: Path) -> None:
     tree = ast.parse(SECOND_READINGS)
     assert reading.large_classes(tree) == []
     assert reading.packed_tuples(tree) == 2
-    assert reading.words(SECOND_READINGS) == {"found": 1, "behind": 1, "given": 1, "so many": 1, "MOST": 1}
+    assert reading.words(SECOND_READINGS) == {
+        "found": 1,
+        "behind": 1,
+        "given": 1,
+        "so many": 1,
+        "MOST": 1,
+    }
     assert reading.words("def f():\n    left, right = 1, 2\n") == {}
     assert reading.words("def f():\n    left = 1\n") == {"left": 1}
     larger = SECOND_READINGS.replace("self.l = 1", "self.l = self.m = 1")
@@ -192,7 +202,10 @@ def test_a_page_is_followed_step_by_step(tmp_path: Path) -> None:
     page.parent.mkdir(parents=True)
     page.write_text(PAGE.format(text="x = 1"))
     found, check = seats.steps("policy", tmp_path)
-    assert [path for path, _ in found] == ["specengine/policies/mine.py", "tests/policies/test_mine.py"]
+    assert [path for path, _ in found] == [
+        "specengine/policies/mine.py",
+        "tests/policies/test_mine.py",
+    ]
     assert found[0][1] == "x = 1\n"
     assert "name = 'mine'" in check
     page.write_text("no blocks\n")
@@ -205,6 +218,8 @@ def test_a_page_is_followed_step_by_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_part_that_does_not_work_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, check = seats.steps("policy")
-    monkeypatch.setattr(seats, "steps", lambda kind: ([("specengine/policies/mine.py", "x = 1\n")], check))
+    monkeypatch.setattr(
+        seats, "steps", lambda kind: ([("specengine/policies/mine.py", "x = 1\n")], check)
+    )
     with pytest.raises(RuntimeError, match="unknown name"):
         seats.follow("policy", tmp_path)

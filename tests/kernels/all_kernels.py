@@ -43,12 +43,19 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def attention(seed: int, device: str) -> None:
     nodes, prefix = 1 + seed * 7 % 97, seed * 31 % 200
-    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    kind = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    )
     tree = toy.random_tree(seed, nodes, 500)
     q = random(1, nodes, 6, 32, seed=seed).to(device, kind)
     k, v = (random(1, 2, prefix + nodes + 5, 32, seed=seed + i).to(device, kind) for i in (1, 2))
     k[:, :, prefix + nodes :], v[:, :, prefix + nodes :] = math.nan, math.nan
-    given = (tree.ancestors[None].to(device), *(number(value, device) for value in (prefix, nodes, nodes)))
+    given = (
+        tree.ancestors[None].to(device),
+        *(number(value, device) for value in (prefix, nodes, nodes)),
+    )
     out = tree_attention.tree_attention(q, k, v, *given)
     wanted, _ = tree_attention.reference(q.double(), k, v, *given)
     limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[kind]
@@ -57,13 +64,21 @@ def attention(seed: int, device: str) -> None:
 
 def strict(seed: int, device: str) -> None:
     nodes, prefix = 1 + seed * 7 % 64, seed * 53 % 1200
-    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    kind = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    )
     tree = toy.random_tree(seed, nodes, 500)
     paths = ops.order_paths(tree.ancestors)
     q = random(1, nodes, 6, 32, seed=seed).to(device, kind)
     k, v = (random(1, 2, prefix + nodes + 5, 32, seed=seed + i).to(device, kind) for i in (1, 2))
     k[:, :, prefix + nodes :], v[:, :, prefix + nodes :] = math.nan, math.nan
-    given = (*(part[None].to(device) for part in paths), number(prefix, device), number(nodes, device))
+    given = (
+        *(part[None].to(device) for part in paths),
+        number(prefix, device),
+        number(nodes, device),
+    )
     out = strict_attention.strict_attention(q, k, v, *given)
     wanted = strict_attention.reference(q.double(), k, v, *given)
     limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[kind]
@@ -73,7 +88,9 @@ def strict(seed: int, device: str) -> None:
 def selection(seed: int, device: str) -> None:
     rows, columns, most = ROWS[seed % 3], COLUMNS[seed % 4], MOST[seed // 4 % 3]
     logits, parents = random(rows, columns, seed=seed) * 3, -random(rows, seed=seed + 1).abs()
-    found = candidate_selection.select_candidates(logits.to(device), parents.to(device), most, log_gate=-3.0)
+    found = candidate_selection.select_candidates(
+        logits.to(device), parents.to(device), most, log_gate=-3.0
+    )
     wanted = candidate_selection.reference(logits.double(), parents.double(), most, log_gate=-3.0)
     kept = min(int(found.count), int(wanted.count))
     assert abs(int(found.count) - int(wanted.count)) <= 1, seed  # rounding at the gate
@@ -84,14 +101,19 @@ def entropies(seed: int, device: str) -> None:
     rows, columns, top = ROWS[seed % 3], COLUMNS[seed % 4], 1 + seed * 17 % 1200
     logits = random(rows, columns, seed=seed) * (3.0, 1e-3, 30.0)[seed % 3]
     found = entropy.top_entropy(logits.to(device), top).cpu()
-    torch.testing.assert_close(found, entropy.reference(logits, top), atol=1e-5, rtol=2e-6, msg=str(seed))
+    torch.testing.assert_close(
+        found, entropy.reference(logits, top), atol=1e-5, rtol=2e-6, msg=str(seed)
+    )
 
 
 def children(seed: int, device: str) -> None:
     rows, columns = ROWS[seed % 3], COLUMNS[seed % 4]
     logits, k = random(rows, columns, seed=seed) * 3, min(columns, 1 + seed * 7 % 90)
     logits = logits.round() if seed % 2 else logits
-    found, wanted = top_children.top_children(logits.to(device), k), top_children.reference(logits, k)
+    found, wanted = (
+        top_children.top_children(logits.to(device), k),
+        top_children.reference(logits, k),
+    )
     assert torch.equal(found[1].cpu(), wanted[1]), seed
     torch.testing.assert_close(found[0].cpu(), wanted[0], atol=1e-5, rtol=2e-6, msg=str(seed))
 
@@ -100,7 +122,10 @@ def choices(seed: int, device: str) -> None:
     rows, columns = ROWS[seed % 3], COLUMNS[seed % 4]
     logits, positions = random(rows, columns, seed=seed) * 3, torch.arange(rows) * (seed + 1)
     drawn = verification.choose_tokens(
-        logits.to(device), positions.to(device), torch.tensor([seed], device=device), torch.ones(1, device=device)
+        logits.to(device),
+        positions.to(device),
+        torch.tensor([seed], device=device),
+        torch.ones(1, device=device),
     )
     best = verification.choose_tokens(logits.to(device))
     assert drawn.tolist() == verification.reference(logits, positions, seed).tolist(), seed
@@ -111,7 +136,11 @@ def couplings(seed: int, device: str) -> None:
     rows, columns = ROWS[seed % 3], COLUMNS[seed % 4]
     logits = random(rows, columns, seed=seed) * 3
     positions = (torch.arange(rows) // 2 + seed) * (1 + 2**33 * (seed % 2))
-    tokens = None if seed % 3 else torch.randperm(4 * columns, generator=torch.Generator().manual_seed(seed))[:columns]
+    tokens = (
+        None
+        if seed % 3
+        else torch.randperm(4 * columns, generator=torch.Generator().manual_seed(seed))[:columns]
+    )
     scale = torch.tensor([0.3 * seed], device=device)
     on_device = None if tokens is None else tokens.to(device)
     key = torch.tensor([seed - 2**62], device=device)
@@ -123,7 +152,9 @@ def couplings(seed: int, device: str) -> None:
 def walks(seed: int, device: str) -> None:
     size = (1, 9, 64, 65, 200)[seed % 5]
     tree = toy.random_tree(seed, size, max(3, size // 8))
-    chosen = torch.randint(-1, max(3, size // 8), (size,), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.randint(
+        -1, max(3, size // 8), (size,), generator=torch.Generator().manual_seed(seed)
+    )
     path, bonus = (torch.zeros(n, dtype=torch.int64, device=device) for n in (size, 1))
     count = number(0, device)
     given = (tensor.to(device) for tensor in (tree.tokens, tree.parents, chosen))
@@ -170,7 +201,9 @@ def gathering(seed: int, device: str) -> None:
     rows, width, channels = 2 + seed * 11 % 150, 1 + seed % 16, (48, 1030)[seed % 2]
     states, table = (random(rows, channels, seed=seed + i).to(device) for i in (3, 4))
     generator = torch.Generator().manual_seed(seed)
-    sources, tokens = (torch.randint(0, rows, (width,), generator=generator).to(device) for _ in range(2))
+    sources, tokens = (
+        torch.randint(0, rows, (width,), generator=generator).to(device) for _ in range(2)
+    )
     out = torch.empty(2, width, channels, device=device)
     frontier.gather_rows(states, sources, table, tokens, out[0], out[1])
     assert torch.equal(out[0], states[sources]), seed
@@ -179,9 +212,14 @@ def gathering(seed: int, device: str) -> None:
 
 def rotation(seed: int, device: str) -> None:
     n, size, start = 1 + seed % 20, (16, 64, 80)[seed % 3], seed % 7
-    query, key, value = (random(n, heads, size, seed=seed + heads).to(device) for heads in (6, 2, 2))
+    query, key, value = (
+        random(n, heads, size, seed=seed + heads).to(device) for heads in (6, 2, 2)
+    )
     positions = torch.randint(0, 99, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
-    angles, cache = random(99, size // 2, seed=seed).to(device), random(2, 2, start + n, size, seed=seed).to(device)
+    angles, cache = (
+        random(99, size // 2, seed=seed).to(device),
+        random(2, 2, start + n, size, seed=seed).to(device),
+    )
     numbers = torch.tensor([start], device=device), number(seed % (n + 1), device)
     given = (query, key, value, positions, angles.cos(), angles.sin(), cache[0], cache[1], *numbers)
     weights = [random(size, seed=seed + i).to(device) for i in (5, 6)]
@@ -195,20 +233,37 @@ def rotation(seed: int, device: str) -> None:
 
 def norms(seed: int, device: str) -> None:
     rows, channels = 1 + seed % 20, (48, 576, 1024, 4096)[seed % 4]
-    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    kind = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    )
     states, residual = (random(rows, channels, seed=seed + i).to(device, kind) for i in (1, 2))
     weight, before = random(channels, seed=seed).to(device, kind), residual if seed % 2 else None
-    found, wanted = (run(states, before, weight, 1e-5) for run in (rms_norm.add_rms_norm, rms_norm.reference))
+    found, wanted = (
+        run(states, before, weight, 1e-5) for run in (rms_norm.add_rms_norm, rms_norm.reference)
+    )
     assert torch.equal(found[1], wanted[1]), seed
-    torch.testing.assert_close(found[0], wanted[0], rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6)
+    torch.testing.assert_close(
+        found[0], wanted[0], rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6
+    )
 
 
 def gates(seed: int, device: str) -> None:
     rows, channels = 1 + seed % 20, (77, 1024, 1500)[seed % 3]
-    kind = torch.float32 if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)[seed // 3 % 3]
+    kind = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed // 3 % 3]
+    )
     both = (random(rows, 2 * channels, seed=seed) * 5).to(device, kind)
-    found, wanted = (run(both[:, :channels], both[:, channels:]) for run in (silu_mul.silu_mul, silu_mul.reference))
-    torch.testing.assert_close(found, wanted, rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6)
+    found, wanted = (
+        run(both[:, :channels], both[:, channels:])
+        for run in (silu_mul.silu_mul, silu_mul.reference)
+    )
+    torch.testing.assert_close(
+        found, wanted, rtol=3e-6 if kind is torch.float32 else 2e-2, atol=1e-6
+    )
 
 
 KERNELS: dict[str, Callable[[int, str], None]] = {

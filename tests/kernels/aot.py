@@ -43,7 +43,9 @@ from tests.kernels import all_kernels
 from tests.kernels.cards import ROOM
 
 TARGETS = {
-    name: GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+    name: GPUTarget("cuda", int(name[3:]), 32)
+    if name.startswith("sm_")
+    else GPUTarget("hip", name, 64)
     for name in ROOM
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -74,15 +76,25 @@ class Compiling:
         compiled = triton.compile(source, target=self.target, options=options)
         return {"kernel": self.kernel.__name__, "grid": grid, **options, **facts(compiled)}
 
-    def specialised(self, *args: Any, **kwargs: Any) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], Any]:
+    def specialised(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any], Any]:
         """Types, constants, what is known of the rest, and options: these tell one program from another."""
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
+        options = {
+            name: kwargs.pop(name)
+            for name in ("num_warps", "num_stages", "enable_fp_fusion")
+            if name in kwargs
+        }
         values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = values[parameter.name]
             special = not parameter.do_not_specialize
-            if parameter.is_constexpr or value is None or (special and type(value) is int and value == 1):
+            if (
+                parameter.is_constexpr
+                or value is None
+                or (special and type(value) is int and value == 1)
+            ):
                 signature[parameter.name], constants[(index,)] = "constexpr", value
                 continue
             signature[parameter.name] = parameter.annotation_type or type_of(value)
@@ -114,7 +126,11 @@ def divisible(value: Any) -> bool:
 
 def facts(compiled: Any) -> dict[str, Any]:
     """Registers and spilled words of a thread, shared bytes of a program, and counts of instructions."""
-    found = facts_of(compiled.asm["cubin"]) if "cubin" in compiled.asm else facts_of_amd(compiled.asm["amdgcn"])
+    found = (
+        facts_of(compiled.asm["cubin"])
+        if "cubin" in compiled.asm
+        else facts_of_amd(compiled.asm["amdgcn"])
+    )
     races = unordered(compiled.asm["ptx"]) if "ptx" in compiled.asm else []
     return {**found, "shared": compiled.metadata.shared, "races": races}
 
@@ -125,7 +141,9 @@ def facts_of(cubin: bytes) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = printed("cuobjdump", "-res-usage", file.name)
-        code = printed("nvdisasm", "--no-dataflow", file.name)  # the data flow would only annotate branches
+        code = printed(
+            "nvdisasm", "--no-dataflow", file.name
+        )  # the data flow would only annotate branches
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
         "code": hashlib.sha256(cubin).hexdigest(),
@@ -231,13 +249,21 @@ def attention(
     cache = torch.empty(1, kv_heads, slots, size, dtype=kind)
     words, one = torch.empty(1, nodes, 4, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     chosen = tree_attention.Tiles(*tiles) if tiles else None
-    tree_attention.tree_attention(q, cache, cache, words, one, one, one, splits=splits, tiles=chosen)
+    tree_attention.tree_attention(
+        q, cache, cache, words, one, one, one, splits=splits, tiles=chosen
+    )
 
 
 def strict(groups: int, size: int, dtype: str) -> None:
     kind, kv_heads = getattr(torch, dtype), 8
-    q, one = torch.empty(1, 64, groups * kv_heads, size, dtype=kind), torch.empty(1, dtype=torch.int32)
-    cache, nodes = torch.empty(1, kv_heads, 4352, size, dtype=kind), torch.empty(1, 64, 64, dtype=torch.int32)
+    q, one = (
+        torch.empty(1, 64, groups * kv_heads, size, dtype=kind),
+        torch.empty(1, dtype=torch.int32),
+    )
+    cache, nodes = (
+        torch.empty(1, kv_heads, 4352, size, dtype=kind),
+        torch.empty(1, 64, 64, dtype=torch.int32),
+    )
     strict_attention.strict_attention(q, cache, cache, nodes, nodes[..., 0].contiguous(), one, one)
 
 
@@ -263,7 +289,10 @@ def compaction(layers: int, heads: int, size: int, dtype: str) -> None:
 
 
 def choice(nodes: int, columns: int, sampled: bool, dtype: str) -> None:
-    logits, whole = torch.empty(nodes, columns, dtype=getattr(torch, dtype)), torch.empty(nodes, dtype=torch.int64)
+    logits, whole = (
+        torch.empty(nodes, columns, dtype=getattr(torch, dtype)),
+        torch.empty(nodes, dtype=torch.int64),
+    )
     verification.choose_tokens(logits, whole, whole[:1] if sampled else None, torch.empty(1))
 
 
@@ -274,21 +303,32 @@ def walk(nodes: int) -> None:
 
 def append(most: int, capacity: int) -> None:
     whole, one = torch.empty(capacity, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
-    tree = frontier.Tree(whole, whole, whole, torch.empty(capacity), torch.empty(capacity), whole[:, None], one)
+    tree = frontier.Tree(
+        whole, whole, whole, torch.empty(capacity), torch.empty(capacity), whole[:, None], one
+    )
     tree = tree._replace(ancestors=torch.empty(capacity, -(-capacity // 64), dtype=torch.int64))
-    drawn = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.int64), torch.empty(most)
+    drawn = (
+        torch.empty(most, dtype=torch.int64),
+        torch.empty(most, dtype=torch.int64),
+        torch.empty(most),
+    )
     frontier.append_nodes(tree, *drawn, one, torch.empty(most, dtype=torch.int64), one)
 
 
 def gather(width: int, channels: int, dtype: str) -> None:
-    rows, whole = torch.empty(64, channels, dtype=getattr(torch, dtype)), torch.empty(64, dtype=torch.int64)
+    rows, whole = (
+        torch.empty(64, channels, dtype=getattr(torch, dtype)),
+        torch.empty(64, dtype=torch.int64),
+    )
     frontier.gather_rows(rows, whole[:width], rows, whole[:width], rows[:width], rows[:width])
 
 
 def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
     """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys."""
     kind, kv_heads = getattr(torch, dtype), 8
-    query, key = (torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads))
+    query, key = (
+        torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads)
+    )
     table, cache = torch.empty(4096, size // 2), torch.empty(kv_heads, 4096, size, dtype=kind)
     numbers = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     positions = torch.empty(rows, dtype=torch.int64)
@@ -308,11 +348,20 @@ def gate(rows: int, channels: int, dtype: str) -> None:
 
 
 def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
-    logits, whole = torch.empty(rows, columns, dtype=getattr(torch, dtype)), torch.empty(columns, dtype=torch.int64)
+    logits, whole = (
+        torch.empty(rows, columns, dtype=getattr(torch, dtype)),
+        torch.empty(columns, dtype=torch.int64),
+    )
     coupling.couple(logits, whole if mapped else None, whole[:rows], whole[:1], torch.empty(1))
 
 
-CASES = {"attention": attention, "selection": selection, "compaction": compaction, "choice": choice, "walk": walk}
+CASES = {
+    "attention": attention,
+    "selection": selection,
+    "compaction": compaction,
+    "choice": choice,
+    "walk": walk,
+}
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
 CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
 MODULES = (
@@ -348,7 +397,8 @@ def stand_ins(kind: type[Compiling], target: GPUTarget = TARGETS["sm_90"]) -> li
         (module, name, kind(value, target))
         for module in MODULES
         for name, value in vars(module).items()
-        if isinstance(value, JITFunction) and f"{name}[" in Path(module.__file__).read_text()  # it is launched
+        if isinstance(value, JITFunction)
+        and f"{name}[" in Path(module.__file__).read_text()  # it is launched
     ]
     for module, name, kernel in kernels:
         setattr(module, name, kernel)
@@ -363,9 +413,16 @@ def main() -> None:
         for argument in arguments[1:]:
             case, *values = json.loads(argument)
             CASES[case](*values)
-        names = [f"{Path(kernel.kernel.fn.__code__.co_filename).stem}.{kernel.kernel.__name__}" for kernel in kernels]
-        programs = [len({launched["program"] for launched in kernel.launched}) for kernel in kernels]
-        print(json.dumps({name: count for name, count in zip(names, programs, strict=True) if count}))
+        names = [
+            f"{Path(kernel.kernel.fn.__code__.co_filename).stem}.{kernel.kernel.__name__}"
+            for kernel in kernels
+        ]
+        programs = [
+            len({launched["program"] for launched in kernel.launched}) for kernel in kernels
+        ]
+        print(
+            json.dumps({name: count for name, count in zip(names, programs, strict=True) if count})
+        )
         return
     card = "sm_90"
     if arguments[0] == "--card":

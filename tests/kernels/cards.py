@@ -28,7 +28,12 @@ ROOM = {  # shared bytes that a program can have; sm_86 and sm_89: A10, A40, RTX
     "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,  # MI300
 }
-NODES = (4, 8, 16, 64)  # with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
+NODES = (
+    4,
+    8,
+    16,
+    64,
+)  # with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
 ATTENTION: list[list[Any]] = [["attention", nodes, 4, 128, "bfloat16"] for nodes in NODES]
 REST: list[list[Any]] = [
     ["attention", 64, 3, 64, "float16"],
@@ -71,18 +76,31 @@ REST: list[list[Any]] = [
     ["gate", 64, 14336, "bfloat16"],
     ["gate", 64, 1536, "float32"],
 ]
-WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]  # other tiles; 3.7 spills a little
+WIDE = [
+    ["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]
+]  # other tiles; 3.7 spills a little
 SHIPPED = ATTENTION + REST + WIDE
 
 Needs = dict[str, list[int]]
 
 
-def compiled(cases: list[list[Any]], card: str = "sm_90", cache: Path = CACHE) -> list[dict[str, Any]]:
+def compiled(
+    cases: list[list[Any]], card: str = "sm_90", cache: Path = CACHE
+) -> list[dict[str, Any]]:
     """Run aot.py in another process and return its output: this one interprets kernels, or has another device."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.aot", "--card", card, *(json.dumps(case) for case in cases)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kernels.aot",
+        "--card",
+        card,
+        *(json.dumps(case) for case in cases),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -110,13 +128,33 @@ def needs_of_library(card: str) -> Needs:
     """Return what the kernels of csrc/*.cu need on a card of NVIDIA."""
     found = {}
     for source in sorted((ROOT / "csrc").glob("*.cu")):
-        command = [str(nvcc()), "-O3", "-std=c++17", "-Icsrc", "-cubin", f"-arch={card}", "-Xptxas", "-v"]
+        command = [
+            str(nvcc()),
+            "-O3",
+            "-std=c++17",
+            "-Icsrc",
+            "-cubin",
+            f"-arch={card}",
+            "-Xptxas",
+            "-v",
+        ]
         done = subprocess.run(
-            [*command, str(source), "-o", os.devnull], cwd=ROOT, capture_output=True, text=True, check=False
+            [*command, str(source), "-o", os.devnull],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
-        for name, text in re.findall(r"entry function '(\w+)'(.*?Used [^\n]*)", done.stderr, re.DOTALL):
-            numbers = (r"Used (\d+) registers", r"(\d+) bytes stack", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+        for name, text in re.findall(
+            r"entry function '(\w+)'(.*?Used [^\n]*)", done.stderr, re.DOTALL
+        ):
+            numbers = (
+                r"Used (\d+) registers",
+                r"(\d+) bytes stack",
+                r"(\d+) bytes spill stores",
+                r"(\d+) bytes smem",
+            )
             matches = [re.search(number, text) for number in numbers]
             found[f"{name} {source.name}"] = [int(match[1]) if match else 0 for match in matches]
     return found
@@ -124,13 +162,21 @@ def needs_of_library(card: str) -> Needs:
 
 def more(found: Needs, held: Needs, room: int) -> list[str]:
     """Return what does not fit, what the table does not have, and what needs more than it says."""
-    faults = [f"{name}: {numbers[3]} of {room} shared bytes" for name, numbers in found.items() if numbers[3] > room]
+    faults = [
+        f"{name}: {numbers[3]} of {room} shared bytes"
+        for name, numbers in found.items()
+        if numbers[3] > room
+    ]
     if held:
-        faults += [f"{name}: not in the table (python -m tests.kernels.cards --write)" for name in found.keys() - held]
+        faults += [
+            f"{name}: not in the table (python -m tests.kernels.cards --write)"
+            for name in found.keys() - held
+        ]
         faults += [
             f"{name}: {numbers} instead of {held[name]}"
             for name, numbers in found.items()
-            if name in held and any(one > other for one, other in zip(numbers, held[name], strict=True))
+            if name in held
+            and any(one > other for one, other in zip(numbers, held[name], strict=True))
         ]
     return faults
 
@@ -143,7 +189,11 @@ def main() -> None:
     import triton  # not at import: tests import this where Triton interprets
 
     whole = table()
-    versions = {f"triton {'.'.join(triton.__version__.split('.')[:2])}": lambda card: needs(compiled(SHIPPED, card))}
+    versions = {
+        f"triton {'.'.join(triton.__version__.split('.')[:2])}": lambda card: needs(
+            compiled(SHIPPED, card)
+        )
+    }
     if nvcc():
         versions[nvcc_version()] = needs_of_library
     for version, found_on in versions.items():
@@ -156,7 +206,9 @@ def main() -> None:
             whole.setdefault(version, {})[card] = dict(sorted(found.items()))
     if "--write" in sys.argv[1:]:
         text = json.dumps(whole, indent=1)
-        TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text) + "\n")
+        TABLE.write_text(
+            re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4]", text) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -30,14 +30,20 @@ if INTERPRETED:
         fix_the_order()
 
 
-COMPILED_ANYWHERE = ("test_cards.py", "test_compiled.py", "test_programs.py")  # for a device that need not be there
+COMPILED_ANYWHERE = (
+    "test_cards.py",
+    "test_compiled.py",
+    "test_programs.py",
+)  # for a device that need not be there
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On a device the tests of this folder are tests of the device."""
     for item in items:
-        here = Path(__file__).parent in item.path.parents and item.path.name not in COMPILED_ANYWHERE
+        here = (
+            Path(__file__).parent in item.path.parents and item.path.name not in COMPILED_ANYWHERE
+        )
         if here and not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
 
@@ -65,7 +71,10 @@ def _not_traced(request: pytest.FixtureRequest) -> Iterator[None]:
     Not by pytest-cov's `no_cover`, which does nothing in the workers of pytest-xdist.
     """
     tracer = sys.gettrace()
-    if not type(tracer).__module__.startswith("coverage") or request.path.name == "test_provider.py":
+    if (
+        not type(tracer).__module__.startswith("coverage")
+        or request.path.name == "test_provider.py"
+    ):
         yield
         return
     sys.settrace(None)

@@ -36,7 +36,9 @@ def fix_the_order() -> None:
     """Have the interpreter multiply by `product`, in the accumulator's type; for kernels decorated before or after."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def create_dot(_: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *__: Any) -> TensorHandle:
+    def create_dot(
+        _: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *__: Any
+    ) -> TensorHandle:
         return TensorHandle(product(a.data, b.data, d.data.dtype) + d.data, d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot

@@ -11,5 +11,7 @@ FEW = (1, 5, 16, 77, 300, 1025, 3000)
 def sizes(most: int) -> st.SearchStrategy[int]:
     """1 to `most`."""
     return (
-        st.sampled_from([size for size in FEW if size <= most]) if torch.cuda.is_available() else st.integers(1, most)
+        st.sampled_from([size for size in FEW if size <= most])
+        if torch.cuda.is_available()
+        else st.integers(1, most)
     )

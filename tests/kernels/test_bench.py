@@ -9,7 +9,16 @@ import torch
 
 from bench.kernels import WAYS, attention, timing
 from bench.kernels.__main__ import main
-from bench.kernels.cases import CASES, Attention, Case, Compaction, Search, Selection, floor_of, kind_of
+from bench.kernels.cases import (
+    CASES,
+    Attention,
+    Case,
+    Compaction,
+    Search,
+    Selection,
+    floor_of,
+    kind_of,
+)
 from bench.kernels.inputs import INPUTS
 from bench.kernels.truth import MAX_ERROR, error_of, truth
 from bench.kernels.way import Unavailable, Way
@@ -26,7 +35,9 @@ SMALL: list[Case] = [
 ]
 HERE = ("torch", "specengine")
 ON_DEVICES = ("specengine", "efficient", "cudnn")
-ON_CPU = [way for way in WAYS if way.needs in HERE and not any(word in way.name for word in ON_DEVICES)]
+ON_CPU = [
+    way for way in WAYS if way.needs in HERE and not any(word in way.name for word in ON_DEVICES)
+]
 
 
 @pytest.mark.parametrize("way", ON_CPU, ids=lambda way: f"{way.kind}: {way.name}")
@@ -37,7 +48,9 @@ def test_baselines_are_right(way: Way) -> None:
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("kind", ["selection", "compaction"])  # the interpreter cannot multiply bfloat16
+@pytest.mark.parametrize(
+    "kind", ["selection", "compaction"]
+)  # the interpreter cannot multiply bfloat16
 def test_own_kernels_are_right(kind: str, device: torch.device) -> None:
     pytest.importorskip("triton")
     check(next(way for way in WAYS if way.kind == kind and way.name == "specengine"), device)
@@ -99,7 +112,9 @@ def test_inputs_that_cannot_be_made_are_rows_of_the_table(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("needed", attention.BLOCKS)
-def test_flex_attention_gets_tiles_that_fit(needed: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_gets_tiles_that_fit(
+    needed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compiled(*_: object, kernel_options: dict[str, int], **__: object) -> dict[str, int]:
         if kernel_options != needed:
             raise RuntimeError("no valid tiles")

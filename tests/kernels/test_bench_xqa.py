@@ -90,7 +90,9 @@ def test_pages_and_mask_are_what_xqa_documents(offer: Any, nodes: int, prefix: i
         ({"xqa": documented}, 24, "no heads of size 24"),
     ],
 )
-def test_what_is_not_there_is_a_reason(offer: Any, names: dict[str, Any], size: int, reason: str) -> None:
+def test_what_is_not_there_is_a_reason(
+    offer: Any, names: dict[str, Any], size: int, reason: str
+) -> None:
     offer(**names)
     case = Attention(9, 3, 6, 2, size)
     with pytest.raises(Unavailable, match=reason):
@@ -100,13 +102,18 @@ def test_what_is_not_there_is_a_reason(offer: Any, names: dict[str, Any], size: 
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
-        (subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such kernel\n"), "RuntimeError: no such"),
+        (
+            subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such kernel\n"),
+            "RuntimeError: no such",
+        ),
         (subprocess.CompletedProcess([], -11, "", ""), "exit status -11"),
         (subprocess.TimeoutExpired([], 600), "more than 600 s"),
         (subprocess.CompletedProcess([], 0, "", "a warning"), ""),
     ],
 )
-def test_a_trial_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, outcome: Any, reason: str) -> None:
+def test_a_trial_that_fails_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, outcome: Any, reason: str
+) -> None:
     commands = []
 
     def run(command: list[str], **_: Any) -> Any:

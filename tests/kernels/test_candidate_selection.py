@@ -27,7 +27,9 @@ def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def exact_scores(logits: Tensor, parents: Tensor, normalized: bool = False) -> tuple[Tensor, Tensor]:
+def exact_scores(
+    logits: Tensor, parents: Tensor, normalized: bool = False
+) -> tuple[Tensor, Tensor]:
     """float64 log-probabilities and path scores [W, V], by the definition."""
     values = logits.double().cpu()
     values = torch.where(values.isnan(), -math.inf, values).clamp(max=3e38)
@@ -59,7 +61,9 @@ def run(logits: Tensor, parents: Tensor, most: int, **options: object) -> Select
     assert (log_probs[count:] == -math.inf).all()
     assert not rows[count:].any()
     assert not tokens[count:].any()
-    return Selection(rows[:count], tokens[:count], log_probs[:count], scores[:count], *results[0][4:])
+    return Selection(
+        rows[:count], tokens[:count], log_probs[:count], scores[:count], *results[0][4:]
+    )
 
 
 def check(
@@ -74,8 +78,14 @@ def check(
     exact: bool = False,
 ) -> Selection:
     """`exact`: no two scores are close to each other or to a threshold, unless they are equal in exact arithmetic."""
-    on_device = {} if budget is None else {"budget": torch.tensor([budget], dtype=torch.int32, device=DEVICE)}
-    found = run(logits, parents, most, log_gate=log_gate, bound=bound, normalized=normalized, **on_device)
+    on_device = (
+        {}
+        if budget is None
+        else {"budget": torch.tensor([budget], dtype=torch.int32, device=DEVICE)}
+    )
+    found = run(
+        logits, parents, most, log_gate=log_gate, bound=bound, normalized=normalized, **on_device
+    )
     log_probs, scores = exact_scores(logits, parents, normalized)
     room = most if budget is None else min(most, budget)
     passes = (scores >= scores.max() + log_gate) & (scores > bound) & (scores > -math.inf)
@@ -88,16 +98,23 @@ def check(
         assert got == wanted
     assert all(0 <= row < logits.shape[0] and 0 <= column < logits.shape[1] for row, column in got)
     near = NEAR * max(1.0, abs(order[0][0])) if order else 0.0
-    at_threshold = ((scores - (scores.max() + log_gate)).abs() <= near) | ((scores - bound).abs() <= near)
+    at_threshold = ((scores - (scores.max() + log_gate)).abs() <= near) | (
+        (scores - bound).abs() <= near
+    )
     assert abs(len(got) - len(wanted)) <= int(at_threshold.sum())
     reached = scores[found.rows, found.tokens]
-    for value, truth in ((found.scores, reached), (found.log_probs, log_probs[found.rows, found.tokens])):
+    for value, truth in (
+        (found.scores, reached),
+        (found.log_probs, log_probs[found.rows, found.tokens]),
+    ):
         assert ((value - truth).abs() <= 1e-5 * truth.abs().clamp(min=1.0)).all()
     ranked = torch.tensor([-score for score, _, _ in order[: len(got)]], dtype=torch.float64)
     assert ((reached[: len(ranked)] - ranked).abs() <= near).all()
     assert (found.scores.diff() <= 0).all()
     best = scores.max().item()
-    assert found.anchor.item() == best or abs(found.anchor.item() - best) <= 1e-5 * max(1.0, abs(best))
+    assert found.anchor.item() == best or abs(found.anchor.item() - best) <= 1e-5 * max(
+        1.0, abs(best)
+    )
     return found
 
 
@@ -117,8 +134,14 @@ def test_gate_of_one_keeps_the_best_and_its_equals() -> None:
     log_probs = torch.full((2, 300), -4.0)
     log_probs[0, [5, 200]] = -1.0
     log_probs[1, 9] = 0.0
-    found = check(log_probs, torch.tensor([0.0, -1.0]), 10, log_gate=0.0, normalized=True, exact=True)
-    assert list(zip(found.rows.tolist(), found.tokens.tolist(), strict=True)) == [(0, 5), (0, 200), (1, 9)]
+    found = check(
+        log_probs, torch.tensor([0.0, -1.0]), 10, log_gate=0.0, normalized=True, exact=True
+    )
+    assert list(zip(found.rows.tolist(), found.tokens.tolist(), strict=True)) == [
+        (0, 5),
+        (0, 200),
+        (1, 9),
+    ]
 
 
 @pytest.mark.parametrize("bound", [-2.0, -6.0, 0.0])
@@ -141,7 +164,9 @@ def test_thresholds_on_the_device() -> None:
     logits, parents = normal(3, 500).to(DEVICE), torch.zeros(3, device=DEVICE)
     given = {"log_gate": math.log(0.05), "bound": -5.0}
     tensors = {name: torch.tensor([value], device=DEVICE) for name, value in given.items()}
-    for one, other in zip(run(logits, parents, 50, **given), run(logits, parents, 50, **tensors), strict=True):
+    for one, other in zip(
+        run(logits, parents, 50, **given), run(logits, parents, 50, **tensors), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -199,7 +224,10 @@ def test_dead_rows(dead: float) -> None:
 
 def test_nothing_alive() -> None:
     nothing = torch.full((3, 300), -math.inf)
-    for logits, parents in ((normal(3, 300), nothing[:, 0].contiguous()), (nothing, torch.zeros(3))):
+    for logits, parents in (
+        (normal(3, 300), nothing[:, 0].contiguous()),
+        (nothing, torch.zeros(3)),
+    ):
         for log_gate in (-math.inf, -3.0):
             assert not len(check(logits, parents, 5, log_gate=log_gate).rows)
 
@@ -211,7 +239,9 @@ def test_fewer_candidates_than_asked_for() -> None:
 def test_row_stride() -> None:
     wide = normal(3, 1000)
     narrow = wide[:, :700]
-    for one, other in zip(run(narrow, torch.zeros(3), 20), run(narrow.contiguous(), torch.zeros(3), 20), strict=True):
+    for one, other in zip(
+        run(narrow, torch.zeros(3), 20), run(narrow.contiguous(), torch.zeros(3), 20), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -249,7 +279,9 @@ def test_reference_agrees() -> None:
     log_probs, scores = exact_scores(logits, parents)
     found = kernel.reference(logits.double(), parents, 25, log_gate=-3.0, bound=-8.0)
     order = scores.flatten().argsort(descending=True)[:25]
-    order = order[(scores.flatten()[order] >= scores.max() - 3.0) & (scores.flatten()[order] > -8.0)]
+    order = order[
+        (scores.flatten()[order] >= scores.max() - 3.0) & (scores.flatten()[order] > -8.0)
+    ]
     assert torch.equal(found.rows * 300 + found.tokens, order)
     assert torch.allclose(found.log_probs, log_probs.flatten()[order])
     assert torch.allclose(found.scores, scores.flatten()[order])
@@ -284,8 +316,13 @@ def test_any_integers_in_any_order(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [32000, 50257, 128256, 151666, 248320])
 @pytest.mark.parametrize(("rows", "most"), [(1, 10), (10, 60), (64, 256)])
-def test_vocabularies_of_models_on_a_gpu(rows: int, most: int, columns: int, dtype: torch.dtype) -> None:
-    logits, parents = normal(rows, columns).to("cuda", dtype), -normal(rows, seed=1).abs().to("cuda")
+def test_vocabularies_of_models_on_a_gpu(
+    rows: int, most: int, columns: int, dtype: torch.dtype
+) -> None:
+    logits, parents = (
+        normal(rows, columns).to("cuda", dtype),
+        -normal(rows, seed=1).abs().to("cuda"),
+    )
     for log_gate in (-math.inf, math.log(0.03)):
         found = run(logits, parents, most, log_gate=log_gate)
         log_probs = logits.double().log_softmax(1)
@@ -308,7 +345,10 @@ def test_all_ties_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_capture() -> None:
-    logits, parents = normal(10, 128256).to("cuda", torch.bfloat16), -normal(10, seed=1).abs().to("cuda")
+    logits, parents = (
+        normal(10, 128256).to("cuda", torch.bfloat16),
+        -normal(10, seed=1).abs().to("cuda"),
+    )
     out, workspace = kernel.selection_for(logits, 60), kernel.workspace_for(logits, 60)
     budget = torch.tensor([60], dtype=torch.int32, device="cuda")
     arguments = {"budget": budget, "out": out, "workspace": workspace}
@@ -321,5 +361,7 @@ def test_capture() -> None:
         logits.copy_(normal(10, 128256, seed=room).to("cuda", torch.bfloat16))
         graph.replay()
         replayed = [tensor.clone() for tensor in out]
-        for one, other in zip(replayed, select_candidates(logits, parents, 60, budget=budget), strict=True):
+        for one, other in zip(
+            replayed, select_candidates(logits, parents, 60, budget=budget), strict=True
+        ):
             assert torch.equal(one, other)

@@ -39,7 +39,9 @@ H100 = tree_attention.Tiles(128, 64, 8, 3)
 def test_heads_of_128_and_256_channels_fit_the_smallest_cards(card: str) -> None:
     programs = compiled(LARGEST, card)
     assert {program["case"][3] for program in programs} == {128, 256}
-    assert not [program for program in programs if program["shared"] > ROOM[card] or program["spills"]]
+    assert not [
+        program for program in programs if program["shared"] > ROOM[card] or program["spills"]
+    ]
 
 
 @compiles
@@ -49,14 +51,20 @@ def test_programs_of_a_card(card: str) -> None:
     programs = compiled(SHIPPED, card)
     assert not more(needs(programs), table().get(VERSION, {}).get(card, {}), ROOM[card])
     assert not [program for program in programs if program["races"]]
-    assert not [each for each in programs if each.get("lopsided") and each["kernel"] not in OF_ONE_LANE]
+    assert not [
+        each for each in programs if each.get("lopsided") and each["kernel"] not in OF_ONE_LANE
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(cards.nvcc() is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.parametrize("card", [card for card in ROOM if card.startswith("sm_")])
 def test_programs_of_the_library(card: str) -> None:
-    assert not more(cards.needs_of_library(card), table().get(cards.nvcc_version(), {}).get(card, {}), ROOM[card])
+    assert not more(
+        cards.needs_of_library(card),
+        table().get(cards.nvcc_version(), {}).get(card, {}),
+        ROOM[card],
+    )
 
 
 def test_what_needs_more_than_the_table_says_is_seen() -> None:
@@ -76,8 +84,12 @@ def test_what_needs_more_than_the_table_says_is_seen() -> None:
 def test_the_table_holds_the_tried_versions_and_all_cards() -> None:
     assert {"triton 3.6", "triton 3.7"} <= set(table())
     for version, found in table().items():
-        assert set(found) == {card for card in ROOM if card.startswith("sm_") or version.startswith("triton")}
-        assert len({frozenset(programs) for programs in found.values()}) == 1  # on each the same programs
+        assert set(found) == {
+            card for card in ROOM if card.startswith("sm_") or version.startswith("triton")
+        }
+        assert (
+            len({frozenset(programs) for programs in found.values()}) == 1
+        )  # on each the same programs
         for card, programs in found.items():
             assert all(shared <= ROOM[card] for *_, shared in programs.values())
 
@@ -91,7 +103,9 @@ def test_the_table_holds_the_tried_versions_and_all_cards() -> None:
         ("lopsided", "top_children", "**EVEN,", ["children", 3, 5003, 10, "float32"]),
     ],
 )
-def test_a_fault_is_seen(fault: str, module: str, words: str, case: list[Any], tmp_path: Path) -> None:
+def test_a_fault_is_seen(
+    fault: str, module: str, words: str, case: list[Any], tmp_path: Path
+) -> None:
     """The programs without what they have against it: a count is loaded and stored, rows are moved in place, lanes sum.
 
     With it two calls gave log-probabilities that differed in their last bit: a key met another lane each time.
@@ -103,7 +117,8 @@ def test_a_fault_is_seen(fault: str, module: str, words: str, case: list[Any], t
         less = text.replace(words, "pass" if fault == "races" else "")
         (folder / source.name).write_text(less if source.stem == module else text)
     program = (
-        f"from tests.kernels import aot; from specengine_kernels import {module}; print({module}.__file__); aot.main()"
+        f"from tests.kernels import aot; from specengine_kernels import {module}; "
+        f"print({module}.__file__); aot.main()"
     )
     environment = {
         **os.environ,
@@ -112,7 +127,11 @@ def test_a_fault_is_seen(fault: str, module: str, words: str, case: list[Any], t
     }
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(case)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, json.dumps(case)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     where, *programs = done.stdout.splitlines()
     assert Path(where).parent == folder
@@ -133,10 +152,14 @@ def test_tiles_follow_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     tree_attention.shared_bytes.cache_clear()
 
     def tiles(place: str, rows: int = 256, size: int = 128) -> tree_attention.Tiles:
-        return tree_attention.tiles_for(rows, size, torch.bfloat16, tree_attention.shared_bytes(torch.device(place)))
+        return tree_attention.tiles_for(
+            rows, size, torch.bfloat16, tree_attention.shared_bytes(torch.device(place))
+        )
 
     assert tiles("cpu") == tiles("cuda:0") == H100
-    assert tiles("cuda:1") == tiles("cuda:2") == tiles("cuda:3") == (128, 32, 8, 3)  # the last says no more than 64 KB
+    assert (
+        tiles("cuda:1") == tiles("cuda:2") == tiles("cuda:3") == (128, 32, 8, 3)
+    )  # the last says no more than 64 KB
     assert tiles("cuda:1", size=256) == (64, 16, 8, 3)
     assert tiles("cuda:0", size=256) == (64, 32, 8, 3)
     assert tiles("cuda:0", 64) == (64, 64, 4, 2)

@@ -47,7 +47,9 @@ def run(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
         tensor.fill_(math.nan if tensor.is_floating_point() else 123456789)
     results = []
     for _ in range(2):  # the second time on the scratch that the first one left
-        results.append(top_entropy(logits, top, normalized, out=out, workspace=workspace).cpu().clone())
+        results.append(
+            top_entropy(logits, top, normalized, out=out, workspace=workspace).cpu().clone()
+        )
         out.fill_(math.nan)
     assert torch.equal(results[0], results[1])
     return results[0]
@@ -119,7 +121,9 @@ def test_probabilities_are_of_the_whole_row() -> None:
 def test_edge_of_a_bin() -> None:
     """Distances of whole powers of two, and their neighbours, begin bins."""
     near = torch.tensor([0.0, *(2.0**power for power in range(-12, 8))])
-    distances = torch.cat([torch.nextafter(near, near.new_zeros(())), near, torch.nextafter(near, near + 1)])
+    distances = torch.cat(
+        [torch.nextafter(near, near.new_zeros(())), near, torch.nextafter(near, near + 1)]
+    )
     for top in range(1, len(distances) + 1, 4):
         check(-distances[None], top)
 
@@ -157,7 +161,13 @@ def test_cut_covers_the_columns(rows: int, columns: int) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     logits = torch.zeros(2, 8, device=DEVICE)
-    for arguments in ((logits.double(), 3), (logits.t(), 3), (logits[0], 3), (logits, 0), (logits[:0], 3)):
+    for arguments in (
+        (logits.double(), 3),
+        (logits.t(), 3),
+        (logits[0], 3),
+        (logits, 0),
+        (logits[:0], 3),
+    ):
         with pytest.raises(ValueError, match=r"needed|accepted"):
             top_entropy(*arguments)
     with pytest.raises(ValueError, match="out: float32"):
@@ -170,7 +180,9 @@ def test_reference_agrees(normalized: bool) -> None:
     logits[3], logits[4, ::2] = -math.inf, math.nan
     for top in (1, 40, 300, 400):
         found = kernel.reference(logits, top, normalized)
-        torch.testing.assert_close(found.double(), exact(logits, top, normalized), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            found.double(), exact(logits, top, normalized), atol=1e-6, rtol=1e-6
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -178,7 +190,9 @@ def test_reference_agrees(normalized: bool) -> None:
 def test_any_rows(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 4)), data.draw(sizes(400))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    logits = torch.randn(rows, columns, generator=generator) * data.draw(st.sampled_from([0.0, 1e-3, 1.0, 10.0]))
+    logits = torch.randn(rows, columns, generator=generator) * data.draw(
+        st.sampled_from([0.0, 1e-3, 1.0, 10.0])
+    )
     if data.draw(st.booleans()):
         logits = logits.round()
     odd = torch.rand(rows, columns, generator=generator)

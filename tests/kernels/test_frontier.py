@@ -52,7 +52,9 @@ def same(found: kernel.Tree, wanted: kernel.Tree) -> None:
     layers=st.integers(1, 6),
     seed=st.integers(0, 10**6),
 )
-def test_a_tree_grown_by_the_kernel_is_one_grown_by_the_op(capacity: int, layers: int, seed: int) -> None:
+def test_a_tree_grown_by_the_kernel_is_one_grown_by_the_op(
+    capacity: int, layers: int, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     tree = poisoned_tree(capacity)
     wanted, refused, overflow = clone(tree), number(0), torch.zeros(1, dtype=torch.int32)
@@ -62,7 +64,11 @@ def test_a_tree_grown_by_the_kernel_is_one_grown_by_the_op(capacity: int, layers
         parents = torch.from_numpy(random.integers(0, int(wanted.size), most))
         tokens = torch.from_numpy(random.integers(0, 10**6, most))
         edges = -torch.from_numpy(random.random(most)).float()
-        parents[count:], tokens[count:], edges[count:] = 2**40, 2**40, math.nan  # what is not there is not read
+        parents[count:], tokens[count:], edges[count:] = (
+            2**40,
+            2**40,
+            math.nan,
+        )  # what is not there is not read
         meant, listed, _ = kernel.reference(wanted, parents, tokens, edges, count)
         given = parents, tokens, edges, torch.tensor([count], dtype=torch.int32)
         expected = ops.by_meaning(ops.append_nodes, wanted[:6], wanted.size, *given, overflow)
@@ -91,8 +97,13 @@ def test_what_does_not_fit_is_refused_whole() -> None:
 @pytest.mark.parametrize("channels", [16, 80, 1030])
 def test_gathered_rows_are_those_asked_for(channels: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(channels)
-    states, table = (torch.randn(n, channels, generator=generator).to(dtype).to(DEVICE) for n in (6, 9))
-    sources, tokens = torch.tensor([4, 0, 2, 0], device=DEVICE), torch.tensor([8, 0, 3, 3], device=DEVICE)
+    states, table = (
+        torch.randn(n, channels, generator=generator).to(dtype).to(DEVICE) for n in (6, 9)
+    )
+    sources, tokens = (
+        torch.tensor([4, 0, 2, 0], device=DEVICE),
+        torch.tensor([8, 0, 3, 3], device=DEVICE),
+    )
     states[1], table[1] = math.nan, math.nan  # nobody asks for these
     out = torch.full((2, 4, channels), math.nan, dtype=dtype, device=DEVICE)
     kernel.gather_rows(states, sources, table, tokens, out[0], out[1])

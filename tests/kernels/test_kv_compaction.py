@@ -21,16 +21,24 @@ def random_slab(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) 
     """Any bit patterns, NaN and denormal numbers among them."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).to(DEVICE)
 
 
-def check(slab: Tensor, prefix: int, path: list[int], index: torch.dtype = torch.int32, unused: int = 3) -> None:
+def check(
+    slab: Tensor, prefix: int, path: list[int], index: torch.dtype = torch.int32, unused: int = 3
+) -> None:
     wanted = slab.clone()
     for place, node in enumerate(path):
         wanted[:, :, :, prefix + place] = slab[:, :, :, prefix + node]
-    padded = torch.tensor([*path, *[2**30] * unused], dtype=index, device=DEVICE)  # what follows the path is not read
-    sizes = (torch.tensor([value], dtype=torch.int32, device=DEVICE) for value in (len(path), prefix))
+    padded = torch.tensor(
+        [*path, *[2**30] * unused], dtype=index, device=DEVICE
+    )  # what follows the path is not read
+    sizes = (
+        torch.tensor([value], dtype=torch.int32, device=DEVICE) for value in (len(path), prefix)
+    )
     compact_kv(slab, padded, *sizes)
     bits = BITS[slab.element_size()]
     assert torch.equal(slab.view(bits), wanted.view(bits))
@@ -75,7 +83,10 @@ def test_slab_of_a_larger_buffer() -> None:
     before = buffer.clone()
     view = buffer[1:, :, 1:3, 4:25, 8:24]
     wanted = kernel.reference(view, *(torch.tensor(value) for value in ([0, 3, 7], [3], [6])))
-    compact_kv(view, *(torch.tensor(value, dtype=torch.int32, device=DEVICE) for value in ([0, 3, 7], [3], [6])))
+    compact_kv(
+        view,
+        *(torch.tensor(value, dtype=torch.int32, device=DEVICE) for value in ([0, 3, 7], [3], [6])),
+    )
     assert torch.equal(view.view(torch.int32), wanted.view(torch.int32))
     before[1:, :, 1:3, 4:25, 8:24] = wanted
     assert torch.equal(buffer.view(torch.int32), before.view(torch.int32))

@@ -20,11 +20,17 @@ from tests.kernels.sizes import sizes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # numpy's, of silu(-100)
+    pytest.mark.filterwarnings(
+        "ignore:overflow encountered in exp:RuntimeWarning"
+    ),  # numpy's, of silu(-100)
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # relative, of the norm; bfloat16 is cut off, not rounded, by the interpreter
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3 if DEVICE == "cuda" else 1.2e-2}
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 5e-3 if DEVICE == "cuda" else 1.2e-2,
+}
 
 
 def normal(*shape: int, seed: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -35,7 +41,9 @@ def close(found: Tensor, wanted: Tensor, limit: float) -> bool:
     return bool((found.double() - wanted).norm() <= limit * wanted.norm())
 
 
-def check_norm(rows: int, columns: int, kind: torch.dtype, seed: int, *, adds: bool, eps: float = 1e-5) -> None:
+def check_norm(
+    rows: int, columns: int, kind: torch.dtype, seed: int, *, adds: bool, eps: float = 1e-5
+) -> None:
     wide = normal(rows, columns + 16, seed=seed, kind=kind) * 3
     states, weight = wide[:, :columns], normal(columns, seed=seed + 1, kind=kind)
     residual = normal(rows, columns, seed=seed + 2, kind=kind) if adds else None
@@ -47,11 +55,15 @@ def check_norm(rows: int, columns: int, kind: torch.dtype, seed: int, *, adds: b
     wanted = exact / (exact.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     assert close(found, wanted, TOLERANCE[kind])
     assert torch.equal(wide, before[0])
-    assert residual is None or torch.equal(residual, before[1])  # earlier features may be views of it
+    assert residual is None or torch.equal(
+        residual, before[1]
+    )  # earlier features may be views of it
     meant = norm_kernel.reference(states, residual, weight, eps)
     assert close(found, meant[0].double(), TOLERANCE[kind])
     alone = [
-        add_rms_norm(states[i : i + 1], None if residual is None else residual[i : i + 1], weight, eps)
+        add_rms_norm(
+            states[i : i + 1], None if residual is None else residual[i : i + 1], weight, eps
+        )
         for i in range(rows)
     ]
     for many, one in zip((found, total), zip(*alone, strict=True), strict=True):
@@ -71,7 +83,9 @@ def test_any_norm(rows: int, columns: int, adds: bool, seed: int) -> None:
     check_norm(rows, columns, torch.float32, seed, adds=adds)
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+@pytest.mark.parametrize(
+    "kind", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+)
 def test_half_precision_has_the_bits_of_the_modules(kind: torch.dtype) -> None:
     """All but a few: the sum of squares has another order, which another rounding shows now and then."""
     states, residual = (normal(40, 1024, seed=seed, kind=kind) for seed in (1, 2))
@@ -87,7 +101,9 @@ def test_half_precision_has_the_bits_of_the_modules(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "columns"), [(1, 7), (3, 1024), (2, 1500)])
 def test_gates(rows: int, columns: int, kind: torch.dtype) -> None:
-    both = normal(rows, 2 * columns, seed=columns, kind=kind) * 4  # as one product gives them: strided rows
+    both = (
+        normal(rows, 2 * columns, seed=columns, kind=kind) * 4
+    )  # as one product gives them: strided rows
     gate, up = both[:, :columns], both[:, columns:]
     gate[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0], dtype=kind)
     found = silu_mul(gate, up)

@@ -21,7 +21,9 @@ from tests.kernels.all_kernels import KERNELS, number, random
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREES = 1000 if DEVICE == "cuda" else 2
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
+    "compute-sanitizer", path="/usr/local/cuda/bin"
+)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -39,21 +41,38 @@ def test_sanitizer(tool: str) -> None:
     # with torch's own cache the tool would see whole blocks, and no step out of a tensor
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.gpu
 def test_choices_and_walk_captured_once() -> None:
     """One graph for every tree of up to 64 nodes: sizes, seed and positions are read on the device."""
-    logits, chosen = torch.zeros(64, 32000, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-    workspace, positions = verification.workspace_for(logits), torch.zeros(64, dtype=torch.int64, device="cuda")
-    seed, temperature = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.ones(1, device="cuda")
+    logits, chosen = (
+        torch.zeros(64, 32000, device="cuda"),
+        torch.zeros(64, dtype=torch.int64, device="cuda"),
+    )
+    workspace, positions = (
+        verification.workspace_for(logits),
+        torch.zeros(64, dtype=torch.int64, device="cuda"),
+    )
+    seed, temperature = (
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.ones(1, device="cuda"),
+    )
     tokens, parents, path = (torch.zeros(64, dtype=torch.int64, device="cuda") for _ in range(3))
-    size, count, bonus = number(1, "cuda"), number(0, "cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    size, count, bonus = (
+        number(1, "cuda"),
+        number(0, "cuda"),
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
 
     def verify() -> None:
-        verification.choose_tokens(logits, positions, seed, temperature, chosen=chosen, workspace=workspace)
+        verification.choose_tokens(
+            logits, positions, seed, temperature, chosen=chosen, workspace=workspace
+        )
         verification.walk(tokens, parents, chosen, size, path, count, bonus)
 
     verify()

@@ -40,8 +40,16 @@ def reorder(patch: pytest.MonkeyPatch, order: str | int) -> None:
         if order == "reversed":
             index = math.prod(shape) - 1 - index
         else:
-            index = int(torch.randperm(math.prod(shape), generator=torch.Generator().manual_seed(order))[index])
-        builder.grid_idx = (index // (shape[1] * shape[2]), index // shape[2] % shape[1], index % shape[2])
+            index = int(
+                torch.randperm(math.prod(shape), generator=torch.Generator().manual_seed(order))[
+                    index
+                ]
+            )
+        builder.grid_idx = (
+            index // (shape[1] * shape[2]),
+            index // shape[2] % shape[1],
+            index % shape[2],
+        )
 
     patch.setattr(builder, "set_grid_idx", set_grid_idx, raising=False)
 
@@ -49,9 +57,14 @@ def reorder(patch: pytest.MonkeyPatch, order: str | int) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="a device has an order of its own")
 @pytest.mark.parametrize("name", ["children", "selection", "entropy"])
 def test_programs_in_any_order_on_used_scratch(name: str) -> None:
-    logits, parents = normal(3, 3000).round(), torch.zeros(3)  # of equals, the first: across tiles too
+    logits, parents = (
+        normal(3, 3000).round(),
+        torch.zeros(3),
+    )  # of equals, the first: across tiles too
     logits[1, 7:2500] = 9.0
-    kernel: Any = {"children": top_children, "selection": candidate_selection, "entropy": entropy}[name]
+    kernel: Any = {"children": top_children, "selection": candidate_selection, "entropy": entropy}[
+        name
+    ]
     workspace = kernel.workspace_for(logits, 40)
 
     def call(given: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +98,10 @@ def order_of(values: Tensor) -> Tensor:
     [
         (3, 5003, 10),
         (3, 5003, 70),
-        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ((64, 32000, 256), (10, 128256, 10))),
+        *(
+            pytest.param(*case, marks=pytest.mark.gpu)
+            for case in ((64, 32000, 256), (10, 128256, 10))
+        ),
     ],
 )
 def test_arrays_between_the_launches_of_top_children(rows: int, columns: int, k: int) -> None:
@@ -98,21 +114,31 @@ def test_arrays_between_the_launches_of_top_children(rows: int, columns: int, k:
     whole[:, :columns] = logits
     tops = whole.view(rows, tiles * groups, -1).amax(2)
     kept = order_of(whole) >> 16 >= (order_of(tops) >> 16).topk(k, 1).values[:, -1:]
-    keys = (order_of(whole).long() << 32) | (0xFFFFFFFF - torch.arange(whole.shape[1], device=DEVICE))
+    keys = (order_of(whole).long() << 32) | (
+        0xFFFFFFFF - torch.arange(whole.shape[1], device=DEVICE)
+    )
     assert kept.view(rows, tiles, tile).sum(2).max() <= k  # no tile is cut
     before: dict[str, Tensor] = {}
     for _ in range(CALLS):
-        out = torch.empty(rows, k, device=DEVICE), torch.empty(rows, k, dtype=torch.int64, device=DEVICE)
+        out = (
+            torch.empty(rows, k, device=DEVICE),
+            torch.empty(rows, k, dtype=torch.int64, device=DEVICE),
+        )
         poison((*workspace, *out))
         top_children.top_children(logits, k, out=out, workspace=workspace)
         group_peak, tile_peak, tile_sum = (
             part[:size]
             for part, size in zip(
-                workspace.floats.split(parts), (tops.numel(), rows * tiles, rows * tiles), strict=True
+                workspace.floats.split(parts),
+                (tops.numel(), rows * tiles, rows * tiles),
+                strict=True,
             )
         )
         lists = [
-            row[:found] for row, found in zip(workspace.keys.view(rows, -1), workspace.counts.tolist(), strict=True)
+            row[:found]
+            for row, found in zip(
+                workspace.keys.view(rows, -1), workspace.counts.tolist(), strict=True
+            )
         ]
         found = {
             "group_peak": group_peak,
@@ -127,7 +153,9 @@ def test_arrays_between_the_launches_of_top_children(rows: int, columns: int, k:
             "group_peak": tops.flatten(),
             "tile_peak": whole.view(rows * tiles, tile).amax(1),
             "counts": kept.sum(1).int(),
-            "keys": torch.cat([row[some].sort().values for row, some in zip(keys, kept, strict=True)]),
+            "keys": torch.cat(
+                [row[some].sort().values for row, some in zip(keys, kept, strict=True)]
+            ),
             "columns": top_children.reference(logits, k)[1],
         }
         for held, against in ((wanted, "torch"), (before, "the call before")):

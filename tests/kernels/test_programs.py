@@ -17,14 +17,34 @@ ROOT = Path(__file__).parents[2]
 WIDTHS, VOCABULARY = (1, 8, 16, 32, 64), 128256  # padded rows of a level, columns of their logits
 SERVING: list[list[Any]] = [
     *(["attention", 16, 4, 128, "bfloat16", None, None, slots] for slots in range(64, 20000, 1000)),
-    *(["selection", width, VOCABULARY, most, "bfloat16"] for width in WIDTHS for most in (33, 48, 60, 64)),
-    *(["children", width, VOCABULARY, k, "bfloat16"] for width in WIDTHS for k in (1, 7, 10, 16, 31)),
-    *(["entropy", width, VOCABULARY, top, False, "bfloat16"] for width in WIDTHS for top in (1, 16, 999, 1000)),
-    *(["choice", nodes, VOCABULARY, sampled, "bfloat16"] for nodes in range(1, 65) for sampled in (False, True)),
+    *(
+        ["selection", width, VOCABULARY, most, "bfloat16"]
+        for width in WIDTHS
+        for most in (33, 48, 60, 64)
+    ),
+    *(
+        ["children", width, VOCABULARY, k, "bfloat16"]
+        for width in WIDTHS
+        for k in (1, 7, 10, 16, 31)
+    ),
+    *(
+        ["entropy", width, VOCABULARY, top, False, "bfloat16"]
+        for width in WIDTHS
+        for top in (1, 16, 999, 1000)
+    ),
+    *(
+        ["choice", nodes, VOCABULARY, sampled, "bfloat16"]
+        for nodes in range(1, 65)
+        for sampled in (False, True)
+    ),
     *(["append", most, capacity] for most in (9, 12, 16) for capacity in (65, 100, 128)),
     *(["compaction", layers, heads, 128, "bfloat16"] for layers in (16, 32) for heads in (1, 7, 8)),
     *(["gather", width, 4096, "bfloat16"] for width in WIDTHS),
-    *(["rope", rows, 4, 128, "bfloat16", way] for rows in WIDTHS for way in ("", "stepwise", "normed")),
+    *(
+        ["rope", rows, 4, 128, "bfloat16", way]
+        for rows in WIDTHS
+        for way in ("", "stepwise", "normed")
+    ),
     *(["norm", rows, 4096, "bfloat16", adds] for rows in (*WIDTHS, 1000) for adds in (False, True)),
     *(["gate", rows, 14336, "bfloat16"] for rows in (*WIDTHS, 1000)),
     *(["couple", rows, 32000, "bfloat16", True] for rows in WIDTHS),
@@ -88,8 +108,16 @@ RANDOM = {
 def programs(cases: list[list[Any]]) -> dict[str, int]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.aot", "--programs", *(json.dumps(case) for case in cases)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kernels.aot",
+        "--programs",
+        *(json.dumps(case) for case in cases),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -104,6 +132,6 @@ def test_programs_of_each_kernel(cases: list[list[Any]], table: dict[str, int]) 
 
 def test_a_size_that_makes_programs_is_seen() -> None:
     """The counter can fail: rows of other lengths are cut otherwise."""
-    assert programs([["selection", 1, columns, 8, "float32"] for columns in (128, 1000, 1024, 4096)]) != programs(
-        [["selection", 1, 128, 8, "float32"]]
-    )
+    assert programs(
+        [["selection", 1, columns, 8, "float32"] for columns in (128, 1000, 1024, 4096)]
+    ) != programs([["selection", 1, 128, 8, "float32"]])

@@ -84,7 +84,10 @@ def test_it_is_taken_where_it_is_asked_for() -> None:
 def test_unasked_it_is_taken_on_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "auto")
     taken = ops.backends(DEVICE)
-    assert all((taken[op].name == "triton") == (DEVICE == "cuda") and "triton" in taken[op].available for op in SERVED)
+    assert all(
+        (taken[op].name == "triton") == (DEVICE == "cuda") and "triton" in taken[op].available
+        for op in SERVED
+    )
 
 
 def test_every_kernel_gives_what_its_op_means() -> None:
@@ -94,8 +97,12 @@ def test_every_kernel_gives_what_its_op_means() -> None:
         assert not small_inputs.differs(op, kernels, torch.device(DEVICE)), op
 
 
-@pytest.mark.parametrize("name", ["cached_attention", pytest.param("strict_cached_attention", marks=pytest.mark.slow)])
-def test_heads_are_tried_with_all_tiles_when_they_are_first_met(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["cached_attention", pytest.param("strict_cached_attention", marks=pytest.mark.slow)]
+)
+def test_heads_are_tried_with_all_tiles_when_they_are_first_met(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program that a card has no room for, or that is wrong there, is found while four rows are tried at loading."""
     module = importlib.import_module("specengine.ops.triton")
     monkeypatch.setattr(module, "is_tried", lambda device: True)
@@ -123,7 +130,9 @@ def test_heads_are_tried_with_all_tiles_when_they_are_first_met(name: str, monke
             assert set(rows) == ({4, 8, 16, 17} if name == "cached_attention" else {5})
         else:
             assert len(warned) == 1
-            assert re.search(f"{name} of heads of 64 channels.* in torch from now on.*OutOfResources", warned[0])
+            assert re.search(
+                f"{name} of heads of 64 channels.* in torch from now on.*OutOfResources", warned[0]
+            )
     module._serves.cache_clear()
 
 
@@ -136,15 +145,22 @@ def test_trials_of_heads_meet_every_tile() -> None:
         assert {tree_attention.tiles_for(count, 128, torch.bfloat16) for count in rows} == shipped
 
 
-def test_of_several_names_the_first_that_has_the_op_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_names_the_first_that_has_the_op_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     choose(monkeypatch, "triton,cpp")
     taken = ops.backends("cpu")
     if "cpp" in taken["walk"].available:
-        assert (taken["classify_row"].name, taken["classify_row"].reason) == ("cpp", "SPECENGINE_BACKEND=triton,cpp")
+        assert (taken["classify_row"].name, taken["classify_row"].reason) == (
+            "cpp",
+            "SPECENGINE_BACKEND=triton,cpp",
+        )
     here = ops.backends(DEVICE)
     assert all(here[op].name == "triton" for op in SERVED)
     choose(monkeypatch, "cpp,triton")
-    assert ops.backends("cpu")["walk"].name == ("cpp" if "cpp" in taken["walk"].available else "triton")
+    assert ops.backends("cpu")["walk"].name == (
+        "cpp" if "cpp" in taken["walk"].available else "triton"
+    )
     choose(monkeypatch, "triton,no")
     with pytest.raises(BackendError, match="SPECENGINE_BACKEND=triton,no: unknown"):
         ops.backends(DEVICE)
@@ -157,7 +173,13 @@ def test_missing_triton_raises_and_names_the_remedy() -> None:
         "ops.top_entropy(torch.zeros(1, 2), 1)\n"
     )
     environment = {**os.environ, ops.VARIABLE: "triton", "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert run.returncode == 1
     assert "BackendError: SPECENGINE_BACKEND=triton: triton is not built" in run.stderr
     assert "pip install -e '.[kernels]'" in run.stderr
@@ -192,7 +214,10 @@ def test_best_candidates(
     normalized: bool,
     seed: int,
 ) -> None:
-    logits, scores = normal(rows + padding, columns, seed=seed), -normal(rows + padding, seed=seed + 1).abs()
+    logits, scores = (
+        normal(rows + padding, columns, seed=seed),
+        -normal(rows + padding, seed=seed + 1).abs(),
+    )
     if normalized:
         logits = logits.log_softmax(-1)
     logits[rows:], scores[rows:] = math.nan, 0.0  # padding that would win
@@ -209,9 +234,17 @@ def test_best_candidates(
     assert live == int(wanted.live)
     assert torch.equal(found.rows[:live], wanted.rows[:live])
     assert torch.equal(found.columns[:live], wanted.columns[:live])
-    torch.testing.assert_close(found.log_probs[:live], wanted.log_probs[:live], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found.log_probs[:live], wanted.log_probs[:live], atol=2e-6, rtol=1e-5
+    )
     torch.testing.assert_close(found.scores[:live], wanted.scores[:live], atol=2e-6, rtol=1e-5)
-    assert found.rows.shape == found.columns.shape == found.log_probs.shape == found.scores.shape == (most,)
+    assert (
+        found.rows.shape
+        == found.columns.shape
+        == found.log_probs.shape
+        == found.scores.shape
+        == (most,)
+    )
     assert not found.rows[live:].any()
     assert not found.columns[live:].any()
 
@@ -235,7 +268,9 @@ def test_candidates_of_strided_scores_and_of_too_many_rows() -> None:
     normalized=st.booleans(),
     dense=st.booleans(),
 )
-def test_top_children(rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool) -> None:
+def test_top_children(
+    rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool
+) -> None:
     logits = normal(rows, columns, seed=rows + columns).round().to(dtype)
     given_logits = logits if dense else logits.t().contiguous().t()
     found = ops.top_children(given_logits, top, normalized=normalized)
@@ -254,7 +289,9 @@ def test_top_children(rows: int, columns: int, top: int, dtype: torch.dtype, nor
     normalized=st.booleans(),
     dense=st.booleans(),
 )
-def test_top_entropy(rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool) -> None:
+def test_top_entropy(
+    rows: int, columns: int, top: int, dtype: torch.dtype, normalized: bool, dense: bool
+) -> None:
     logits = normal(rows, columns, seed=rows + columns).to(dtype)
     logits = logits.log_softmax(-1) if normalized else logits
     given_logits = logits if dense else logits.t().contiguous().t()
@@ -273,7 +310,9 @@ def test_top_entropy(rows: int, columns: int, top: int, dtype: torch.dtype, norm
     kind=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 99),
 )
-def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: torch.dtype, seed: int) -> None:
+def test_tree_attention(
+    rows: int, prefix: int, known: bool, groups: int, kind: torch.dtype, seed: int
+) -> None:
     query = normal(2 * groups, rows, 16, seed=seed).to(kind)
     key, value = (
         normal(2, prefix + rows, 16, seed=seed + 1).to(kind),
@@ -285,10 +324,17 @@ def test_tree_attention(rows: int, prefix: int, known: bool, groups: int, kind: 
     packed = ops.pack_mask(mask, groups, kind, prefix if known else 0)
     found = ops.tree_attention(query, key, value, packed, 0.25)
     wanted = ops.by_meaning(
-        ops.tree_attention, query.double(), key.double(), value.double(), mask.repeat(groups, 1), 0.25
+        ops.tree_attention,
+        query.double(),
+        key.double(),
+        value.double(),
+        mask.repeat(groups, 1),
+        0.25,
     )
     assert found.dtype is kind
-    assert (found.double() - wanted).norm() <= (2e-6 if kind is torch.float32 else 1e-3) * wanted.norm()
+    assert (found.double() - wanted).norm() <= (
+        2e-6 if kind is torch.float32 else 1e-3
+    ) * wanted.norm()
 
 
 def test_keyed_gumbel_argmax() -> None:
@@ -298,7 +344,9 @@ def test_keyed_gumbel_argmax() -> None:
             ops.keyed_gumbel_argmax, scores, seed, position
         )
     scores[[7, 800]] = math.inf
-    assert ops.keyed_gumbel_argmax(scores, 3, 4) == ops.by_meaning(ops.keyed_gumbel_argmax, scores, 3, 4)
+    assert ops.keyed_gumbel_argmax(scores, 3, 4) == ops.by_meaning(
+        ops.keyed_gumbel_argmax, scores, 3, 4
+    )
     with pytest.raises(InputError, match="none is finite"):
         ops.keyed_gumbel_argmax(torch.full((5,), math.nan, device=DEVICE), 3, 4)
 
@@ -307,8 +355,20 @@ def test_keyed_gumbel_argmax() -> None:
 @given(seed=st.integers(0, 999), capacity=st.integers(2, 140), asked=st.integers(1, 4))
 def test_append_nodes(seed: int, capacity: int, asked: int) -> None:
     """Also where the nodes have no room, and of none."""
-    random, trees = torch.Generator().manual_seed(seed), [TokenTree.root(5, capacity, DEVICE) for _ in range(2)]
-    names = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors", "size", "overflow")
+    random, trees = (
+        torch.Generator().manual_seed(seed),
+        [TokenTree.root(5, capacity, DEVICE) for _ in range(2)],
+    )
+    names = (
+        "tokens",
+        "parents",
+        "depths",
+        "log_probs",
+        "path_log_probs",
+        "ancestors",
+        "size",
+        "overflow",
+    )
     for _ in range(asked):
         most = int(torch.randint(0, capacity + 2, (), generator=random))
         count = number(int(torch.randint(0, most + 1, (), generator=random)))
@@ -316,14 +376,18 @@ def test_append_nodes(seed: int, capacity: int, asked: int) -> None:
         given = parents, parents * 7 + 1, -torch.rand(most, generator=random).to(DEVICE), count
         arrays = [[getattr(tree, name) for name in names] for tree in trees]
         found = ops.append_nodes(tuple(arrays[0][:6]), arrays[0][6], *given, arrays[0][7])
-        wanted = ops.by_meaning(ops.append_nodes, tuple(arrays[1][:6]), arrays[1][6], *given, arrays[1][7])
+        wanted = ops.by_meaning(
+            ops.append_nodes, tuple(arrays[1][:6]), arrays[1][6], *given, arrays[1][7]
+        )
         assert found.tolist() == wanted.tolist()
         assert not found[int(count) :].any()
         for name in names:
             assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
     edges = torch.zeros(len(parents) + 1, device=DEVICE)
     with pytest.raises(InputError, match=r"^log_probs: got"):
-        ops.append_nodes(tuple(arrays[0][:6]), arrays[0][6], given[0], given[0], edges, count, arrays[0][7])
+        ops.append_nodes(
+            tuple(arrays[0][:6]), arrays[0][6], given[0], given[0], edges, count, arrays[0][7]
+        )
 
 
 def test_attention_of_rows_that_see_everything() -> None:
@@ -349,10 +413,14 @@ def test_what_the_kernel_does_not_take_runs_by_the_reference(wide: bool) -> None
 def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
     model = toy.tiny("llama").to(DEVICE)
     prompt, count = [7, 3, 9, 7, 3], 5
-    expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)
+    expected = model.generate(
+        torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False
+    )
     drafter = SmallModel(toy.near_copy("llama").to(DEVICE))
     engine = Engine(HuggingFaceTarget(model), drafter, toy.policy_for("talon"))
-    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()
+    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[
+        0
+    ].tolist()
 
 
 @settings(max_examples=8, deadline=None)
@@ -372,13 +440,17 @@ def test_cached_attention(live: int, padding: int, prefix: int, seed: int, garba
         words[:live] = toy.random_tree(seed, live, 300).ancestors.to(DEVICE)
     if garbage:
         key[:, prefix + live :], value[:, prefix + live :] = math.nan, math.nan
-    numbers = [torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (prefix, live, live)]
+    numbers = [
+        torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (prefix, live, live)
+    ]
     exact = (query.double(), key.double(), value.double())
     wanted = ops.by_meaning(ops.cached_attention, *exact, words, *numbers, 0.25)
     most = rounding(*(tensor[:, : prefix + live] for tensor in (query[:, :live], key, value)), 0.25)
     found = ops.cached_attention(query, key, value, words, *numbers, 0.25)
     torch.testing.assert_close(found.double(), wanted, atol=most, rtol=0)
-    strict = ops.strict_cached_attention(query, key, value, ops.order_paths(words), *numbers[:2], 0.25)
+    strict = ops.strict_cached_attention(
+        query, key, value, ops.order_paths(words), *numbers[:2], 0.25
+    )
     torch.testing.assert_close(strict.double(), wanted, atol=most, rtol=0)
 
 
@@ -405,17 +477,27 @@ def test_rope_store() -> None:
     numbers = torch.tensor([4], device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE)
     given_all = (query, key, value, positions, (angles.cos(), angles.sin()))
     found = ops.rope_store(*given_all, slabs[0], *numbers)
-    torch.testing.assert_close(found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers))
+    torch.testing.assert_close(
+        found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers)
+    )
     torch.testing.assert_close(slabs[0][:, :, :7], slabs[1][:, :, :7])
     with pytest.raises(InputError, match="slab"):
         ops.rope_store(*given_all, slabs[0][:, :1], *numbers)
     with pytest.raises(InputError, match="tables"):
         ops.rope_store(*given_all[:4], (angles, angles.double()), slabs[0], *numbers)
-    turn = ops.Rotation(angles.cos(), angles.sin(), normal(16, seed=3), normal(16, seed=4), 1e-6, stepwise=True)
+    turn = ops.Rotation(
+        angles.cos(), angles.sin(), normal(16, seed=3), normal(16, seed=4), 1e-6, stepwise=True
+    )
     given_all = *given_all[:4], turn
     found = ops.rope_store(*given_all, slabs[0], *numbers)
-    torch.testing.assert_close(found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers))
-    for wrong in (turn._replace(k_norm=None), turn._replace(q_norm=normal(8)), turn._replace(q_norm=normal(16).half())):
+    torch.testing.assert_close(
+        found, ops.by_meaning(ops.rope_store, *given_all, slabs[1], *numbers)
+    )
+    for wrong in (
+        turn._replace(k_norm=None),
+        turn._replace(q_norm=normal(8)),
+        turn._replace(q_norm=normal(16).half()),
+    ):
         with pytest.raises(InputError, match="q_norm, k_norm"):
             ops.rope_store(*given_all[:4], wrong, slabs[0], *numbers)
 
@@ -424,10 +506,16 @@ def test_parts_of_a_layer() -> None:
     states, residual, weight = normal(3, 40)[:, :33], normal(3, 33, seed=1), normal(33, seed=2)
     for before in (None, residual):
         found = ops.add_rms_norm(states, before, weight, 1e-5)
-        torch.testing.assert_close(found, ops.by_meaning(ops.add_rms_norm, states, before, weight, 1e-5))
+        torch.testing.assert_close(
+            found, ops.by_meaning(ops.add_rms_norm, states, before, weight, 1e-5)
+        )
     columns = normal(33, 3)  # of which a transposed view is not contiguous: by the meaning
-    torch.testing.assert_close(ops.silu_mul(columns.t(), residual), ops.by_meaning(ops.silu_mul, columns.t(), residual))
-    torch.testing.assert_close(ops.silu_mul(states, residual), ops.by_meaning(ops.silu_mul, states, residual))
+    torch.testing.assert_close(
+        ops.silu_mul(columns.t(), residual), ops.by_meaning(ops.silu_mul, columns.t(), residual)
+    )
+    torch.testing.assert_close(
+        ops.silu_mul(states, residual), ops.by_meaning(ops.silu_mul, states, residual)
+    )
     assert ops.silu_mul(states[:0], residual[:0]).shape == (0, 33)
     assert ops.add_rms_norm(states[:0], None, weight, 1e-5)[0].shape == (0, 33)
     with pytest.raises(InputError, match="weight"):
@@ -454,14 +542,20 @@ def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("specengine.cuda_graphs.FEWEST_SLOTS", 256)
     model = toy.tiny("llama").to(DEVICE)
     prompt, count = [7, 3, 9, 7, 3], 4
-    expected = model.generate(torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False)
+    expected = model.generate(
+        torch.tensor([prompt], device=DEVICE), max_new_tokens=count, do_sample=False
+    )
     policy = policies.make("talon", budget=6, width=2)
     engine = Engine.from_pretrained(model, toy.near_copy("llama").to(DEVICE), policy, graphs=True)
-    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[0].tolist()
+    assert [*prompt, *engine.generate(prompt, max_new_tokens=count).token_ids] == expected[
+        0
+    ].tolist()
 
 
 @settings(max_examples=12, deadline=None)
@@ -473,20 +567,38 @@ def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(monkeyp
     odd=st.booleans(),
     dense=st.booleans(),
 )
-def test_choose_tokens(rows: int, columns: int, seed: int | None, temperature: float, odd: bool, dense: bool) -> None:
-    logits, positions = normal(rows, columns, seed=columns), torch.arange(rows, device=DEVICE) * 2**33 + 5
+def test_choose_tokens(
+    rows: int, columns: int, seed: int | None, temperature: float, odd: bool, dense: bool
+) -> None:
+    logits, positions = (
+        normal(rows, columns, seed=columns),
+        torch.arange(rows, device=DEVICE) * 2**33 + 5,
+    )
     if odd:
         logits[0], logits[-1, columns // 2 :] = -math.inf, math.nan
     logits = logits if dense else logits.t().contiguous().t()
-    given = logits, positions, None if seed is None else number(seed, torch.int64), number(temperature, torch.float32)
+    given = (
+        logits,
+        positions,
+        None if seed is None else number(seed, torch.int64),
+        number(temperature, torch.float32),
+    )
     assert ops.choose_tokens(*given).tolist() == ops.by_meaning(ops.choose_tokens, *given).tolist()
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 999), size=st.integers(1, 30), padding=st.integers(0, 5), choiceless=st.booleans())
+@given(
+    seed=st.integers(0, 999),
+    size=st.integers(1, 30),
+    padding=st.integers(0, 5),
+    choiceless=st.booleans(),
+)
 def test_walk(seed: int, size: int, padding: int, choiceless: bool) -> None:
     """Siblings carry distinct tokens; behind the size stands what would be walked."""
-    tree, random = toy.random_tree(seed, size + padding, size + padding + 2), torch.Generator().manual_seed(seed)
+    tree, random = (
+        toy.random_tree(seed, size + padding, size + padding + 2),
+        torch.Generator().manual_seed(seed),
+    )
     chosen = torch.randint(-1, size + padding + 2, (size + padding,), generator=random)
     node = int(torch.randint(size + padding, (), generator=random))
     while node > 0:
@@ -524,7 +636,9 @@ def test_gather_rows(width: int) -> None:
         normal(9, width),
         torch.tensor([8, 0, 3], device=DEVICE),
     )
-    for found, wanted in zip(ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True):
+    for found, wanted in zip(
+        ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 
@@ -539,7 +653,9 @@ class OfDevice(Tensor):
 
 
 @pytest.mark.parametrize(("index", "current"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_kernels_run_on_the_device_of_their_tensors(index: int, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_on_the_device_of_their_tensors(
+    index: int, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton itself launches on the current device."""
     entered: list[int] = []
 

@@ -31,7 +31,9 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         host.take(host.built(tmp_path_factory.mktemp("host")), patch)
         patch.setattr(graphs, "FEWEST_SLOTS", SLOTS)
         patch.setattr(graphs, "WARM_UPS", 1)
-        patch.setattr(tree_attention, "tiles_for", lambda *_: tree_attention.Tiles(128, SLOTS, 4, 2))
+        patch.setattr(
+            tree_attention, "tiles_for", lambda *_: tree_attention.Tiles(128, SLOTS, 4, 2)
+        )
         patch.setattr(tree_attention, "MULTIPROCESSORS", 1)  # the prefix is not cut
         _registry._load.cache_clear()
         yield
@@ -42,7 +44,9 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Each policy meets the draft that it does not meet under the ops' meanings."""
-    captured = check(DRAFTS[1 - POLICIES.index(policy) % 2], policy, WAYS, backends="triton,cuda", least=True)
+    captured = check(
+        DRAFTS[1 - POLICIES.index(policy) % 2], policy, WAYS, backends="triton,cuda", least=True
+    )
     assert {"finish greedy", "finish sampled"} <= set(captured.captures)
 
 

@@ -21,7 +21,11 @@ from tests import toy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # bfloat16 is cut off, not rounded, by the interpreter
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3 if DEVICE == "cuda" else 9e-3}
+TOLERANCE = {
+    torch.float32: 3e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 6e-3 if DEVICE == "cuda" else 9e-3,
+}
 POISON = 12345.0
 
 
@@ -31,35 +35,50 @@ def normal(*shape: int, seed: int, kind: torch.dtype = torch.float32) -> Tensor:
 
 def angles(count: int, size: int) -> Tensor:
     """float64 [positions, D / 2]: Llama's."""
-    return torch.arange(count).double()[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
+    return torch.arange(count).double()[:, None] * 10000.0 ** (
+        -torch.arange(0, size, 2).double() / size
+    )
 
 
 def turned(states: Tensor, positions: Tensor) -> Tensor:
     """float64: pairs (c, c + D / 2) as complex numbers times e^(i angle)."""
     size = states.shape[-1]
-    pairs = torch.complex(states[..., : size // 2].double(), states[..., size // 2 :].double()).cpu()
+    pairs = torch.complex(
+        states[..., : size // 2].double(), states[..., size // 2 :].double()
+    ).cpu()
     angle = angles(int(positions.max()) + 1, size)[positions.cpu()][:, None]
     found = pairs * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([found.real, found.imag], -1)
 
 
-def check(n: int, live: int, start: int, size: int, groups: int, kind: torch.dtype, seed: int) -> None:
+def check(
+    n: int, live: int, start: int, size: int, groups: int, kind: torch.dtype, seed: int
+) -> None:
     query = normal(n, 2 * groups, size, seed=seed, kind=kind)
-    both = normal(n, 2, 2, size, seed=seed + 1, kind=kind)  # as one projection gives them: strided heads
+    both = normal(
+        n, 2, 2, size, seed=seed + 1, kind=kind
+    )  # as one projection gives them: strided heads
     key, value = both[:, :, 0], both[:, :, 1]
-    positions = torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    positions = torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE
+    )
     table = angles(300, size)
     tables = [values.float().to(DEVICE) for values in (table.cos(), table.sin())]
     caches = torch.full((2, 2, start + n + 3, size), POISON, dtype=kind, device=DEVICE)
     before = caches.clone()
-    numbers = torch.tensor([start], device=DEVICE), torch.tensor([live], dtype=torch.int32, device=DEVICE)
+    numbers = (
+        torch.tensor([start], device=DEVICE),
+        torch.tensor([live], dtype=torch.int32, device=DEVICE),
+    )
     given_all = (query, key, value, positions, *tables, caches[0], caches[1], *numbers)
     meant = kernel.reference(*given_all)
     for _ in range(2):  # the second time over what the first one wrote
         out = torch.full_like(query, math.nan)
         assert rope_store(*given_all, out=out) is out
     limit = TOLERANCE[kind]
-    assert (out.cpu().double() - turned(query, positions)).norm() <= limit * query.double().norm().cpu()
+    assert (
+        out.cpu().double() - turned(query, positions)
+    ).norm() <= limit * query.double().norm().cpu()
     stored = caches[0][:, start : start + live].transpose(0, 1).cpu().double()
     wanted = turned(key, positions)[:live]
     assert (stored - wanted).norm() <= limit * wanted.norm() + 1e-12
@@ -85,7 +104,9 @@ def test_any_rows(data: st.DataObject) -> None:
     check(n, live, start, size, groups, torch.float32, data.draw(st.integers(0, 999)))
 
 
-def rows_of(kind: torch.dtype, size: int) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, ...], Tensor]:
+def rows_of(
+    kind: torch.dtype, size: int
+) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, ...], Tensor]:
     """Return queries, keys and values of 5 rows, tables as modules of `kind` have them, numbers, and caches."""
     rows = [normal(5, heads, size, seed=heads, kind=kind) for heads in (6, 2, 2)]
     table = angles(60, size)
@@ -100,9 +121,14 @@ def test_norms_of_queries_and_keys(size: int, kind: torch.dtype) -> None:
     rows, tables, numbers, caches = rows_of(kind, size)
     weights = [normal(size, seed=seed, kind=kind) for seed in (7, 8)]
     positions = torch.tensor([0, 7, 7, 8, 59], device=DEVICE)
-    out = rope_store(*rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True)
+    out = rope_store(
+        *rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True
+    )
     limit = 4 * TOLERANCE[kind]  # four roundings
-    for found, states, weight in ((out, rows[0], weights[0]), (caches[0][:, 3:8].transpose(0, 1), rows[1], weights[1])):
+    for found, states, weight in (
+        (out, rows[0], weights[0]),
+        (caches[0][:, 3:8].transpose(0, 1), rows[1], weights[1]),
+    ):
         wide = states.double()
         normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         wanted = turned(normed, positions).to(DEVICE)
@@ -113,7 +139,9 @@ def test_norms_of_queries_and_keys(size: int, kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("kind", [*([torch.bfloat16] if DEVICE == "cuda" else []), torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "kind", [*([torch.bfloat16] if DEVICE == "cuda" else []), torch.float16, torch.float32]
+)
 def test_step_by_step_it_has_the_bits_of_the_modules(kind: torch.dtype, normed: bool) -> None:
     """Under norms all but a few: the sum of squares has another order."""
     rows, tables, numbers, caches = rows_of(kind, 64)
@@ -122,9 +150,13 @@ def test_step_by_step_it_has_the_bits_of_the_modules(kind: torch.dtype, normed: 
         norm.weight.data = normal(64, seed=seed, kind=kind)
     positions = torch.tensor([0, 7, 7, 8, 59], device=DEVICE)
     weights = [norm.weight.detach() for norm in norms] or [None, None]
-    out = rope_store(*rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True)
+    out = rope_store(
+        *rows, positions, *tables, caches[0], caches[1], *numbers, *weights, 1e-6, stepwise=True
+    )
     turn = [torch.cat([table[positions]] * 2, -1).to(kind)[None] for table in tables]
-    query, key = (norm(states) for norm, states in zip(norms, rows, strict=False)) if normed else rows[:2]
+    query, key = (
+        (norm(states) for norm, states in zip(norms, rows, strict=False)) if normed else rows[:2]
+    )
     wanted = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *turn)
     pairs = (out.transpose(0, 1), wanted[0][0]), (caches[0][:, 3:8], wanted[1][0])
     differ = [(one != other).float().mean() for one, other in pairs]
@@ -139,7 +171,10 @@ def test_step_by_step_it_has_the_bits_of_the_modules(kind: torch.dtype, normed: 
 def test_it_rotates_as_the_draft_heads_do() -> None:
     config = toy.head_config(3)
     rope, positions = Rope(config), torch.tensor([0, 3, 250])
-    query, key = normal(3, 4, config.head_dim, seed=1).cpu(), normal(3, 2, config.head_dim, seed=2).cpu()
+    query, key = (
+        normal(3, 4, config.head_dim, seed=1).cpu(),
+        normal(3, 2, config.head_dim, seed=2).cpu(),
+    )
     cache = torch.zeros(2, 2, 8, config.head_dim, device=DEVICE)
     tables = [table.to(DEVICE) for table in rope.tables(256, torch.device("cpu"))]
     numbers = torch.tensor([1], device=DEVICE), torch.tensor([3], dtype=torch.int32, device=DEVICE)
@@ -158,8 +193,14 @@ def test_a_wrong_position_is_seen() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     rows, cache = torch.zeros(2, 2, 8, device=DEVICE), torch.zeros(2, 9, 8, device=DEVICE)
-    places, table = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(5, 4, device=DEVICE)
-    numbers = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    places, table = (
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        torch.zeros(5, 4, device=DEVICE),
+    )
+    numbers = (
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
     good = [rows, rows, rows, places, table, table, cache, cache, *numbers]
     for index, wrong, named in (
         (1, rows[:1], "key, value"),

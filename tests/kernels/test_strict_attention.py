@@ -52,18 +52,27 @@ class Case:
         self.prefix, self.live = prefix, [len(tree) for tree in trees] if live is None else live
         slots = max(prefix) + nodes + spare
         shapes = (len(trees), rows, heads * groups, size), *[(len(trees), heads, slots, size)] * 2
-        self.q, self.k, self.v = (torch.randn(*shape, generator=draw).to(device, dtype) for shape in shapes)
+        self.q, self.k, self.v = (
+            torch.randn(*shape, generator=draw).to(device, dtype) for shape in shapes
+        )
         for number, (tree, length) in enumerate(zip(trees, prefix, strict=True)):
-            self.k[number, :, length + len(tree) :], self.v[number, :, length + len(tree) :] = math.nan, math.nan
+            self.k[number, :, length + len(tree) :], self.v[number, :, length + len(tree) :] = (
+                math.nan,
+                math.nan,
+            )
             self.q[number, self.live[number] :] = math.nan
         longest = max(len(path) for paths in self.paths for path in paths)
-        self.nodes = torch.full((len(trees), rows, longest + 1), 10**6, dtype=torch.int32, device=device)
+        self.nodes = torch.full(
+            (len(trees), rows, longest + 1), 10**6, dtype=torch.int32, device=device
+        )
         self.counts = torch.full((len(trees), rows), -(10**6), dtype=torch.int32, device=device)
         for number, paths in enumerate(self.paths):
             for row, path in enumerate(paths[: self.live[number]]):
                 self.nodes[number, row, : len(path)] = torch.tensor(path)
                 self.counts[number, row] = len(path)
-        self.lengths = [torch.tensor(n, dtype=torch.int32, device=device) for n in (prefix, self.live)]
+        self.lengths = [
+            torch.tensor(n, dtype=torch.int32, device=device) for n in (prefix, self.live)
+        ]
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -74,7 +83,12 @@ class Case:
         out = torch.full_like(self.q, math.nan)
         workspace = kernel.workspace_for(self.q, self.k.shape[2]).fill_(dirt)
         upcast = INTERPRETED and self.q.dtype is torch.bfloat16
-        assert kernel.strict_attention(*self.inputs, out=out, workspace=workspace, upcast=upcast, **options) is out
+        assert (
+            kernel.strict_attention(
+                *self.inputs, out=out, workspace=workspace, upcast=upcast, **options
+            )
+            is out
+        )
         return out
 
     def expected(self, scale: float | None = None) -> Tensor:
@@ -85,8 +99,15 @@ class Case:
             for row, path in enumerate(paths[: self.live[number]]):
                 slots = [*range(length), *(length + node for node in path)]
                 for head in range(q.shape[2]):
-                    keys, values = k[number, head // groups, slots], v[number, head // groups, slots]
-                    scores = keys @ q[number, row, head] * (q.shape[3] ** -0.5 if scale is None else scale)
+                    keys, values = (
+                        k[number, head // groups, slots],
+                        v[number, head // groups, slots],
+                    )
+                    scores = (
+                        keys
+                        @ q[number, row, head]
+                        * (q.shape[3] ** -0.5 if scale is None else scale)
+                    )
                     out[number, row, head] = scores.softmax(0) @ values
         return out
 
@@ -105,7 +126,10 @@ class Case:
                      size=self.q.shape[3], rows=self.q.shape[1], spare=41, dtype=self.q.dtype,
                      device=self.q.device)  # fmt: skip
         plain.q[0, 0] = self.q[0, row]
-        plain.k[0, :, : before + 1], plain.v[0, :, : before + 1] = self.k[0, :, slots], self.v[0, :, slots]
+        plain.k[0, :, : before + 1], plain.v[0, :, : before + 1] = (
+            self.k[0, :, slots],
+            self.v[0, :, slots],
+        )
         return plain.run()[0, 0]
 
 
@@ -118,7 +142,9 @@ def test_random_tree(dtype: torch.dtype, device: torch.device) -> None:
         assert torch.equal(case.run()[0, row], case.alone(row))
 
 
-@pytest.mark.parametrize(("groups", "size"), [(1, 64), (3, 80), (4, 128), (7, 16), (8, 96), (2, 256), (20, 16)])
+@pytest.mark.parametrize(
+    ("groups", "size"), [(1, 64), (3, 80), (4, 128), (7, 16), (8, 96), (2, 256), (20, 16)]
+)
 def test_groups_and_head_sizes(groups: int, size: int, device: torch.device) -> None:
     """20 heads of a group do not fit into a tile of 16 rows."""
     case = Case([random_tree(5, 2)], [40], heads=1, groups=groups, size=size, device=device)
@@ -147,7 +173,9 @@ def test_word_boundaries_and_stars(nodes: int, device: torch.device) -> None:
 
 def test_padding_batches_and_full_caches(device: torch.device) -> None:
     trees = [random_tree(6, seed) for seed in range(3)]
-    Case(trees, [0, 50, 17], live=[6, 2, 0], rows=9, groups=3, size=16, spare=0, device=device).check()
+    Case(
+        trees, [0, 50, 17], live=[6, 2, 0], rows=9, groups=3, size=16, spare=0, device=device
+    ).check()
 
 
 def test_strided_inputs_and_outputs(device: torch.device) -> None:
@@ -178,7 +206,9 @@ def test_dirty_scratch_and_other_nodes_change_nothing(device: torch.device) -> N
 
 
 def test_reference_agrees(device: torch.device) -> None:
-    case = Case([random_tree(70, 3), random_tree(4, 3)], [11, 0], groups=3, size=16, rows=80, device=device)
+    case = Case(
+        [random_tree(70, 3), random_tree(4, 3)], [11, 0], groups=3, size=16, rows=80, device=device
+    )
     q, *rest = case.inputs
     live = torch.arange(80, device=device)[:, None, None] < case.lengths[1].view(-1, 1, 1, 1)
     found = kernel.reference(q.double().where(live, 0.0), *rest).cpu()
@@ -191,9 +221,17 @@ def test_reference_agrees(device: torch.device) -> None:
 def test_any_tree_and_length(data: st.DataObject) -> None:
     nodes, prefix = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 80))
     parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
-    shape = {"heads": data.draw(st.integers(1, 2)), "groups": data.draw(st.integers(1, 3)), "size": 16}
+    shape = {
+        "heads": data.draw(st.integers(1, 2)),
+        "groups": data.draw(st.integers(1, 3)),
+        "size": 16,
+    }
     case = Case(
-        [parents], [prefix], **shape, device="cpu" if INTERPRETED else "cuda", seed=data.draw(st.integers(0, 99))
+        [parents],
+        [prefix],
+        **shape,
+        device="cpu" if INTERPRETED else "cuda",
+        seed=data.draw(st.integers(0, 99)),
     )
     case.check()
     row = data.draw(st.integers(0, nodes - 1))
@@ -229,7 +267,14 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize(("groups", "size"), [(4, 128), (3, 64), (7, 128), (8, 80), (2, 256)])
 def test_shipped_configurations_on_a_gpu(groups: int, size: int, dtype: torch.dtype) -> None:
     for prefix in (0, 700, 4099):
-        case = Case([random_tree(64, prefix)], [prefix], groups=groups, size=size, dtype=dtype, device="cuda")
+        case = Case(
+            [random_tree(64, prefix)],
+            [prefix],
+            groups=groups,
+            size=size,
+            dtype=dtype,
+            device="cuda",
+        )
         out, wanted = case.run(), kernel.reference(case.q.double(), *case.inputs[1:])
         assert (out.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
         for row in range(0, 64, 7):
@@ -238,7 +283,9 @@ def test_shipped_configurations_on_a_gpu(groups: int, size: int, dtype: torch.dt
 
 @pytest.mark.gpu
 def test_captured_once_for_every_length_shipped() -> None:
-    case = Case([random_tree(64, 12)], [900], groups=4, size=128, dtype=torch.bfloat16, device="cuda")
+    case = Case(
+        [random_tree(64, 12)], [900], groups=4, size=128, dtype=torch.bfloat16, device="cuda"
+    )
     case.k.nan_to_num_()
     case.v.nan_to_num_()
     out, workspace = torch.empty_like(case.q), kernel.workspace_for(case.q, case.k.shape[2])

@@ -30,7 +30,10 @@ def run(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tenso
     """The children from poisoned outputs and scratch, twice."""
     logits = logits.to(DEVICE)
     rows, workspace = len(logits), kernel.workspace_for(logits, k)
-    out = torch.empty(rows, k, device=DEVICE), torch.empty(rows, k, dtype=torch.int64, device=DEVICE)
+    out = (
+        torch.empty(rows, k, device=DEVICE),
+        torch.empty(rows, k, dtype=torch.int64, device=DEVICE),
+    )
     results = []
     for tensor in workspace:
         tensor.fill_(math.nan if tensor.is_floating_point() else 123456789)
@@ -46,7 +49,9 @@ def run(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor, Tenso
 def check(logits: Tensor, k: int, normalized: bool = False) -> None:
     log_probs, columns = run(logits, k, normalized)
     assert (log_probs.dtype, columns.dtype) == (torch.float32, torch.int64)
-    for row, log_prob, chosen in zip(logits.double().tolist(), log_probs.double(), columns.tolist(), strict=True):
+    for row, log_prob, chosen in zip(
+        logits.double().tolist(), log_probs.double(), columns.tolist(), strict=True
+    ):
         values = [-math.inf if math.isnan(x) else min(x, torch.tensor(3e38).item()) for x in row]
         wanted = sorted(range(len(values)), key=lambda column: (-values[column], column))[:k]
         assert chosen == wanted
@@ -54,7 +59,9 @@ def check(logits: Tensor, k: int, normalized: bool = False) -> None:
         if not normalized and values[wanted[0]] > -math.inf:
             peak = values[wanted[0]]
             log_sum = math.log(math.fsum(math.exp(x - peak) for x in values))
-        exact = torch.tensor([values[column] - peak - log_sum for column in wanted], dtype=torch.float64)
+        exact = torch.tensor(
+            [values[column] - peak - log_sum for column in wanted], dtype=torch.float64
+        )
         torch.testing.assert_close(log_prob, exact.float().double(), atol=2e-6, rtol=1e-6)
 
 
@@ -114,7 +121,14 @@ def test_row_stride() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     logits = torch.zeros(2, 8, device=DEVICE)
-    for arguments in ((logits.double(), 3), (logits.t(), 2), (logits[0], 3), (logits, 0), (logits, 9), (logits[:0], 3)):
+    for arguments in (
+        (logits.double(), 3),
+        (logits.t(), 2),
+        (logits[0], 3),
+        (logits, 0),
+        (logits, 9),
+        (logits[:0], 3),
+    ):
         with pytest.raises(ValueError, match=r"needed|accepted"):
             top_children(*arguments)
 
@@ -125,7 +139,9 @@ def test_wrong_arguments_are_refused() -> None:
 def test_any_rows(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 4)), data.draw(sizes(300))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    logits = torch.randn(rows, columns, generator=generator) * data.draw(st.sampled_from([0.0, 1.0, 10.0]))
+    logits = torch.randn(rows, columns, generator=generator) * data.draw(
+        st.sampled_from([0.0, 1.0, 10.0])
+    )
     if data.draw(st.booleans()):
         logits = logits.round()
     odd = torch.rand(rows, columns, generator=generator)
@@ -145,7 +161,9 @@ def test_any_rows(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [32000, 50257, 128256, 151666, 248320])
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (10, 10), (64, 256)])
-def test_vocabularies_of_models_on_a_gpu(rows: int, k: int, columns: int, dtype: torch.dtype) -> None:
+def test_vocabularies_of_models_on_a_gpu(
+    rows: int, k: int, columns: int, dtype: torch.dtype
+) -> None:
     for scale in (0.0, 3.0):
         logits = normal(rows, columns, scale=scale).to("cuda", dtype)
         found, wanted = run(logits, k), kernel.reference(logits, k)

@@ -43,7 +43,11 @@ def ancestors(parents: list[int]) -> list[set[int]]:
 
 def pack(visible: list[set[int]], words: int | None = None) -> Tensor:
     """int64 [rows, words] of sets of node ids; Python's integers know no overflow."""
-    words = max(1, -(-(max((max(row, default=0) for row in visible), default=0) + 1) // 64)) if words is None else words
+    words = (
+        max(1, -(-(max((max(row, default=0) for row in visible), default=0) + 1) // 64))
+        if words is None
+        else words
+    )
     rows = []
     for row in visible:
         bits = sum(1 << node for node in row)
@@ -74,8 +78,14 @@ class Case:
         batch, rows = len(visible), len(visible[0])
         self.visible, self.prefix = visible, prefix
         self.n_q = [rows] * batch if n_q is None else n_q
-        self.n_tree = [1 + max(itertools.chain([-1], *rows)) for rows in visible] if n_tree is None else n_tree
-        slots = max(length + nodes for length, nodes in zip(prefix, self.n_tree, strict=True)) + spare
+        self.n_tree = (
+            [1 + max(itertools.chain([-1], *rows)) for rows in visible]
+            if n_tree is None
+            else n_tree
+        )
+        slots = (
+            max(length + nodes for length, nodes in zip(prefix, self.n_tree, strict=True)) + spare
+        )
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(device, dtype)
@@ -91,10 +101,13 @@ class Case:
         widest = max(1, *(-(-nodes // 64) for nodes in self.n_tree))
         self.words = torch.stack([pack(rows, widest) for rows in visible]).to(device)
         self.lengths = [
-            torch.tensor(value, dtype=torch.int32, device=device) for value in (prefix, self.n_q, self.n_tree)
+            torch.tensor(value, dtype=torch.int32, device=device)
+            for value in (prefix, self.n_q, self.n_tree)
         ]
 
-    def run(self, splits: int | None = None, tiles: Tiles | None = SMALL, **options: object) -> tuple[Tensor, Tensor]:
+    def run(
+        self, splits: int | None = None, tiles: Tiles | None = SMALL, **options: object
+    ) -> tuple[Tensor, Tensor]:
         """out, lse, both poisoned before, with a poisoned workspace."""
         out = torch.full_like(self.q, math.nan)
         lse = torch.full(self.q.shape[:3], math.nan, dtype=torch.float32, device=self.q.device)
@@ -147,10 +160,14 @@ def test_random_tree(dtype: torch.dtype, splits: int, device: torch.device) -> N
     case_of_tree(random_tree(9, 1), 77, dtype=dtype, device=device).check(splits)
 
 
-@pytest.mark.parametrize(("groups", "size"), [(1, 64), (3, 80), (4, 128), (7, 16), (8, 96), (2, 256)])
+@pytest.mark.parametrize(
+    ("groups", "size"), [(1, 64), (3, 80), (4, 128), (7, 16), (8, 96), (2, 256)]
+)
 def test_groups_and_head_sizes(groups: int, size: int, device: torch.device) -> None:
     for splits in (1, 2):
-        case_of_tree(random_tree(5, 2), 40, heads=1, groups=groups, size=size, device=device).check(splits)
+        case_of_tree(random_tree(5, 2), 40, heads=1, groups=groups, size=size, device=device).check(
+            splits
+        )
 
 
 @pytest.mark.parametrize("nodes", [1, 63, 64, 65, 128, 256])
@@ -212,7 +229,9 @@ def test_full_cache(device: torch.device) -> None:
 def test_batch_of_different_lengths(device: torch.device) -> None:
     trees = [ancestors(random_tree(6, seed)) for seed in range(3)]
     for splits in (1, 3):
-        Case(trees, [0, 50, 17], n_q=[6, 2, 5], n_tree=[6, 3, 5], size=16, device=device).check(splits)
+        Case(trees, [0, 50, 17], n_q=[6, 2, 5], n_tree=[6, 3, 5], size=16, device=device).check(
+            splits
+        )
 
 
 def test_draft_level_of_few_rows_over_many_nodes(device: torch.device) -> None:
@@ -259,7 +278,9 @@ def test_equal_inputs_give_equal_bits_whatever_the_scratch_holds(device: torch.d
         workspace.fill_(dirt)
         results.append(tree_attention(case.q, case.k, case.v, case.words, *case.lengths, workspace=workspace,
                                       splits=3, tiles=SMALL))  # fmt: skip
-    results.append(tree_attention(case.q, case.k, case.v, case.words, *case.lengths, splits=3, tiles=SMALL))
+    results.append(
+        tree_attention(case.q, case.k, case.v, case.words, *case.lengths, splits=3, tiles=SMALL)
+    )
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -277,7 +298,15 @@ def test_a_row_does_not_depend_on_the_tree_around_it(device: torch.device) -> No
 
 
 def test_reference_agrees(device: torch.device) -> None:
-    case = Case([[{0}, set(), {0, 70}, {1, 63, 64}]], [11], n_q=[4], n_tree=[71], groups=3, size=16, device=device)
+    case = Case(
+        [[{0}, set(), {0, 70}, {1, 63, 64}]],
+        [11],
+        n_q=[4],
+        n_tree=[71],
+        groups=3,
+        size=16,
+        device=device,
+    )
     out, lse = kernel.reference(case.q.double(), case.k, case.v, case.words, *case.lengths)
     wanted, wanted_lse = case.expected()
     assert torch.allclose(out.cpu(), wanted, atol=1e-12)
@@ -301,11 +330,15 @@ def test_any_words_lengths_and_cuts(data: st.DataObject) -> None:
         device="cpu" if INTERPRETED else "cuda",
         seed=data.draw(st.integers(0, 99)),
     )
-    case.check(data.draw(st.integers(1, 4)), Tiles(16, data.draw(st.sampled_from([16, 32, 64])), 4, 2))
+    case.check(
+        data.draw(st.integers(1, 4)), Tiles(16, data.draw(st.sampled_from([16, 32, 64])), 4, 2)
+    )
 
 
 def test_shipped_tiles_and_splits(device: torch.device) -> None:
-    case_of_tree(random_tree(4, 11), 150, size=64, dtype=torch.float16, device=device).check(None, None)
+    case_of_tree(random_tree(4, 11), 150, size=64, dtype=torch.float16, device=device).check(
+        None, None
+    )
     assert kernel.splits_for(8, 4096, 64, torch.device("cpu")) == 16
     assert kernel.splits_for(1, 100, 64, torch.device("cpu")) == 1
     assert kernel.splits_for(500, 4096, 64, torch.device("cpu")) == 1
@@ -333,9 +366,13 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("nodes", [1, 16, 64, 256])
 @pytest.mark.parametrize(("groups", "size"), [(4, 128), (3, 64), (7, 128), (8, 80), (2, 256)])
-def test_shipped_configurations_on_a_gpu(groups: int, size: int, nodes: int, dtype: torch.dtype) -> None:
+def test_shipped_configurations_on_a_gpu(
+    groups: int, size: int, nodes: int, dtype: torch.dtype
+) -> None:
     for prefix in (0, 700, 4099):
-        case = case_of_tree(random_tree(nodes, prefix), prefix, groups=groups, size=size, dtype=dtype, device="cuda")
+        case = case_of_tree(
+            random_tree(nodes, prefix), prefix, groups=groups, size=size, dtype=dtype, device="cuda"
+        )
         out, _ = case.run(None, None)
         wanted, _ = kernel.reference(case.q.double(), case.k, case.v, case.words, *case.lengths)
         assert (out.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
@@ -343,7 +380,9 @@ def test_shipped_configurations_on_a_gpu(groups: int, size: int, nodes: int, dty
 
 @pytest.mark.gpu
 def test_captured_once_for_every_length() -> None:
-    case = case_of_tree(random_tree(64, 12), 900, groups=4, size=128, dtype=torch.bfloat16, device="cuda")
+    case = case_of_tree(
+        random_tree(64, 12), 900, groups=4, size=128, dtype=torch.bfloat16, device="cuda"
+    )
     case.k.nan_to_num_()
     case.v.nan_to_num_()
     out, workspace = torch.empty_like(case.q), kernel.workspace_for(case.q, 8)

@@ -46,7 +46,9 @@ def signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def choose(logits: Tensor, positions: list[int], seed: int | None, temperature: float = 1.0) -> list[int]:
+def choose(
+    logits: Tensor, positions: list[int], seed: int | None, temperature: float = 1.0
+) -> list[int]:
     """The choices from poisoned outputs and scratch, twice, the second time on what the first one left."""
     logits = logits.to(DEVICE)
     chosen = torch.full((len(logits),), -99, device=DEVICE)
@@ -54,16 +56,23 @@ def choose(logits: Tensor, positions: list[int], seed: int | None, temperature: 
     workspace.values.fill_(math.nan)
     workspace.columns.fill_(123456789)
     given_seed = None if seed is None else torch.tensor([signed(seed)], device=DEVICE)
-    places, temperature = torch.tensor(positions, device=DEVICE), torch.tensor([temperature], device=DEVICE)
+    places, temperature = (
+        torch.tensor(positions, device=DEVICE),
+        torch.tensor([temperature], device=DEVICE),
+    )
     found = []
     for _ in range(2):
-        kernel.choose_tokens(logits, places, given_seed, temperature, chosen=chosen, workspace=workspace)
+        kernel.choose_tokens(
+            logits, places, given_seed, temperature, chosen=chosen, workspace=workspace
+        )
         found.append(chosen.tolist())
     assert found[0] == found[1]
     return found[0]
 
 
-def by_the_sampler(logits: Tensor, positions: list[int], seed: int | None, temperature: float) -> list[int]:
+def by_the_sampler(
+    logits: Tensor, positions: list[int], seed: int | None, temperature: float
+) -> list[int]:
     """Return the choices of the engine's own sampler, row by row; -1 for None."""
     processors = [] if seed is None else [TemperatureLogitsWarper(temperature)]
     sampler, found = Sampler(processors, seed), []
@@ -97,10 +106,14 @@ def test_draws_are_the_samplers(
     random = np.random.default_rng([seed, columns])
     logits = torch.from_numpy(random.normal(size=(rows, columns)) * 4).float()
     logits = logits.round() if ties else logits
-    odd = torch.tensor([math.nan, math.inf, -math.inf])[torch.from_numpy(random.integers(0, 3, (rows, columns)))]
+    odd = torch.tensor([math.nan, math.inf, -math.inf])[
+        torch.from_numpy(random.integers(0, 3, (rows, columns)))
+    ]
     logits = torch.where(torch.from_numpy(random.random((rows, columns)) < holes**4), odd, logits)
     positions = random.integers(0, 300, rows).tolist()
-    assert choose(logits, positions, seed, temperature) == by_the_sampler(logits, positions, seed, temperature)
+    assert choose(logits, positions, seed, temperature) == by_the_sampler(
+        logits, positions, seed, temperature
+    )
     assert choose(logits, positions, None) == by_the_sampler(logits, positions, None, 1.0)
 
 
@@ -110,7 +123,9 @@ def test_noise_is_philox_of_seed_and_position(position: int) -> None:
     wanted = toy.keyed_gumbel(seeds, position, 1300).argmax(1).tolist()
     flat = torch.zeros(1, 1300)
     assert [choose(flat, [position], int(seed))[0] for seed in seeds] == wanted
-    assert [int(kernel.reference(flat, torch.tensor([position]), int(seed))) for seed in seeds] == wanted
+    assert [
+        int(kernel.reference(flat, torch.tensor([position]), int(seed))) for seed in seeds
+    ] == wanted
     assert [ops.keyed_gumbel_argmax(flat[0], int(seed), position) for seed in seeds] == wanted
 
 
@@ -151,7 +166,9 @@ def noise(seed: int, position: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize("gap", [0.0, 1e-6, -1e-6, 3e-4, -3e-4, 0.5, -0.5])
-def test_columns_that_float32_does_not_tell_apart(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_float32_does_not_tell_apart(
+    gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two columns of one lane, of which the later one is better by `gap`: the lane passes one of them over."""
     monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 1)
     columns, first, later = 3000, 37, 37 + 2 * kernel.TILE
@@ -192,14 +209,18 @@ def test_noise_in_float32_is_as_near_as_is_counted_on() -> None:
         2**32 - 2,
         2**32 - 1,
     ]
-    drawn = torch.randint(0, 2**32, (4096 - 3 * len(edges),), generator=torch.Generator().manual_seed(0)).tolist()
+    drawn = torch.randint(
+        0, 2**32, (4096 - 3 * len(edges),), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     near_one = [2**32 - 1 - 3**power % 2**32 for power in range(2 * len(edges))]
     bits = torch.tensor([*edges, *near_one, *drawn])[:4096]
     out = torch.empty(2, len(bits), device=DEVICE, dtype=torch.float64)
     both_noises[(1,)](bits.to(DEVICE), out[0], out[1], SIZE=len(bits))
     assert (out[0] - out[1]).abs().max() <= kernel.NEAR / 4
     uniform = (bits.double() + 0.5) / 2.0**32
-    torch.testing.assert_close(out[1].cpu(), -torch.log(-torch.log(uniform)), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        out[1].cpu(), -torch.log(-torch.log(uniform)), atol=1e-12, rtol=1e-12
+    )
 
 
 def test_rows_without_a_finite_logit_are_flagged() -> None:
@@ -212,7 +233,9 @@ def test_rows_without_a_finite_logit_are_flagged() -> None:
 
 def test_rows_of_a_larger_buffer() -> None:
     buffer = normal(4, 900)
-    assert choose(buffer[1:3, 100:700], [4, 4], 11) == by_the_sampler(buffer[1:3, 100:700], [4, 4], 11, 1.0)
+    assert choose(buffer[1:3, 100:700], [4, 4], 11) == by_the_sampler(
+        buffer[1:3, 100:700], [4, 4], 11, 1.0
+    )
 
 
 def test_a_wrong_seed_position_or_temperature_is_seen() -> None:
@@ -229,13 +252,20 @@ def test_a_wrong_seed_position_or_temperature_is_seen() -> None:
 # ---- the walk
 
 
-def walked(tokens: Tensor, parents: Tensor, chosen: Tensor, size: int | None = None) -> tuple[list[int], int]:
+def walked(
+    tokens: Tensor, parents: Tensor, chosen: Tensor, size: int | None = None
+) -> tuple[list[int], int]:
     n = len(tokens)
     path = torch.full((n,), -7, device=DEVICE)
-    count, bonus = torch.full((1,), -7, dtype=torch.int32, device=DEVICE), torch.full((1,), -7, device=DEVICE)
+    count, bonus = (
+        torch.full((1,), -7, dtype=torch.int32, device=DEVICE),
+        torch.full((1,), -7, device=DEVICE),
+    )
     nodes = torch.tensor([n if size is None else size], dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        kernel.walk(*(given.to(DEVICE) for given in (tokens, parents, chosen)), nodes, path, count, bonus)
+        kernel.walk(
+            *(given.to(DEVICE) for given in (tokens, parents, chosen)), nodes, path, count, bonus
+        )
     kept = int(count)
     assert (path[kept:] == -7).all()
     return path[:kept].tolist(), int(bonus)
@@ -267,7 +297,10 @@ def test_the_walk_is_the_engines(seed: int, size: int, undefined: float) -> None
     assert found == path
     assert [*tree.tokens[found[1:]].tolist(), bonus] == committed
     if undefined == 0.0:
-        assert found == ops.walk(tree.tokens, tree.parents, chosen, tree.size).nodes[: len(found)].tolist()
+        assert (
+            found
+            == ops.walk(tree.tokens, tree.parents, chosen, tree.size).nodes[: len(found)].tolist()
+        )
 
 
 def test_padding_behind_the_tree_is_not_entered() -> None:
@@ -284,7 +317,10 @@ def test_a_chain_as_deep_as_it_can_be() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    ids, one = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    ids, one = (
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        torch.ones(1, dtype=torch.int32, device=DEVICE),
+    )
     with pytest.raises(ValueError, match="tokens, parents, chosen, path"):
         kernel.walk(ids, ids[:1], ids, one, ids, one, ids)
     with pytest.raises(ValueError, match="size, count"):

@@ -27,13 +27,17 @@ class StopAt:
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-def cut_by_hand(tokens: list[int], stop: dict[str, Any], prompt: list[int]) -> tuple[list[int], str]:
+def cut_by_hand(
+    tokens: list[int], stop: dict[str, Any], prompt: list[int]
+) -> tuple[list[int], str]:
     """Cut an endless answer by the stop rules, one token at a time; returns the rest and the reason."""
     letters = LetterTokenizer()
     for count in range(1, len(tokens) + 1):
         kept = tokens[:count]
         text = letters.decode(kept)
-        if kept[-1] in stop.get("eos_token_id", []) or any(string in text for string in stop.get("stop_strings", [])):
+        if kept[-1] in stop.get("eos_token_id", []) or any(
+            string in text for string in stop.get("stop_strings", [])
+        ):
             return kept, "stop"
         if len(prompt) + count >= stop.get("criteria", 10**9):
             return kept, "criteria"
@@ -66,7 +70,9 @@ def test_nothing_after_the_end_is_returned_streamed_cached_or_counted(
     for engine in (speculative, plain):
         streamer, criterion = RecordingStreamer(), StopAt(stop.get("criteria", 10**9))
         options = {name: value for name, value in stop.items() if name != "criteria"}
-        stream = engine.stream(prompt, **options, **how, streamer=streamer, stopping_criteria=[criterion])
+        stream = engine.stream(
+            prompt, **options, **how, streamer=streamer, stopping_criteria=[criterion]
+        )
         pieces = list(stream)
         result = stream.result
         assert result is not None
@@ -81,7 +87,9 @@ def test_nothing_after_the_end_is_returned_streamed_cached_or_counted(
         stopped_before = reason == "stop"
         assert criterion.asked == list(lengths)[: len(expected) - stopped_before]
         assert engine.target.tokens == [*prompt, *expected[:-1]]
-        assert result.stats.num_generated_tokens == result.stats.num_emitted_in_steps == len(expected)
+        assert (
+            result.stats.num_generated_tokens == result.stats.num_emitted_in_steps == len(expected)
+        )
         assert all(cycle.accepted <= len(cycle.tokens) for _, cycle in pieces)
     assert speculative.drafter.tokens == plain.target.tokens
 
@@ -92,7 +100,9 @@ def test_a_stop_string_in_the_middle_of_a_token_cuts_the_text_there() -> None:
             return "".join(("ka", "to", "mi")[token] for token in tokens)
 
     tables = Tables(3, 2)
-    engine = Engine(ToyTarget(tables), ToyDrafter(tables), policies.make("chain", length=6), Syllables())
+    engine = Engine(
+        ToyTarget(tables), ToyDrafter(tables), policies.make("chain", length=6), Syllables()
+    )
     whole = engine.generate([0], max_new_tokens=12).text
     stop = whole[4:7]  # ends inside the fourth syllable
     stream = engine.stream([0], max_new_tokens=12, stop_strings=stop)

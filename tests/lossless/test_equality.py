@@ -53,7 +53,9 @@ def test_sampled_output_equals_plain_sampling(
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=12)
 @given(world=worlds, penalty=st.sampled_from([None, 1.5]))
-def test_greedy_output_equals_plain_greedy(policy: str, world: dict[str, Any], penalty: float | None) -> None:
+def test_greedy_output_equals_plain_greedy(
+    policy: str, world: dict[str, Any], penalty: float | None
+) -> None:
     speculative, plain = engines(world, policy)
     prompt, options = prompt_of(world), {"repetition_penalty": penalty}
     expected = by_hand(plain.target, prompt, options, 24)

@@ -28,7 +28,9 @@ def test_eagles_rule_is_exact() -> None:
     """A reference fact: with children chosen by rank, q = 1 is the right proposal probability."""
     random = np.random.default_rng(3)
     for seed in range(300):
-        p = Tables(VOCABULARY, seed, concentration=float(random.choice([0.05, 0.5, 2.0])), exact=0.6).probabilities([0])
+        p = Tables(
+            VOCABULARY, seed, concentration=float(random.choice([0.05, 0.5, 2.0])), exact=0.6
+        ).probabilities([0])
         children = random.permutation(VOCABULARY)[: random.integers(VOCABULARY + 1)]
         assert np.abs(eagle_rule_law(p, children) - p).max() < 1e-12
 

@@ -10,13 +10,24 @@ import torch
 from specengine import ops
 from specengine.cycle import walk
 from specengine.request.sampling import History, Sampler
-from tests.lossless.worlds import LENGTH, PROMPT, VOCABULARY, WORLDS, World, holm_rejects, identifier, p_value
+from tests.lossless.worlds import (
+    LENGTH,
+    PROMPT,
+    VOCABULARY,
+    WORLDS,
+    World,
+    holm_rejects,
+    identifier,
+    p_value,
+)
 from tests.toy import keyed_gumbel
 
 RUNS = 60_000  # for each world; above 2e5 together
 
 
-def simulate(world: World, runs: int, first_seed: int) -> tuple[dict[tuple[int, ...], int], list[int]]:
+def simulate(
+    world: World, runs: int, first_seed: int
+) -> tuple[dict[tuple[int, ...], int], list[int]]:
     """Count each sequence of LENGTH tokens, and the accepted draft tokens of each run's first cycle.
 
     Runs `verification.walk` on the world's trees with the noise of ops.keyed_gumbel_argmax. Runs that stand at the
@@ -34,8 +45,13 @@ def simulate(world: World, runs: int, first_seed: int) -> tuple[dict[tuple[int, 
             continue
         tree, scores = world.cycle(context)
         depths = tree.depths.numpy()
-        noise = [keyed_gumbel(seeds[members], len(context) + depth, VOCABULARY) for depth in range(depths.max() + 1)]
-        choices = np.stack([(scores[node] + noise[depth]).argmax(1) for node, depth in enumerate(depths)], axis=1)
+        noise = [
+            keyed_gumbel(seeds[members], len(context) + depth, VOCABULARY)
+            for depth in range(depths.max() + 1)
+        ]
+        choices = np.stack(
+            [(scores[node] + noise[depth]).argmax(1) for node, depth in enumerate(depths)], axis=1
+        )
         for row, group in _groups(choices, members):
             path, tokens = walk(tree, row.__getitem__, lambda token: False)
             if context == PROMPT:
@@ -60,7 +76,10 @@ def test_the_noise_of_the_simulation_is_that_of_the_engine() -> None:
         scores = torch.from_numpy(random.normal(size=VOCABULARY)).float()
         scores[random.integers(VOCABULARY)] = -math.inf
         drawn = int(
-            (scores.double().numpy() + keyed_gumbel(np.array([seed], np.uint64), position, VOCABULARY)).argmax()
+            (
+                scores.double().numpy()
+                + keyed_gumbel(np.array([seed], np.uint64), position, VOCABULARY)
+            ).argmax()
         )
         assert ops.keyed_gumbel_argmax(scores, seed, position) == drawn
 
@@ -68,12 +87,16 @@ def test_the_noise_of_the_simulation_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize("world", WORLDS, ids=identifier)
 def test_the_scores_of_the_simulation_are_those_of_the_engine(world: World) -> None:
     random = np.random.default_rng(0)
-    for seed, length in enumerate([1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300]):
+    for seed, length in enumerate(
+        [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300]
+    ):
         context = (*PROMPT, *random.integers(VOCABULARY, size=length).tolist())
         history = History(context, len(context))
         noise = keyed_gumbel(np.array([seed], np.uint64), len(context), VOCABULARY)
         drawn = int((world.scores(context) + noise).argmax())
-        assert Sampler(world.processors, seed).choose(world.tables.logits(context), history) == drawn
+        assert (
+            Sampler(world.processors, seed).choose(world.tables.logits(context), history) == drawn
+        )
 
 
 def test_joint_law_and_accepted_length() -> None:
@@ -86,9 +109,13 @@ def test_joint_law_and_accepted_length() -> None:
         tree, _ = world.cycle(PROMPT)
         paths = [tree.path_tokens(node) for node in range(1, len(tree))]
         law_of_path = [
-            math.prod(world.probabilities((*PROMPT, *path[:i]))[token] for i, token in enumerate(path))
+            math.prod(
+                world.probabilities((*PROMPT, *path[:i]))[token] for i, token in enumerate(path)
+            )
             for path in paths
         ]
         deviation = np.mean(accepted) - sum(law_of_path)
-        assert abs(deviation) <= 4 * np.std(accepted) / math.sqrt(len(accepted)) + 1e-9, identifier(world)
+        assert abs(deviation) <= 4 * np.std(accepted) / math.sqrt(len(accepted)) + 1e-9, identifier(
+            world
+        )
     assert not any(holm_rejects(values)), dict(zip(map(identifier, WORLDS), values, strict=True))

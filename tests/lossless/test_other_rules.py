@@ -15,7 +15,9 @@ Rule = Callable[[np.random.Generator, TokenTree, list[np.ndarray]], list[int]]
 def children_of(tree: TokenTree) -> list[list[tuple[int, int]]]:
     """Return each node's children as (node, token), in creation order."""
     children: list[list[tuple[int, int]]] = [[] for _ in range(len(tree))]
-    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+    for node, (parent, token) in enumerate(
+        zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    ):
         if node:
             children[parent].append((node, token))
     return children
@@ -61,7 +63,9 @@ def typical_rule(random: np.random.Generator, tree: TokenTree, rows: list[np.nda
         row = rows[node]
         entropy = -sum(p * math.log(p) for p in row if p > 0)
         passing = [
-            (child, token) for child, token in children[node] if row[token] > min(0.09, 0.3 * math.exp(-entropy))
+            (child, token)
+            for child, token in children[node]
+            if row[token] > min(0.09, 0.3 * math.exp(-entropy))
         ]
         if not passing:
             return [*tokens, int(random.choice(len(row), p=row))]
@@ -89,7 +93,8 @@ def simulate_rule(rule: Rule, world: World, runs: int) -> dict[tuple[int, ...], 
 @pytest.mark.parametrize("world", WORLDS[:4], ids=identifier)
 def test_the_same_test_rejects_wrong_rules_and_passes_a_right_one(world: World) -> None:
     values = [
-        p_value(simulate_rule(rule, world, 6000), world.law()) for rule in (eagle_rule, biased_rule, typical_rule)
+        p_value(simulate_rule(rule, world, 6000), world.law())
+        for rule in (eagle_rule, biased_rule, typical_rule)
     ]
     assert holm_rejects(values) == [False, True, True], values
 

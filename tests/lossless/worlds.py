@@ -31,7 +31,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.tables = Tables(VOCABULARY, self.seed, concentration=0.8, exact=self.exact)
-        self.draft = Tables(VOCABULARY, self.seed + 1, concentration=0.5, like=self.tables, share=0.6)
+        self.draft = Tables(
+            VOCABULARY, self.seed + 1, concentration=0.5, like=self.tables, share=0.6
+        )
         chosen = GenerationOptions.of({"seed": 0, **self.options}, None, len(PROMPT), 1000)
         self.processors = chosen.sampler(len(PROMPT), CPU).processors
         self._cycles: dict[tuple[int, ...], tuple[TokenTree, np.ndarray]] = {}
@@ -80,8 +82,17 @@ WORLDS = [
     World("fixed", {"temperature": 0.7, "top_p": 0.9}, seed=20),
     World("random", {"temperature": 1.4, "top_k": 4}, seed=30),
     World("eagle", {"do_sample": True, "repetition_penalty": 1.4, "min_p": 0.05}, seed=40),
-    World("random", {"do_sample": True, "presence_penalty": 0.6, "frequency_penalty": 0.3}, exact=0.3, seed=50),
-    *(World(name, seed=60 + i) for i, name in enumerate(POLICIES) if name not in {"chain", "eagle", "fixed", "random"}),
+    World(
+        "random",
+        {"do_sample": True, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+        exact=0.3,
+        seed=50,
+    ),
+    *(
+        World(name, seed=60 + i)
+        for i, name in enumerate(POLICIES)
+        if name not in {"chain", "eagle", "fixed", "random"}
+    ),
 ]
 
 
@@ -99,7 +110,10 @@ def p_value(counts: dict[tuple[int, ...], int], law: Law) -> float:
         return 0.0
     merged = int(np.searchsorted(np.cumsum(expected), 5.0)) + 1
     merged = max(merged, int(np.searchsorted(expected, 5.0)))
-    fold = [np.concatenate([[values[:merged].sum()], values[merged:]]) for values in (observed, expected)]
+    fold = [
+        np.concatenate([[values[:merged].sum()], values[merged:]])
+        for values in (observed, expected)
+    ]
     return float(stats.chisquare(*fold).pvalue)
 
 

@@ -16,7 +16,11 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, N
 
 from tests.sweep.small import model_of
 
-NEXT_N = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # models whose head is one more layer, by type
+NEXT_N = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+)  # models whose head is one more layer, by type
 QWEN = ("qwen3_next", "qwen3_5_text")  # models whose head is stored as mtp.*
 NEMOTRON = "nemotron_h"  # has a head of blocks with numbers of their own
 
@@ -26,21 +30,31 @@ class NemotronHead(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        config = type(model.config).from_dict(model.config.to_dict() | {"layers_block_type": ["full_attention", "moe"]})
+        config = type(model.config).from_dict(
+            model.config.to_dict() | {"layers_block_type": ["full_attention", "moe"]}
+        )
         config._attn_implementation = "eager"
         size, eps, self.config = config.hidden_size, config.layer_norm_epsilon, config
-        first, last = self.layers = nn.ModuleList([NemotronHBlock(config, number) for number in range(2)])
-        first.enorm, first.hnorm, last.final_layernorm = (NemotronHRMSNorm(size, eps=eps) for _ in range(3))
+        first, last = self.layers = nn.ModuleList(
+            [NemotronHBlock(config, number) for number in range(2)]
+        )
+        first.enorm, first.hnorm, last.final_layernorm = (
+            NemotronHRMSNorm(size, eps=eps) for _ in range(3)
+        )
         first.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.embeddings = [model.get_input_embeddings()]  # which are not its own
 
-    def forward_layer(self, _: int, states: Tensor, places: Tensor, cache: Any, *, input_ids: Tensor) -> Tensor:
+    def forward_layer(
+        self, _: int, states: Tensor, places: Tensor, cache: Any, *, input_ids: Tensor
+    ) -> Tensor:
         """Return the states of rows that stand behind those of the cache, as transformers' MtpModel does."""
         first, last = self.layers
         given = torch.cat((first.enorm(self.embeddings[0](input_ids)), first.hnorm(states)), dim=-1)
         rows, before = input_ids.shape[1], cache.get_seq_length()
         mask = torch.full((rows, before + rows), -torch.inf).triu(before + 1)[None, None]
-        hidden = first(first.eh_proj(given), past_key_values=cache, attention_mask=mask, position_ids=places)
+        hidden = first(
+            first.eh_proj(given), past_key_values=cache, attention_mask=mask, position_ids=places
+        )
         return last.final_layernorm(last(hidden))
 
 
@@ -60,7 +74,10 @@ def checkpoint(name: str, folder: Path, **changes: Any) -> tuple[PreTrainedModel
     head = (NemotronHead(model) if name == NEMOTRON else MtpModel(model, 1)).float().eval()
     with torch.no_grad():
         for key, weight in head.layers.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.2 + float(key.endswith("norm.weight") and name not in QWEN))
+            weight.copy_(
+                torch.randn(weight.shape) * 0.2
+                + float(key.endswith("norm.weight") and name not in QWEN)
+            )
     layers = model.config.num_hidden_layers
     kept = {_stored(name, key, layers): tensor for key, tensor in head.layers.state_dict().items()}
     file = folder / "model.safetensors"
@@ -74,10 +91,17 @@ def _stored(name: str, key: str, layers: int) -> str:
         return f"mtp.layers.{key}"
     key = key.removeprefix("0.")
     if name in QWEN:
-        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+        names = {
+            "eh_proj": "fc",
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "post_norm": "norm",
+        }
         module = key.split(".")[0]
         return "mtp." + (
-            key.replace(module, names[module]) if module in names else key.replace("mtp_block", "layers.0")
+            key.replace(module, names[module])
+            if module in names
+            else key.replace("mtp_block", "layers.0")
         )
     key = key.replace("post_norm", "shared_head.norm") if key.startswith("post_norm") else key
     return f"model.layers.{layers}." + key.removeprefix("mtp_block.")
@@ -94,7 +118,10 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 found[f"{prefix}.{match[2]}.weight"] = one.clone()
             else:
                 gate, up = one.chunk(2)
-                found |= {f"{prefix}.gate_proj.weight": gate.clone(), f"{prefix}.up_proj.weight": up.clone()}
+                found |= {
+                    f"{prefix}.gate_proj.weight": gate.clone(),
+                    f"{prefix}.up_proj.weight": up.clone(),
+                }
         if match is None:
             found[key] = tensor.clone()
     return found
@@ -111,4 +138,6 @@ def edited(folder: Path, change: Any) -> None:
 def config_edited(folder: Path, **fields: Any) -> None:
     """Change fields of a saved model's config.json."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8"
+    )

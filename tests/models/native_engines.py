@@ -68,7 +68,9 @@ OTHERS = (  # of blocks that those have not
 DRAFTS = ("ngram", "small_model", "eagle-3", "eagle-1")
 PROMPT = [*range(40, 56), *range(40, 50)]
 
-needs_extension = pytest.mark.skipif(not INSTRUCTION_SETS, reason="the extension specengine._cpu is not built")
+needs_extension = pytest.mark.skipif(
+    not INSTRUCTION_SETS, reason="the extension specengine._cpu is not built"
+)
 
 
 @contextmanager
@@ -81,7 +83,11 @@ def forced(instructions: str | None) -> Iterator[None]:
 
 
 def native_lm(
-    model: PreTrainedModel, instructions: str | None = None, *, quantize: str | None = None, numerics: str = "auto"
+    model: PreTrainedModel,
+    instructions: str | None = None,
+    *,
+    quantize: str | None = None,
+    numerics: str = "auto",
 ) -> NativeLM:
     with forced(instructions):
         return from_model(model, quantize=quantize, numerics=numerics)
@@ -94,7 +100,9 @@ def model_of(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> PreT
 
 
 @cache
-def lm_of(family: str, instructions: str | None = None, dtype: torch.dtype = torch.bfloat16) -> NativeLM:
+def lm_of(
+    family: str, instructions: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> NativeLM:
     return native_lm(model_of(family, dtype), instructions)
 
 

@@ -47,14 +47,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 0.1},
     ),
-    "llama sizes that fill no block": ("llama", {"hidden_size": 44, "intermediate_size": 50, "head_dim": 6}),
+    "llama sizes that fill no block": (
+        "llama",
+        {"hidden_size": 44, "intermediate_size": 50, "head_dim": 6},
+    ),
     "llama one layer": ("llama", {"num_hidden_layers": 1}),
     "mistral": ("mistral", {}),
     "ministral3": ("ministral3", {}),
     "ministral3 soon": (
         "ministral3",
         {
-            "rope_parameters": {**MINISTRAL, "original_max_position_embeddings": 7, "mscale_all_dim": 0.0},
+            "rope_parameters": {
+                **MINISTRAL,
+                "original_max_position_embeddings": 7,
+                "mscale_all_dim": 0.0,
+            },
             "sliding_window": 12,
         },
     ),
@@ -67,19 +74,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral windows": ("mistral", {"sliding_window": 8}),
     "qwen2 windows": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
     ),
     "qwen3 windows": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 18, "layer_types": ["sliding_attention"] * 2},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 18,
+            "layer_types": ["sliding_attention"] * 2,
+        },
     ),
     "gemma": ("gemma", {}),
     "gemma heads apart": ("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     "gemma3_text": ("gemma3_text", {}),
     "gemma3_text windows": ("gemma3_text", {"sliding_window": 7}),
-    "gemma3_text linear": ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "sliding_window": 20}),
+    "gemma3_text linear": (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": LINEAR}, "sliding_window": 20},
+    ),
     "gemma4_text": ("gemma4_text", {}),
-    "gemma4_text of own keys": ("gemma4_text", {"num_kv_shared_layers": 0, "final_logit_softcapping": None}),
+    "gemma4_text of own keys": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 0, "final_logit_softcapping": None},
+    ),
     "gemma4_text of one kind of heads": (
         "gemma4_text",
         {"global_head_dim": 8, "num_global_key_value_heads": None, "use_double_wide_mlp": False},
@@ -93,31 +114,57 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "phi3 windows": ("phi3", {"sliding_window": 9}),
     "phi3 part of a head": ("phi3", {"hidden_size": 64, "rope_parameters": PART}),
-    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
+    "phi3 longrope": (
+        "phi3",
+        {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
     "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    "olmo3": (
+        "olmo3",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    ),
     "granite": ("granite", {}),
     "cohere": ("cohere", {}),
     "cohere2": ("cohere2", {}),
-    "cohere2 windows": ("cohere2", {"sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True}),
+    "cohere2 windows": (
+        "cohere2",
+        {"sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True},
+    ),
     "deepseek_v2": ("deepseek_v2", {}),
-    "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "mlp_bias": True}),
+    "deepseek_v2 lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "mlp_bias": True},
+    ),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3 plainer": (
         "deepseek_v3",
-        {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "rope_parameters": LINEAR},
+        {
+            "rope_interleave": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "rope_parameters": LINEAR,
+        },
     ),
     "deepseek_v3 sizes": (
         "deepseek_v3",
-        {"kv_lora_rank": 96, "qk_nope_head_dim": 40, "qk_rope_head_dim": 32, "v_head_dim": 34, "q_lora_rank": 50},
+        {
+            "kv_lora_rank": 96,
+            "qk_nope_head_dim": 40,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 34,
+            "q_lora_rank": 50,
+        },
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 64}),
     "starcoder2": ("starcoder2", {}),
-    "starcoder2 plainer": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None}),
+    "starcoder2 plainer": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral windows": ("mixtral", {"sliding_window": 8}),
     "mixtral of one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
@@ -129,19 +176,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4 biases": ("glm4", {"attention_bias": True, "tie_word_embeddings": True}),
     "glm4_moe": ("glm4_moe", {}),
-    "glm4_moe plain": ("glm4_moe", {"use_qk_norm": False, "norm_topk_prob": False, "attention_bias": True}),
-    "glm4_moe of one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    "glm4_moe plain": (
+        "glm4_moe",
+        {"use_qk_norm": False, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "glm4_moe of one group": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
-    "ernie4_5_moe alone": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "use_bias": True}),
+    "ernie4_5_moe alone": (
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "use_bias": True},
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss windows": ("gpt_oss", {"sliding_window": 8, "head_dim": 32}),
     "gpt_oss yarn": (
         "gpt_oss",
-        {"rope_parameters": {**YARN, "truncate": False}, "num_local_experts": 1, "num_experts_per_tok": 1},
+        {
+            "rope_parameters": {**YARN, "truncate": False},
+            "num_local_experts": 1,
+            "num_experts_per_tok": 1,
+        },
     ),
     "qwen3_moe": ("qwen3_moe", {}),
-    "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "attention_bias": True}),
-    "qwen3_moe sizes": ("qwen3_moe", {"moe_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen3_moe tied": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3_moe sizes": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    ),
     "olmoe": ("olmoe", {}),
     "olmoe normed": ("olmoe", {"norm_topk_prob": True}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
@@ -191,12 +257,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 2,
         },
     ),
-    "falcon_h1 norms": ("falcon_h1", {"mamba_rms_norm": True, "mamba_d_ssm": None, "tie_word_embeddings": True}),
-    "falcon_h1 gated before norms": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon_h1 norms": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_d_ssm": None, "tie_word_embeddings": True},
+    ),
+    "falcon_h1 gated before norms": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "granitemoehybrid": ("granitemoehybrid", {}),
     "granitemoehybrid dense": (
         "granitemoehybrid",
-        {"num_local_experts": 0, "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True},
+        {
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
     ),
     "granitemoehybrid of attention": (
         "granitemoehybrid",
@@ -225,10 +302,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next other scores": (
         "qwen3_next",
-        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "linear_num_value_heads": 6},
+        {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "linear_num_value_heads": 6,
+        },
     ),
     **{
-        f"llama groups of {size}": ("llama", {"hidden_size": 16 * size, "num_attention_heads": 2 * size})
+        f"llama groups of {size}": (
+            "llama",
+            {"hidden_size": 16 * size, "num_attention_heads": 2 * size},
+        )
         for size in range(1, 9)
     },
 }
@@ -284,9 +369,13 @@ def own_logits(model: PreTrainedModel, prompt: list[int], tree: TokenTree) -> Te
     """The same by the model's own forward over each node's path, without a cache."""
     root = int(tree.tokens[0])
     paths = [torch.tensor([*prompt, root, *tree.path_tokens(node)]) for node in range(len(tree))]
-    ids = pad_sequence(paths, batch_first=True)  # attention is causal: what stands behind a path changes nothing
+    ids = pad_sequence(
+        paths, batch_first=True
+    )  # attention is causal: what stands behind a path changes nothing
     logits = model(ids).logits
-    return torch.stack([row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]).float()
+    return torch.stack(
+        [row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]
+    ).float()
 
 
 def write_gguf(path: Path, architecture: str, kind: str, *, tied: bool = False) -> Path:

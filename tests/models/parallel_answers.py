@@ -11,7 +11,9 @@ WAYS = ({}, {"temperature": 1.0, "seed": 4})
 
 def main(model: str, draft: str, tokens: str, *names: str) -> None:
     dtype = {"dtype": "float32", "offline": True}
-    engine = Engine.from_pretrained(model, draft, tp_plan="auto", **dtype)  # the other ranks stay in here
+    engine = Engine.from_pretrained(
+        model, draft, tp_plan="auto", **dtype
+    )  # the other ranks stay in here
     print(json.dumps({"backend": engine.target.backend}), flush=True)
     rated = [round(found.logprob, 4) for found in engine.score(PROMPT)]
     print(json.dumps({"scores": rated}), flush=True)
@@ -20,7 +22,12 @@ def main(model: str, draft: str, tokens: str, *names: str) -> None:
         for way, options in enumerate(WAYS):
             given = {"policy": policy} if policy else {}
             found = engine.generate(PROMPT, max_new_tokens=int(tokens), **given, **options)
-            line = {"policy": name, "way": way, "tokens": found.token_ids, "steps": found.stats.num_spec_steps}
+            line = {
+                "policy": name,
+                "way": way,
+                "tokens": found.token_ids,
+                "steps": found.stats.num_spec_steps,
+            }
             print(json.dumps(line), flush=True)
 
 

@@ -72,7 +72,11 @@ def target() -> PreTrainedModel:
 
 
 def assistant(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int = 32, kind: str = "gemma4_text", **changes: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int = 32,
+    kind: str = "gemma4_text",
+    **changes: Any,
 ) -> PreTrainedModel:
     """Save a random assistant of a target of `size` channels; changes: of its text's config, or ordered: True."""
     made, whole, text = KINDS[kind]
@@ -82,7 +86,11 @@ def assistant(
         text,
         "kv_sharing_modes",
         property(
-            lambda own: ["reuse"] * 3 if own.num_kv_shared_layers == 3 == own.num_hidden_layers else modes.fget(own)
+            lambda own: (
+                ["reuse"] * 3
+                if own.num_kv_shared_layers == 3 == own.num_hidden_layers
+                else modes.fget(own)
+            )
         ),
     )
     ordered = changes.pop("ordered", False)
@@ -103,9 +111,13 @@ def assistant(
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, draft: Any, tokens: list[int], child: int) -> tuple[Tensor, Tensor]:
+def reference(
+    model: PreTrainedModel, draft: Any, tokens: list[int], child: int
+) -> tuple[Tensor, Tensor]:
     """Return the logits of transformers' assistant behind all tokens, and behind a child as well."""
-    out = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    out = model(
+        torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True
+    )
     place, state, found = torch.tensor([[len(tokens) - 1]]), out.hidden_states[-1][:, -1:], []
     for token in (tokens[-1], child):
         embedded = model.get_input_embeddings()(torch.tensor([[token]]))
@@ -119,7 +131,11 @@ def reference(model: PreTrainedModel, draft: Any, tokens: list[int], child: int)
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_those_of_transformers(
-    target: PreTrainedModel, backend: str, ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel,
+    backend: str,
+    ordered: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draft = assistant(tmp_path, monkeypatch, ordered=ordered)
     engine = Engine.from_pretrained(target, str(tmp_path), "eagle", backend=backend, lookup=False)
@@ -153,7 +169,11 @@ def test_logits_are_those_of_transformers(
     ],
 )
 def test_answers_are_those_of_the_model(
-    target: PreTrainedModel, backend: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel,
+    backend: str,
+    policy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assistant(tmp_path, monkeypatch)
     engine = Engine.from_pretrained(target, str(tmp_path), policy, backend=backend, lookup=False)
@@ -169,11 +189,19 @@ def test_answers_are_those_of_the_model(
 def test_assistants_of_every_kind_draft_from_folders_and_loaded(
     backend: str, loaded: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = {"num_hidden_layers": 6, "layer_types": [SWA, FULL] * 3, "num_kv_shared_layers": 3}  # as transformers asks
+    shared = {
+        "num_hidden_layers": 6,
+        "layer_types": [SWA, FULL] * 3,
+        "num_kv_shared_layers": 3,
+    }  # as transformers asks
     heads = {field: TEXT[field] for field in ("num_global_key_value_heads", "attention_k_eq_v")}
     model, draft = tiny(kind, **shared, **heads), assistant(tmp_path, monkeypatch, kind=kind)
-    assert draft.config.model_type == ("gemma4_assistant" if kind == "gemma4_text" else "gemma4_unified_assistant")
-    engine = Engine.from_pretrained(model, draft if loaded else str(tmp_path), "eagle", backend=backend, lookup=False)
+    assert draft.config.model_type == (
+        "gemma4_assistant" if kind == "gemma4_text" else "gemma4_unified_assistant"
+    )
+    engine = Engine.from_pretrained(
+        model, draft if loaded else str(tmp_path), "eagle", backend=backend, lookup=False
+    )
     assert engine.drafter.name == "assistant"
     answer = engine.generate(prompt_of(30), max_new_tokens=12, eos_token_id=[])
     assert answer.token_ids == plainly(model, prompt_of(30), 12)
@@ -184,7 +212,9 @@ def test_assistants_of_every_kind_draft_from_folders_and_loaded(
     with torch.inference_mode():
         engine.drafter.begin(tokens[:-1], engine.target.prefill(tokens[:-1]))
     found = engine.drafter.root(TokenTree.root(tokens[-1], 2)).logits[0]
-    torch.testing.assert_close(found, reference(model, draft, tokens, child)[0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        found, reference(model, draft, tokens, child)[0], atol=2e-5, rtol=2e-5
+    )
 
 
 def test_assistants_of_other_targets_are_refused(
@@ -219,8 +249,12 @@ def test_an_assistant_reads_the_keys_of_its_own_text(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft, tokens = assistant(tmp_path, monkeypatch), prompt_of(40)
-    pool = Pool(Engine.from_pretrained(target, str(tmp_path), "eagle", backend="native", lookup=False), 2)
-    for number, engine in enumerate(pool.engines):  # the second one ends with other keys in its cache
+    pool = Pool(
+        Engine.from_pretrained(target, str(tmp_path), "eagle", backend="native", lookup=False), 2
+    )
+    for number, engine in enumerate(
+        pool.engines
+    ):  # the second one ends with other keys in its cache
         engine.generate(tokens[number:], max_new_tokens=4, eos_token_id=[])
     for number, engine in enumerate(pool.engines):
         own = tokens[number : 30 + number]
@@ -228,4 +262,6 @@ def test_an_assistant_reads_the_keys_of_its_own_text(
         with torch.inference_mode():
             engine.drafter.begin(own[:-1], engine.target.prefill(own[:-1], 0))
         found = engine.drafter.root(TokenTree.root(own[-1], 2)).logits[0]
-        torch.testing.assert_close(found, reference(target, draft, own, 11)[0], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(
+            found, reference(target, draft, own, 11)[0], atol=2e-5, rtol=2e-5
+        )

@@ -20,13 +20,17 @@ def states(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator)
 
 
-@given(counts, counts, counts, st.integers(1, 30), st.sampled_from([None, 0.3]), st.integers(0, 1000))
+@given(
+    counts, counts, counts, st.integers(1, 30), st.sampled_from([None, 0.3]), st.integers(0, 1000)
+)
 def test_the_fused_attention_of_the_last_row(
     batch: int, kv_heads: int, groups: int, slots: int, scale: float | None, seed: int
 ) -> None:
     drawn = torch.Generator().manual_seed(seed)
     query = states(drawn, batch, kv_heads * groups, 1, 8)
-    room = torch.full((2, batch, kv_heads, slots + 3, 8), float("nan"))  # a cache's buffers, poisoned behind its end
+    room = torch.full(
+        (2, batch, kv_heads, slots + 3, 8), float("nan")
+    )  # a cache's buffers, poisoned behind its end
     room[:, :, :, :slots] = states(drawn, 2, batch, kv_heads, slots, 8)
     key, value = room[..., :slots, :]
     found = last_row_attention(query, key, value, scale)
@@ -37,7 +41,9 @@ def test_the_fused_attention_of_the_last_row(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_models_take_it_where_a_row_sees_everything(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_take_it_where_a_row_sees_everything(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, calls = toy.tiny(family), list[torch.Size]()
     model.set_attn_implementation(ATTENTION)
 
@@ -50,8 +56,14 @@ def test_models_take_it_where_a_row_sees_everything(family: str, monkeypatch: py
     with torch.inference_mode():
         whole = model(ids).logits[:, -1]
         assert not calls, "several rows"
-        padded = model(ids[:, 1:], attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]), use_cache=True)
-        model(ids[:, :1], attention_mask=torch.tensor([[0, 1, 1, 1], [1] * 4]), past_key_values=padded.past_key_values)
+        padded = model(
+            ids[:, 1:], attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]), use_cache=True
+        )
+        model(
+            ids[:, :1],
+            attention_mask=torch.tensor([[0, 1, 1, 1], [1] * 4]),
+            past_key_values=padded.past_key_values,
+        )
         assert not calls, "a hidden token"
         before = model(ids[:, :-1], use_cache=True).past_key_values
         last = model(ids[:, -1:], past_key_values=before).logits[:, -1]

@@ -12,15 +12,27 @@ from tests.toy import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = list(range(40, 50))
-CLASSES = {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM"}
+CLASSES = {
+    "bert": "BertLMHeadModel",
+    "roberta": "RobertaForCausalLM",
+    "electra": "ElectraForCausalLM",
+}
 CLASSES |= {"camembert": "CamembertForCausalLM", "megatron-bert": "MegatronBertForCausalLM"}
 
 
 def bert_like(kind: str, *, is_decoder: bool, sure: bool = True) -> PreTrainedModel:
     """A model of a family of encoders with a head for the next token; not `sure`: its weights as they are made."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "embedding_size": 32}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "embedding_size": 32,
+    }
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
-    config = transformers.AutoConfig.for_model(kind, **sizes, **ids, num_attention_heads=4, is_decoder=is_decoder)
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes, **ids, num_attention_heads=4, is_decoder=is_decoder
+    )
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES[kind])(config).eval()
     with torch.no_grad():
@@ -33,7 +45,9 @@ def bert_like(kind: str, *, is_decoder: bool, sure: bool = True) -> PreTrainedMo
 def answer(model: PreTrainedModel) -> list[int]:
     ids = torch.tensor([PROMPT])
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 6}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(PROMPT) :
+    ].tolist()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -44,13 +58,20 @@ def test_an_encoder_is_refused_and_its_decoder_answers(kind: str) -> None:
             Engine.from_pretrained(bert_like(kind, is_decoder=False, sure=sure))
     decoder = bert_like(kind, is_decoder=True)
     expected = answer(decoder)
-    assert Engine.from_pretrained(decoder).generate(PROMPT, max_new_tokens=6, eos_token_id=[]).token_ids == expected
+    assert (
+        Engine.from_pretrained(decoder)
+        .generate(PROMPT, max_new_tokens=6, eos_token_id=[])
+        .token_ids
+        == expected
+    )
 
 
 def test_a_model_that_was_made_to_look_ahead_is_refused() -> None:
     model = tiny("gpt2")
 
-    def smear(_module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def smear(
+        _module: torch.nn.Module, given: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         states = given[0]
         return (states + states.mean(dim=1, keepdim=True), *given[1:])
 

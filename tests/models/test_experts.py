@@ -74,7 +74,16 @@ def assert_rows_are_alone(lm: NativeLM, sizes: tuple[int, ...] = (1, 2, 3, 17, 6
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "numerics": "bfloat16"}])
 @pytest.mark.parametrize(
-    "variant", ["mixtral", "qwen3_moe sizes", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss windows"]
+    "variant",
+    [
+        "mixtral",
+        "qwen3_moe sizes",
+        "olmoe",
+        "qwen2_moe",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "gpt_oss windows",
+    ],
 )
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(
     variant: str, options: dict[str, Any], instructions: str
@@ -83,7 +92,8 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(
 
 
 @pytest.mark.parametrize(
-    "variant", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss windows"]
+    "variant",
+    ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "gpt_oss windows"],
 )
 def test_so_it_has_in_float32(variant: str) -> None:
     assert_rows_are_alone(from_model(model_of(variant)))
@@ -111,13 +121,16 @@ def as_stored(model: PreTrainedModel, folder: Path, form: str) -> None:
     assert any(".experts.0." in name or "input_linear" in name or "sinks" in name for name in names)
     if form == "stacks":
         save_file(
-            {name: weight.detach().clone() for name, weight in model.state_dict().items()}, folder / "model.safetensors"
+            {name: weight.detach().clone() for name, weight in model.state_dict().items()},
+            folder / "model.safetensors",
         )
 
 
 @pytest.mark.parametrize("form", ["experts", "stacks"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_folders_of_both_forms_answer_as_transformers_does(name: str, form: str, tmp_path: Path) -> None:
+def test_folders_of_both_forms_answer_as_transformers_does(
+    name: str, form: str, tmp_path: Path
+) -> None:
     as_stored(tiny(name), tmp_path, form)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
     assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(tiny(name), PROMPT, 20)
@@ -128,7 +141,9 @@ def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"tensors differ from qwen3_moe's: .*mlp\.experts"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensors differ from qwen3_moe's: .*mlp\.experts"
+    ):
         Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
 
 
@@ -138,7 +153,9 @@ def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
 Kinds = tuple[str, str, str]
 
 
-def write_packed(path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *, shared: Kinds | None = None) -> Path:
+def write_packed(
+    path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *, shared: Kinds | None = None
+) -> Path:
     """Write Qwen3 with experts, whose gates, ups and downs are of these kinds.
 
     shared: Qwen2 with experts, and one that all rows use, of these kinds.
@@ -154,7 +171,9 @@ def write_packed(path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *,
     }
     for layer in range(gguf_files.LAYERS):
         prefix = f"blk.{layer}."
-        tensors |= dict.fromkeys(f"{prefix}ffn_{name}.weight" for name in ("gate", "up", "down"))  # the dense ones
+        tensors |= dict.fromkeys(
+            f"{prefix}ffn_{name}.weight" for name in ("gate", "up", "down")
+        )  # the dense ones
         tensors |= {f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "ffn")}
         if shared is None:
             tensors |= {f"{prefix}attn_{name}_norm.weight": ("f32", (head,)) for name in "qk"}
@@ -164,7 +183,10 @@ def write_packed(path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *,
                 f"{prefix}ffn_{name}_shexp.weight": (kind, shape)
                 for name, kind, shape in zip(("gate", "up", "down"), shared, shapes, strict=True)
             }
-            tensors[f"{prefix}ffn_gate_inp_shexp.weight"] = ("f32", (hidden,))  # as converters have squeezed it
+            tensors[f"{prefix}ffn_gate_inp_shexp.weight"] = (
+                "f32",
+                (hidden,),
+            )  # as converters have squeezed it
         tensors |= {
             f"{prefix}attn_q.weight": (gate, (heads * head, hidden)),
             f"{prefix}attn_k.weight": (gate, (key_heads * head, hidden)),
@@ -187,7 +209,9 @@ def write_packed(path: Path, kinds: Kinds, experts: int = 5, chosen: int = 2, *,
     }
     sizes |= {} if shared is None else {"expert_shared_feed_forward_length": inner}
     metadata = {f"{architecture}.{key}": value for key, value in sizes.items()}
-    return gguf_files.write_model(path, architecture, kind=gate, vocabulary=words, metadata=metadata, tensors=tensors)
+    return gguf_files.write_model(
+        path, architecture, kind=gate, vocabulary=words, metadata=metadata, tensors=tensors
+    )
 
 
 def packed(path: Path, instructions: str | None, numerics: str = "bfloat16") -> NativeLM:
@@ -198,7 +222,9 @@ def packed(path: Path, instructions: str | None, numerics: str = "bfloat16") -> 
 @pytest.mark.parametrize(
     "kinds", [*((kind,) * 3 for kind in KINDS), ("q4_k", "q4_k", "q6_k"), ("q4_0", "q4_1", "q8_0")]
 )
-def test_packed_experts_give_the_bits_of_the_converted_model(kinds: tuple[str, str, str], tmp_path: Path) -> None:
+def test_packed_experts_give_the_bits_of_the_converted_model(
+    kinds: tuple[str, str, str], tmp_path: Path
+) -> None:
     path = write_packed(tmp_path / "model.gguf", kinds)
     converted = open_native(str(path)).source.model()
     tree = tree_of(converted.config.vocab_size)
@@ -212,7 +238,9 @@ def test_packed_experts_give_the_bits_of_the_converted_model(kinds: tuple[str, s
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "q8_0", "q5_k", "iq4_xs"])
-def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(kind: str, tmp_path: Path) -> None:
+def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
+    kind: str, tmp_path: Path
+) -> None:
     path = write_packed(tmp_path / "model.gguf", (kind,) * 3)
     tree = random_tree(33, 33, 200, root=3)
     found = [packed(path, one, "integer") for one in instruction_sets("integer")]
@@ -226,7 +254,12 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
 @pytest.mark.parametrize(
     "kinds",
     [
-        *(("q4_k", "q4_0", "q8_0"), ("q4_0", "q6_k", "q4_0"), ("q8_0", "q4_k", "q6_k"), ("q6_k", "q8_0", "q4_k")),
+        *(
+            ("q4_k", "q4_0", "q8_0"),
+            ("q4_0", "q6_k", "q4_0"),
+            ("q8_0", "q4_k", "q6_k"),
+            ("q6_k", "q8_0", "q4_k"),
+        ),
         *(("q8_0", "bf16", "q4_0"), ("bf16", "q8_0", "q8_0")),  # of integers and of floats
     ],
 )
@@ -235,7 +268,10 @@ def test_inputs_are_made_ready_for_both_kinds_of_an_expert(kinds: Kinds, tmp_pat
     path = write_packed(tmp_path / "model.gguf", ("q8_0",) * 3, shared=kinds)
     tree = random_tree(33, 33, 200, root=3)
     wanted = own_logits(open_native(str(path), dtype=torch.float32).source.model(), PROMPT, tree)
-    found = [native_logits(packed(path, one, "integer"), PROMPT, tree) for one in instruction_sets("integer")]
+    found = [
+        native_logits(packed(path, one, "integer"), PROMPT, tree)
+        for one in instruction_sets("integer")
+    ]
     apart = (found[0] - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert apart.median() < 0.1, apart
     assert all(torch.equal(one, found[0]) for one in found)
@@ -252,13 +288,30 @@ def write_gpt_oss(path: Path, experts: int = 4) -> Path:
     }
     for layer in range(gguf_files.LAYERS):
         prefix = f"blk.{layer}."
-        stacks = {"gate": (experts, inner, hidden), "up": (experts, inner, hidden), "down": (experts, hidden, inner)}
-        matrices = {"q": (heads * head, hidden), "k": (key_heads * head, hidden), "v": (key_heads * head, hidden)}
+        stacks = {
+            "gate": (experts, inner, hidden),
+            "up": (experts, inner, hidden),
+            "down": (experts, hidden, inner),
+        }
+        matrices = {
+            "q": (heads * head, hidden),
+            "k": (key_heads * head, hidden),
+            "v": (key_heads * head, hidden),
+        }
         matrices["output"] = (hidden, heads * head)
-        tensors |= {f"{prefix}ffn_norm.weight": None, f"{prefix}attn_sinks.weight": ("f32", (heads,))}
-        tensors |= {f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "post_attention")}
-        tensors |= {f"{prefix}attn_{name}.weight": ("q8_0", shape) for name, shape in matrices.items()}
-        tensors |= {f"{prefix}attn_{name}.bias": ("f32", shape[:1]) for name, shape in matrices.items()}
+        tensors |= {
+            f"{prefix}ffn_norm.weight": None,
+            f"{prefix}attn_sinks.weight": ("f32", (heads,)),
+        }
+        tensors |= {
+            f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "post_attention")
+        }
+        tensors |= {
+            f"{prefix}attn_{name}.weight": ("q8_0", shape) for name, shape in matrices.items()
+        }
+        tensors |= {
+            f"{prefix}attn_{name}.bias": ("f32", shape[:1]) for name, shape in matrices.items()
+        }
         tensors |= {f"{prefix}ffn_gate_inp.weight": ("f32", (experts, hidden))}
         tensors |= {f"{prefix}ffn_gate_inp.bias": ("f32", (experts,))}
         for name, shape in stacks.items():
@@ -275,7 +328,9 @@ def write_gpt_oss(path: Path, experts: int = 4) -> Path:
         "rope.scaling.original_context_length": 16,
     }
     metadata = {f"gpt-oss.{key}": value for key, value in sizes.items()}
-    return gguf_files.write_model(path, "gpt-oss", vocabulary=words, metadata=metadata, tensors=tensors)
+    return gguf_files.write_model(
+        path, "gpt-oss", vocabulary=words, metadata=metadata, tensors=tensors
+    )
 
 
 def test_the_published_form_of_gpt_oss(tmp_path: Path) -> None:
@@ -300,7 +355,8 @@ def test_a_file_of_llama_with_experts_is_mixtral(tmp_path: Path) -> None:
         tmp_path / "model.gguf", metadata={"llama.expert_count": 4, "llama.expert_used_count": 2}
     )
     with pytest.raises(
-        CheckpointError, match=r"does not fit a mixtral of its size; missing: blk\.0\.ffn_gate_inp\.weight"
+        CheckpointError,
+        match=r"does not fit a mixtral of its size; missing: blk\.0\.ffn_gate_inp\.weight",
     ):
         Engine.from_pretrained(str(path), "none", offline=True)
 
@@ -310,15 +366,25 @@ def test_a_file_of_llama_with_experts_is_mixtral(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "routing",
-    [Routing(1), Routing(3), Routing(2, "softmax"), Routing(2, "normalised sigmoid"), Routing(2, factor=1.1)],
+    [
+        Routing(1),
+        Routing(3),
+        Routing(2, "softmax"),
+        Routing(2, "normalised sigmoid"),
+        Routing(2, factor=1.1),
+    ],
 )
-def test_other_routing_than_the_models_is_noticed(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_routing_than_the_models_is_noticed(
+    routing: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny("mixtral").config
     layer = Layer(mlp=Experts(config.num_local_experts, config.intermediate_size, routing))
     known = families.known() | {"mixtral": dataclasses.replace(FAMILY, layer=layer)}
     monkeypatch.setattr(families, "known", lambda: known)
     for options in ({}, {"quantize": "int8"}):
-        with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+        with pytest.raises(
+            UnsupportedModelError, match="gives other hidden states than its own modules"
+        ):
             from_model(tiny("mixtral", sliding_window=None), **options)
 
 
@@ -329,11 +395,21 @@ def test_of_equal_scores_the_first_experts_are_taken(family: str) -> None:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.weight.zero_()
-                for stack in layer.mlp.experts.parameters():  # all alike: transformers may take any of them
+                for (
+                    stack
+                ) in layer.mlp.experts.parameters():  # all alike: transformers may take any of them
                     stack.copy_(stack[:1].expand_as(stack).clone())
     lm, count = from_model(model), len(PROMPT)
-    routing = torch.empty(lm.routes.layers, count, model.config.num_experts_per_tok, dtype=torch.int32)
-    lm.run(torch.tensor(PROMPT), torch.arange(count), lm.new_cache(count), (0, 0, None), routing=routing)
+    routing = torch.empty(
+        lm.routes.layers, count, model.config.num_experts_per_tok, dtype=torch.int32
+    )
+    lm.run(
+        torch.tensor(PROMPT),
+        torch.arange(count),
+        lm.new_cache(count),
+        (0, 0, None),
+        routing=routing,
+    )
     assert (routing == torch.arange(routing.shape[2])).all()
 
 
@@ -360,7 +436,9 @@ def counted(lm: NativeLM, tree: TokenTree) -> tuple[int, Tensor, Tensor]:
     added, (layers, each, _) = torch.full((rows,), -1, dtype=torch.int32), lm.routes
     routing = torch.full((layers, rows, each // layers), -1, dtype=torch.int32)
     where = len(PROMPT), len(PROMPT), tree.ancestors
-    lm.run(tree.tokens, tree.depths + len(PROMPT), target.cache, where, added=added, routing=routing)
+    lm.run(
+        tree.tokens, tree.depths + len(PROMPT), target.cache, where, added=added, routing=routing
+    )
     return lm.experts, added, routing
 
 
@@ -375,7 +453,9 @@ def new_by_row(routing: Tensor) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "variant", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "gpt_oss"]
+)
 def test_a_forward_tells_which_experts_it_read(variant: str) -> None:
     lm = from_model(model_of(variant))
     for rows in (1, 2, 33):
@@ -413,7 +493,9 @@ def test_cycles_have_the_count_and_dense_models_have_none() -> None:
         assert (target.experts is None) == (target.lm.routes.layers == 0)
         if target.experts is not None:
             assert target.experts.tolist() == counted(target.lm, tree)[1].tolist()
-    engine = Engine.from_pretrained(model_of("olmoe"), "recycling", policy="fixed", backend="native")
+    engine = Engine.from_pretrained(
+        model_of("olmoe"), "recycling", policy="fixed", backend="native"
+    )
     for cycle in engine.answer([*PROMPT, *PROMPT], max_new_tokens=12):
         assert cycle.experts is not None
         assert len(cycle.experts) == len(cycle.tree)

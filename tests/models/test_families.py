@@ -30,11 +30,15 @@ def test_a_familys_blocks_are_transformers_modules(name: str) -> None:
     config = tiny(name, tie_word_embeddings=False).config
     parts, template = list(family_of(config).parts(config)), layer_template(config)
     names = {part.name.transformers for part in parts}
-    owners = {tensor: tensor if tensor in names else tensor.rpartition(".")[0] for tensor in template}
+    owners = {
+        tensor: tensor if tensor in names else tensor.rpartition(".")[0] for tensor in template
+    }
     assert names == set(owners.values())
     assert len({part.native for part in parts}) == len(parts)
     stored = gguf.tensor_names(config, template)
-    assert len({one for found in stored.values() for one in found}) == sum(map(len, stored.values()))
+    assert len({one for found in stored.values() for one in found}) == sum(
+        map(len, stored.values())
+    )
     sizes: dict[str, int] = {}
     for part in parts:
         sizes[part.name.transformers] = sizes.get(part.name.transformers, 0) + part.size
@@ -47,7 +51,9 @@ def test_a_familys_blocks_are_transformers_modules(name: str) -> None:
 
 def test_a_family_has_the_template_that_transformers_makes_of_its_config() -> None:
     model = tiny("qwen3", tie_word_embeddings=True)
-    assert layer_template(model.config) == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert layer_template(model.config) == {
+        name: tuple(weight.shape) for name, weight in model.named_parameters()
+    }
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def replace(name: str, family: Family | None) -> None:
         known = families.known() | {name: family}
-        monkeypatch.setattr(families, "known", lambda: {key: value for key, value in known.items() if value})
+        monkeypatch.setattr(
+            families, "known", lambda: {key: value for key, value in known.items() if value}
+        )
 
     return replace
 
@@ -64,7 +72,9 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @needs_extension
 def test_tensors_of_no_block_are_refused(changed: Any) -> None:
     changed("qwen3", Family())
-    with pytest.raises(UnsupportedModelError, match=r"native: model\.layers\.0\.\S+_norm\.weight is in none of"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"native: model\.layers\.0\.\S+_norm\.weight is in none of"
+    ):
         from_model(tiny("qwen3"))
 
 
@@ -73,7 +83,9 @@ def test_blocks_of_another_order_are_refused(changed: Any) -> None:
     """Names may fit while the meaning does not: the first layer's states are compared."""
     swapped = GatedMLP(gate=Name("mlp.up_proj", "ffn_up"), up=Name("mlp.gate_proj", "ffn_gate"))
     changed("llama", Family(layer=Layer(mlp=swapped)))
-    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+    with pytest.raises(
+        UnsupportedModelError, match="gives other hidden states than its own modules"
+    ):
         from_model(tiny())
 
 
@@ -83,7 +95,9 @@ def test_queries_that_grow_otherwise_are_refused(changed: Any) -> None:
     family = families.known()["ministral3"]
     plain = replace(family.attention, query_factors=lambda config: None)
     changed("ministral3", replace(family, layer=Layer(attention=plain)))
-    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+    with pytest.raises(
+        UnsupportedModelError, match="gives other hidden states than its own modules"
+    ):
         from_model(tiny("ministral3"))
 
 
@@ -91,7 +105,8 @@ def test_queries_that_grow_otherwise_are_refused(changed: Any) -> None:
 def test_a_type_without_a_family_is_named_with_the_known_ones(changed: Any) -> None:
     changed("mistral", None)
     with pytest.raises(
-        UnsupportedModelError, match=r"native: model type mistral, known are .*llama, ministral3, .*qwen3"
+        UnsupportedModelError,
+        match=r"native: model type mistral, known are .*llama, ministral3, .*qwen3",
     ):
         from_model(tiny("mistral"))
 
@@ -129,7 +144,9 @@ def test_places_are_those_of_the_modules() -> None:
 def test_frequencies_of_a_config_are_those_of_the_modules(name: str) -> None:
     model = tiny(name)
     decoder = model.get_decoder()
-    rotary: Any = next((getattr(decoder, own) for own in ("rotary_emb", "pos_emb") if hasattr(decoder, own)), None)
+    rotary: Any = next(
+        (getattr(decoder, own) for own in ("rotary_emb", "pos_emb") if hasattr(decoder, own)), None
+    )
     for key in {place.rope for place in family_of(model.config).places(model.config)} - {None}:
         frequencies, scale = rope_of(model.config, key)
         prefix = f"{key}_" if key else ""

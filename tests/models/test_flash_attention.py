@@ -13,7 +13,9 @@ from tests import toy
 PROMPT = [5, 9, 2, 31, 7, 12, 40, 41, 42, 3, 8]
 
 
-def stand_in(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool) -> Tensor:
+def stand_in(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool
+) -> Tensor:
     """flash_attn_func on [batch, rows, heads, size]: with fewer queries than keys their last ones stand together."""
     assert causal
     rows, slots, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -21,7 +23,9 @@ def stand_in(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, ca
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
     hidden = torch.ones(rows, slots, dtype=torch.bool).tril(slots - rows).logical_not()
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+    return torch.einsum(
+        "bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values
+    )
 
 
 @torch.inference_mode()
@@ -32,7 +36,9 @@ def last_logits(lm: CausalLM) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_prompts_in_pieces_give_what_they_gave(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_pieces_give_what_they_gave(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm, calls = CausalLM(toy.tiny(family)), list[tuple[int, int]]()
 
     def counted(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:

@@ -33,7 +33,9 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     cache.commit(path)
     moved = random_cache(length, 81)
     moved.slab.copy_(before)
-    moved.keep(nodes_of([*path, *[0] * 3])._replace(live=torch.tensor([len(path)], dtype=torch.int32)))
+    moved.keep(
+        nodes_of([*path, *[0] * 3])._replace(live=torch.tensor([len(path)], dtype=torch.int32))
+    )
     assert torch.equal(moved.slab, cache.slab)
     assert moved.length == cache.length
     assert cache.length == length + len(path)
@@ -86,7 +88,9 @@ def poison(owner: Any, method: str, cache: KVCache, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_scratch_is_never_read_before_it_is_written(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_is_never_read_before_it_is_written(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of("llama", "small_model", policy)
     verifies = "choose" if isinstance(engine.target, NativeTarget) else "verify"
     addresses = poison(engine.target, verifies, engine.target.cache, monkeypatch)

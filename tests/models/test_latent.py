@@ -28,9 +28,16 @@ MODELS = ("deepseek_v2 lite", "deepseek_v3 sizes", "glm4_moe_lite")
 
 
 @cache
-def lm_of(variant: str, instructions: str | None, dtype: torch.dtype, quantize: str, numerics: str) -> NativeLM:
+def lm_of(
+    variant: str, instructions: str | None, dtype: torch.dtype, quantize: str, numerics: str
+) -> NativeLM:
     family, changes = VARIANTS[variant]
-    return native_lm(tiny(family, **changes).to(dtype), instructions, quantize=quantize or None, numerics=numerics)
+    return native_lm(
+        tiny(family, **changes).to(dtype),
+        instructions,
+        quantize=quantize or None,
+        numerics=numerics,
+    )
 
 
 @torch.inference_mode()
@@ -59,14 +66,19 @@ def test_so_it_has_in_float32_and_beside_other_threads() -> None:
     try:
         for threads in (2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(native_logits(lm, PROMPT, random_tree(40, 40, VOCABULARY, root=3)), wanted)
+            assert torch.equal(
+                native_logits(lm, PROMPT, random_tree(40, 40, VOCABULARY, root=3)), wanted
+            )
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("variant", MODELS)
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(variant: str) -> None:
-    lms = [lm_of(variant, one, torch.bfloat16, "int8", "integer") for one in instruction_sets("integer")]
+    lms = [
+        lm_of(variant, one, torch.bfloat16, "int8", "integer")
+        for one in instruction_sets("integer")
+    ]
     found = [assert_rows_are_alone(lm, 17) for lm in lms]
     assert all(torch.equal(logits, found[0]) for logits in found)
 
@@ -77,7 +89,9 @@ def test_the_cache_keeps_a_latent_and_a_turned_key_of_each_layer() -> None:
         slab = from_model(model).new_cache(256).slab
         sizes = model.config.kv_lora_rank + model.config.qk_rope_head_dim
         assert slab.numel() == -(-layers // 2) * 2 * 256 * sizes
-        engine = Engine(NativeTarget(from_model(model)), NGram(longest=3, shortest=1), policy_for("random", 7))
+        engine = Engine(
+            NativeTarget(from_model(model)), NGram(longest=3, shortest=1), policy_for("random", 7)
+        )
         result = engine.generate(PROMPT[:70], max_new_tokens=40)
         assert result.token_ids == plainly(model, PROMPT[:70], 40)
         assert result.stats.num_draft_tokens
@@ -88,14 +102,18 @@ def test_several_answers_at_once_are_those_given_alone() -> None:
     engine = Engine(target, NGram(longest=3, shortest=1), policy_for("fixed"))
     prompts = [PROMPT[:31], PROMPT[40:57], PROMPT[100:190]]
     alone = [engine.generate(prompt, max_new_tokens=16).token_ids for prompt in prompts]
-    assert [result.token_ids for result in engine.generate_many(prompts, max_new_tokens=16)] == alone
+    assert [
+        result.token_ids for result in engine.generate_many(prompts, max_new_tokens=16)
+    ] == alone
 
 
 def test_folders_answer_as_transformers_does(tmp_path: Path) -> None:
     model = tiny("deepseek_v3", num_hidden_layers=3)
     model.save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
-    assert engine.generate(PROMPT[:60], max_new_tokens=24).token_ids == plainly(model, PROMPT[:60], 24)
+    assert engine.generate(PROMPT[:60], max_new_tokens=24).token_ids == plainly(
+        model, PROMPT[:60], 24
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,8 +132,12 @@ def test_other_sizes_are_refused(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_scores_without_the_growth_of_yarn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = replace(families.known()["deepseek_v3"], factors=lambda config: Factors(scores=20**-0.5))
+    family = replace(
+        families.known()["deepseek_v3"], factors=lambda config: Factors(scores=20**-0.5)
+    )
     known = families.known() | {"deepseek_v3": family}
     monkeypatch.setattr(families, "known", lambda: known)
-    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+    with pytest.raises(
+        UnsupportedModelError, match="gives other hidden states than its own modules"
+    ):
         from_model(tiny("deepseek_v3"))

@@ -12,7 +12,15 @@ from specengine.models.loaded import Watch, checksums
 from specengine.models.twins import evaluating, twin
 from tests.toy import tiny
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.float64, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.int64,
+    torch.float64,
+    torch.bool,
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,10 +32,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64,
     compiled=st.booleans(),
 )
 @example(seed=756, count=756, dtype=torch.int64, edit="one bit", compiled=False)  # a high bit
-def test_every_edit_changes_the_checksum(seed: int, count: int, dtype: torch.dtype, edit: str, compiled: bool) -> None:
+def test_every_edit_changes_the_checksum(
+    seed: int, count: int, dtype: torch.dtype, edit: str, compiled: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     size = torch.zeros((), dtype=dtype).element_size()
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (count * size,), generator=generator).to(torch.uint8)
+    data = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count * size,), generator=generator
+    ).to(torch.uint8)
     tensor = data.view(dtype)
     before, was = _checksum(tensor, compiled), data.clone()
     place = int(torch.randint(len(data), (), generator=generator))
@@ -59,7 +71,9 @@ def test_a_checksum_is_the_same_for_any_threads_and_strides() -> None:
         torch.set_num_threads(before)
     assert len(found) == 1
     assert checksums([tensor.t().contiguous().t()]) == [*found]
-    assert checksums([torch.empty(0), nn.Parameter(torch.empty(3, 0))]) == checksums([torch.empty(0), torch.empty(0)])
+    assert checksums([torch.empty(0), nn.Parameter(torch.empty(3, 0))]) == checksums(
+        [torch.empty(0), torch.empty(0)]
+    )
 
 
 def test_what_cannot_be_read_is_never_the_same() -> None:
@@ -70,7 +84,10 @@ def test_what_cannot_be_read_is_never_the_same() -> None:
 def test_running_a_model_changes_nothing() -> None:
     for family, changes in (
         ("llama", {}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        ),
         ("gemma", {}),
         ("gpt_neox", {}),
     ):
@@ -117,10 +134,14 @@ def test_a_twin_shares_weights_and_nothing_else() -> None:
     made = evaluating(model)
     assert not any(part.training for part in made.modules())
     assert all(part.training for part in model.modules())
-    assert [id(weight) for weight in made.parameters()] == [id(weight) for weight in model.parameters()]
+    assert [id(weight) for weight in made.parameters()] == [
+        id(weight) for weight in model.parameters()
+    ]
     made.set_attn_implementation("eager")
     assert model.config._attn_implementation != "eager"
-    assert {id(part.config) for part in made.modules() if hasattr(part, "config")} == {id(made.config)}
+    assert {id(part.config) for part in made.modules() if hasattr(part, "config")} == {
+        id(made.config)
+    }
     made.model.rotary_emb.inv_freq = torch.zeros(1)
     assert len(model.model.rotary_emb.inv_freq) > 1
     made.lm_head.register_forward_hook(lambda *_: None)

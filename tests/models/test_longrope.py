@@ -14,13 +14,20 @@ from tests.toy import policy_for, random_tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ORIGINAL = 25
-ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
 ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
 @pytest.fixture(scope="module")
 def phi() -> PreTrainedModel:
-    return model_of("phi3", rope_parameters=ROPE, original_max_position_embeddings=ORIGINAL, sliding_window=None)
+    return model_of(
+        "phi3", rope_parameters=ROPE, original_max_position_embeddings=ORIGINAL, sliding_window=None
+    )
 
 
 @pytest.mark.parametrize("length", [3, 20, 24, 25, 26, 40])
@@ -56,7 +63,9 @@ def test_another_prompt_has_its_own_frequencies(phi: PreTrainedModel) -> None:
     engine = Engine.from_pretrained(phi, policy="plain")
     for length in (40, 5, 24, 40):
         prompt = prompt_of(length)
-        assert engine.generate(prompt, max_new_tokens=NEW, eos_token_id=[]).token_ids == generated(phi, prompt)
+        assert engine.generate(prompt, max_new_tokens=NEW, eos_token_id=[]).token_ids == generated(
+            phi, prompt
+        )
     target = LongRopeTarget(phi)
     with torch.inference_mode():
         target.prefill(prompt_of(40))
@@ -76,7 +85,9 @@ def test_where_transformers_does_not_run_again_the_context_ends() -> None:
     model = model_of("llama", rope_parameters=ROPE)
     assert not switches(model.config)
     assert HuggingFaceTarget(model).max_context == ORIGINAL
-    answer = Engine.from_pretrained(model, policy="plain").generate(prompt_of(20), max_new_tokens=9, eos_token_id=[])
+    answer = Engine.from_pretrained(model, policy="plain").generate(
+        prompt_of(20), max_new_tokens=9, eos_token_id=[]
+    )
     assert len(answer.token_ids) == 5
     ends = "max_new_tokens: the answer ends with the context, 25 tokens of prompt and answer"
     assert answer.stats.notes == [f"{ends}; {CONTEXT_SOURCES}"]

@@ -27,13 +27,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=[*NEXT_N, *QWEN, NEMOTRON])
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+def stored(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, *checkpoint(request.param, folder)
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, head: Any, tokens: list[int], child: int) -> tuple[Tensor, Tensor]:
+def reference(
+    model: PreTrainedModel, head: Any, tokens: list[int], child: int
+) -> tuple[Tensor, Tensor]:
     """Return the logits of transformers' head behind all tokens, and behind a child as well: its state is read then."""
     ids = torch.tensor([tokens])
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
@@ -48,7 +52,9 @@ def reference(model: PreTrainedModel, head: Any, tokens: list[int], child: int) 
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
 def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any], backend: str) -> None:
     folder, model, head = stored
-    engine = Engine.from_pretrained(str(folder), "mtp", dtype=torch.float32, lookup=False, backend=backend)
+    engine = Engine.from_pretrained(
+        str(folder), "mtp", dtype=torch.float32, lookup=False, backend=backend
+    )
     drafter, target, tokens = engine.drafter, engine.target, prompt_of(19)
     assert type(drafter) is Mtp
     assert type(drafter.head) is (NativeMtpHead if backend == "native" else MtpHead)
@@ -90,7 +96,10 @@ def test_a_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     model, _ = checkpoint("glm4_moe", tmp_path)
     edited(tmp_path, lambda tensors: [tensors.pop(key) for key in parts_in(list(tensors), 2)])
     assert not mtp.is_stored(str(tmp_path), model)
-    with pytest.raises(InputError, match=r"draft: got mtp, accepted where .* hold a head for multi-token prediction"):
+    with pytest.raises(
+        InputError,
+        match=r"draft: got mtp, accepted where .* hold a head for multi-token prediction",
+    ):
         Engine.from_pretrained(str(tmp_path), "mtp")
 
 
@@ -98,15 +107,28 @@ def test_a_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     ("change", "named"),
     [
         (lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"), "missing: fc.weight"),
-        (lambda tensors: tensors.update({"model.layers.2.gate.weight": torch.ones(2)}), "unknown: block.gate.weight"),
-        (lambda tensors: tensors.update({"model.layers.2.hnorm.weight": torch.ones(3)}), r"hidden_norm.weight \[3\]"),
-        (lambda tensors: tensors.pop("model.layers.2.mlp.experts.1.up_proj.weight"), "missing: .*experts.gate_up_proj"),
+        (
+            lambda tensors: tensors.update({"model.layers.2.gate.weight": torch.ones(2)}),
+            "unknown: block.gate.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.2.hnorm.weight": torch.ones(3)}),
+            r"hidden_norm.weight \[3\]",
+        ),
+        (
+            lambda tensors: tensors.pop("model.layers.2.mlp.experts.1.up_proj.weight"),
+            "missing: .*experts.gate_up_proj",
+        ),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_by_their_tensors(tmp_path: Path, change: Any, named: str) -> None:
+def test_heads_that_do_not_fit_are_refused_by_their_tensors(
+    tmp_path: Path, change: Any, named: str
+) -> None:
     checkpoint("glm4_moe", tmp_path)
     edited(tmp_path, change)
-    with pytest.raises(CheckpointError, match=f"its MTP head does not fit the model's config; .*{named}"):
+    with pytest.raises(
+        CheckpointError, match=f"its MTP head does not fit the model's config; .*{named}"
+    ):
         Engine.from_pretrained(str(tmp_path), "mtp")
 
 
@@ -127,8 +149,17 @@ def test_names_of_both_layouts() -> None:
         "model.layers.2.shared_head.norm.weight": "norm.weight",
         "model.layers.2.self_attn.q_proj.bias": "block.self_attn.q_proj.bias",
     }
-    qwen = ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.1.mlp.gate.weight"]
-    nemotron = ["mtp.layers.0.norm.weight", "mtp.layers.0.hnorm.weight", "mtp.layers.1.final_layernorm.weight"]
+    qwen = [
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.self_attn.q_proj.weight",
+        "mtp.layers.1.mlp.gate.weight",
+    ]
+    nemotron = [
+        "mtp.layers.0.norm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.1.final_layernorm.weight",
+    ]
     nemotron += ["mtp.layers.1.mixer.gate.weight", "mtp.layers.2.norm.weight"]
     assert names_in_head(nemotron, 4, 2) == {
         nemotron[0]: "block.0.norm.weight",
@@ -136,7 +167,11 @@ def test_names_of_both_layouts() -> None:
         nemotron[2]: "norm.weight",
         nemotron[3]: "block.1.mixer.gate.weight",
     }
-    assert set(names_in_head(qwen, 2).values()) == {"fc.weight", "norm.weight", "block.self_attn.q_proj.weight"}
+    assert set(names_in_head(qwen, 2).values()) == {
+        "fc.weight",
+        "norm.weight",
+        "block.self_attn.q_proj.weight",
+    }
 
 
 @needs_extension
@@ -149,7 +184,13 @@ def test_heads_of_rounded_models_draft_on_the_native_forward(
     found = {}
     for draft, policy in (("mtp", "eagle"), ("none", None)):
         engine = Engine.from_pretrained(
-            str(tmp_path), draft, policy, dtype=torch.bfloat16, backend="native", lookup=False, **options
+            str(tmp_path),
+            draft,
+            policy,
+            dtype=torch.bfloat16,
+            backend="native",
+            lookup=False,
+            **options,
         )
         found[draft] = engine.generate(prompt_of(30), max_new_tokens=16, eos_token_id=[])
         assert draft == "none" or type(engine.drafter.head) is NativeMtpHead
@@ -158,13 +199,17 @@ def test_heads_of_rounded_models_draft_on_the_native_forward(
 
 
 @needs_extension
-def test_a_head_that_the_native_forward_lacks_runs_on_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_the_native_forward_lacks_runs_on_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint("qwen3_5_text", tmp_path)
 
     def refuse(*_: Any) -> None:
         raise UnsupportedModelError("native: no such block")
 
     monkeypatch.setattr("specengine.checkpoints.mtp.NativeMtpHead", refuse)
-    engine = Engine.from_pretrained(str(tmp_path), "mtp", "eagle", dtype=torch.float32, lookup=False)
+    engine = Engine.from_pretrained(
+        str(tmp_path), "mtp", "eagle", dtype=torch.float32, lookup=False
+    )
     assert type(engine.drafter.head) is MtpHead
     assert engine.generate(prompt_of(30), max_new_tokens=8).stats.num_draft_tokens

@@ -15,7 +15,13 @@ from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import UnsupportedModelError
 from specengine.models import weights
-from specengine.models.native import WITH_PAIRS, NativeLM, NativeTarget, from_model, instruction_sets
+from specengine.models.native import (
+    WITH_PAIRS,
+    NativeLM,
+    NativeTarget,
+    from_model,
+    instruction_sets,
+)
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
 from tests.models.native_engines import native_lm as lm_on
@@ -28,7 +34,10 @@ TYPES = ["sliding_attention", "full_attention"]
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "ministral3": ("ministral3", {"sliding_window": 20}),
-    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "layer_types": TYPES[::-1]}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "layer_types": TYPES[::-1]},
+    ),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES}),
     "gemma3_text": ("gemma3_text", {"head_dim": 32}),
     "phi3": ("phi3", {"sliding_window": 33}),
@@ -38,7 +47,10 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "starcoder2": ("starcoder2", {"sliding_window": 20}),
     "gemma4_text with experts": ("gemma4_text", GEMMA4_EXPERTS),
-    "gpt_oss of three queries a key": ("gpt_oss", {"num_attention_heads": 6}),  # 16 queries end within a row
+    "gpt_oss of three queries a key": (
+        "gpt_oss",
+        {"num_attention_heads": 6},
+    ),  # 16 queries end within a row
 }
 
 
@@ -53,7 +65,9 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 @cache
-def lm_of(name: str, instructions: str | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any) -> NativeLM:
+def lm_of(
+    name: str, instructions: str | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> NativeLM:
     return lm_on(model_of(name, dtype), instructions, **options)
 
 
@@ -93,11 +107,15 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:
     model_of(name).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native")
-    assert engine.generate(PROMPT, max_new_tokens=24).token_ids == plainly(model_of(name), PROMPT, 24)
+    assert engine.generate(PROMPT, max_new_tokens=24).token_ids == plainly(
+        model_of(name), PROMPT, 24
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
-def test_a_layer_of_each_kind_is_tried_at_load(options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_each_kind_is_tried_at_load(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_of("gemma3_text").save_pretrained(tmp_path)
     real = weights.rope_of
 
@@ -106,7 +124,9 @@ def test_a_layer_of_each_kind_is_tried_at_load(options: Any, tmp_path: Path, mon
         return frequencies * (1.5 if key == "full_attention" else 1.0), scale
 
     monkeypatch.setattr(weights, "rope_of", other)
-    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+    with pytest.raises(
+        UnsupportedModelError, match="gives other hidden states than its own modules"
+    ):
         Engine.from_pretrained(str(tmp_path), "none", offline=True, backend="native", **options)
 
 
@@ -156,17 +176,26 @@ def test_the_control_a_window_changes_bits() -> None:
     assert torch.equal(found[2], found[3])
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5", "mixtral", "qwen3_moe"]
+)
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(name: str) -> None:
     tree = random_tree(17, 17, VOCABULARY, root=3)
     options = {"quantize": "int8", "numerics": "integer"}
-    found = [native_logits(lm_of(name, one, **options), PROMPT, tree) for one in instruction_sets("integer")]
+    found = [
+        native_logits(lm_of(name, one, **options), PROMPT, tree)
+        for one in instruction_sets("integer")
+    ]
     assert all(torch.equal(logits, found[0]) for logits in found)
-    assert torch.equal(found[0], alone(lm_of(name, instruction_sets("integer")[0], **options), tree))
+    assert torch.equal(
+        found[0], alone(lm_of(name, instruction_sets("integer")[0], **options), tree)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
-def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(rows: int, monkeypatch: Any) -> None:
+def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(
+    rows: int, monkeypatch: Any
+) -> None:
     lm = lm_of("gemma3_text")
     whole = lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0]
     monkeypatch.setattr("specengine.models.native.PREFILL_ROWS", rows)
@@ -180,19 +209,33 @@ def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(rows: int
     ("family", "changes", "reason"),
     [
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in its config"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in its config"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention in its config",
+        ),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm in its config"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm in its config"),
-        ("gemma", {"hidden_act": "gelu_new"}, "activation gelu_new, known are silu, gelu_pytorch_tanh"),
+        (
+            "gemma",
+            {"hidden_act": "gelu_new"},
+            "activation gelu_new, known are silu, gelu_pytorch_tanh",
+        ),
     ],
 )
-def test_settings_of_other_blocks_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+def test_settings_of_other_blocks_are_refused(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=f"native: {reason}"):
         from_model(tiny(family, **changes))
 
 
 def test_the_instruction_sets_of_float32_are_tried() -> None:
     model, tree = model_of("gemma3_text"), random_tree(17, 17, VOCABULARY, root=3)
-    found = [native_logits(lm_on(model, one), PROMPT, tree) for one in INSTRUCTION_SETS if one not in WITH_PAIRS]
+    found = [
+        native_logits(lm_on(model, one), PROMPT, tree)
+        for one in INSTRUCTION_SETS
+        if one not in WITH_PAIRS
+    ]
     for logits in found:
         assert (logits - found[0]).abs().max() <= 1e-4 * found[0].abs().max()

@@ -31,16 +31,32 @@ from tests.models.native_engines import (
     needs_extension,
     plainly,
 )
-from tests.toy import CPU, POLICIES, VOCABULARY, head_config, policy_for, random_state, random_tree, tiny
+from tests.toy import (
+    CPU,
+    POLICIES,
+    VOCABULARY,
+    head_config,
+    policy_for,
+    random_state,
+    random_tree,
+    tiny,
+)
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]  # those that run float32
+WITH_VECTORS = [
+    name for name in INSTRUCTION_SETS if name not in WITH_PAIRS
+]  # those that run float32
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},
     "narrowed": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 12345678901234567890},
     "penalised": {"repetition_penalty": 1.3, "logits_processor": [DependsOnThePath(), InPlace()]},
-    "penalised and sampled": {"temperature": 1.1, "presence_penalty": 1.0, "no_repeat_ngram_size": 3, "seed": 0},
+    "penalised and sampled": {
+        "temperature": 1.1,
+        "presence_penalty": 1.0,
+        "no_repeat_ngram_size": 3,
+        "seed": 0,
+    },
 }
 
 
@@ -56,7 +72,9 @@ def plain_answer(family: str, instructions: str, how: str, count: int) -> list[i
 def case_of(policy: str, instructions: str) -> tuple[str, str]:
     """Family and draft: over all policies and sets every draft meets each policy, each set and each family."""
     number = POLICIES.index(policy) + INSTRUCTION_SETS.index(instructions)
-    return FAMILIES[(number + POLICIES.index(policy) // len(DRAFTS)) % len(FAMILIES)], DRAFTS[number % len(DRAFTS)]
+    return FAMILIES[(number + POLICIES.index(policy) // len(DRAFTS)) % len(FAMILIES)], DRAFTS[
+        number % len(DRAFTS)
+    ]
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
@@ -77,7 +95,9 @@ def test_bfloat16_answers_equal_plain_decoding(policy: str, instructions: str) -
 @pytest.mark.parametrize("how", [name for name in HOW if name not in ("greedy", "sampled")])
 def test_bfloat16_answers_with_processors_equal_plain_decoding(how: str, instructions: str) -> None:
     for number, draft in enumerate(DRAFTS):
-        engine = engine_of("qwen3", draft, ("random", "talon", "fixed", "eagle")[number], instructions)
+        engine = engine_of(
+            "qwen3", draft, ("random", "talon", "fixed", "eagle")[number], instructions
+        )
         result = engine.generate(PROMPT, max_new_tokens=16, **HOW[how])
         assert result.token_ids == plain_answer("qwen3", instructions, how, 16)
         assert result.stats.num_draft_tokens > 0 or draft == "ngram"
@@ -106,8 +126,12 @@ def test_float32_answers_are_those_of_transformers(family: str, instructions: st
     """Under trees of random shape, of a head and of n-grams."""
     lm = lm_of(family, instructions, torch.float32)
     for draft in ("eagle-3", "ngram"):
-        engine = Engine(NativeTarget(lm), drafter_of(draft, lm, family, None), policy_for("random", 7))
-        found = [engine.generate(PROMPT, max_new_tokens=20, **options).token_ids for options in GREEDY]
+        engine = Engine(
+            NativeTarget(lm), drafter_of(draft, lm, family, None), policy_for("random", 7)
+        )
+        found = [
+            engine.generate(PROMPT, max_new_tokens=20, **options).token_ids for options in GREEDY
+        ]
         assert found == answers_of_transformers(family)
 
 
@@ -129,11 +153,16 @@ def test_wide_trees_over_long_contexts_equal_plain_decoding(instructions: str) -
             stream = engine.stream(prompt, max_new_tokens=30, **options)
             sizes = [len(piece.cycle.tree) for piece in stream]
             assert max(sizes) > 64
-            assert stream.result.token_ids == plain.generate(prompt, max_new_tokens=30, **options).token_ids
+            assert (
+                stream.result.token_ids
+                == plain.generate(prompt, max_new_tokens=30, **options).token_ids
+            )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
-def test_prompts_run_in_pieces_have_the_bits_of_prompts_run_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_run_in_pieces_have_the_bits_of_prompts_run_whole(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = [(5 * i * i + 3) % VOCABULARY for i in range(90)]
     lm, ids = lm_of("mistral"), (0, 2, 6)
 
@@ -142,7 +171,10 @@ def test_prompts_run_in_pieces_have_the_bits_of_prompts_run_whole(rows: int, mon
         logits, states = lm.extend(cache, prompt, ids)
         return [logits, states, cache.slab[:, :, :, : len(prompt)]]
 
-    answers = {draft: engine_of("mistral", draft).generate(prompt, max_new_tokens=12) for draft in ("none", "eagle-3")}
+    answers = {
+        draft: engine_of("mistral", draft).generate(prompt, max_new_tokens=12)
+        for draft in ("none", "eagle-3")
+    }
     whole = run()
     monkeypatch.setattr(native, "PREFILL_ROWS", rows)
     monkeypatch.setattr(eagle, "PREFILL_ROWS", rows)
@@ -180,7 +212,10 @@ def test_the_choice_of_a_node_is_the_largest_finite_logit() -> None:
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("nodes", [1, 16, 45])
 def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instructions: str) -> None:
-    target, tree = NativeTarget(lm_of("qwen3", instructions)), random_tree(1, nodes, VOCABULARY, root=3)
+    target, tree = (
+        NativeTarget(lm_of("qwen3", instructions)),
+        random_tree(1, nodes, VOCABULARY, root=3),
+    )
     target.prefill(PROMPT)
     logits, _ = target.verify(tree)
     for count in (1, 8, VOCABULARY + 5):
@@ -190,7 +225,9 @@ def test_the_successors_of_a_node_are_its_largest_logits(nodes: int, instruction
         assert torch.equal(chosen.successors.logits, values)
         assert torch.equal(chosen.successors.tokens, tokens)
         assert chosen.tokens == tokens[:, 0].tolist()
-        assert all(map(torch.equal, chosen.successors, Successors.of(logits, min(count, VOCABULARY))))
+        assert all(
+            map(torch.equal, chosen.successors, Successors.of(logits, min(count, VOCABULARY)))
+        )
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
@@ -227,12 +264,22 @@ def test_heads_draft_as_torch_does(kind: str) -> None:
     """On a native target's features; EAGLE-3 by the native forward, whose float32 sums stand in another order."""
     lm, config = lm_of("llama", None, torch.float32), HEADS[kind]
     state = random_state(config)
-    native_head = NativeHead(config, state, lm) if config.version == 3 else head_from(config, state, lm.dtype, CPU)
+    native_head = (
+        NativeHead(config, state, lm)
+        if config.version == 3
+        else head_from(config, state, lm.dtype, CPU)
+    )
     runs = []
     for head in (native_head, head_from(config, state, lm.dtype, CPU)):
-        engine = Engine(NativeTarget(lm), Eagle(head, lm), policies.make("eagle", width=4, expansions=4, budget=20))
+        engine = Engine(
+            NativeTarget(lm),
+            Eagle(head, lm),
+            policies.make("eagle", width=4, expansions=4, budget=20),
+        )
         pieces = list(engine.stream(PROMPT, max_new_tokens=24))
-        runs.append([(piece.cycle.tree.tokens.tolist(), piece.cycle.tree.log_probs) for piece in pieces])
+        runs.append(
+            [(piece.cycle.tree.tokens.tolist(), piece.cycle.tree.log_probs) for piece in pieces]
+        )
     for (tokens, scores), (their_tokens, their_scores) in zip(*runs, strict=True):
         assert tokens == their_tokens
         assert torch.allclose(scores, their_scores, atol=1e-3)

@@ -59,7 +59,9 @@ def test_transformers_model_is_read_when_it_is_asked_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
-def test_the_dtype_is_the_stored_one_also_where_the_config_says_none(stored: torch.dtype, tmp_path: Path) -> None:
+def test_the_dtype_is_the_stored_one_also_where_the_config_says_none(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
     tiny().to(stored).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
@@ -74,8 +76,15 @@ def test_a_stored_head_beside_tied_embeddings(tmp_path: Path) -> None:
     model = tiny(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    for head, native in ((tensors["model.embed_tokens.weight"].clone(), True), (tiny(seed=9).lm_head.weight, False)):
-        save_file(tensors | {"lm_head.weight": head.detach()}, tmp_path / "model.safetensors", {"format": "pt"})
+    for head, native in (
+        (tensors["model.embed_tokens.weight"].clone(), True),
+        (tiny(seed=9).lm_head.weight, False),
+    ):
+        save_file(
+            tensors | {"lm_head.weight": head.detach()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
         engine = loaded(tmp_path)
         assert isinstance(engine.target, NativeTarget) == native
         assert answer(engine) == answer(loaded(tmp_path, backend="huggingface"))
@@ -128,10 +137,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (_cut, "damaged, fetch"),
     "empty": (_written(b""), "damaged, fetch"),
     "zeros": (_written(bytes(500)), "damaged, fetch"),
-    "text": (_written(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"), "damaged, fetch"),
+    "text": (
+        _written(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"),
+        "damaged, fetch",
+    ),
     "a missing tensor": (_without, r"up_proj\.weight"),
     "another shape": (_narrow, r"model\.norm\.weight"),
-    "a wider config": (_config({"intermediate_size": 64}), r"another shape.*down_proj|tensors differ.*down_proj"),
+    "a wider config": (
+        _config({"intermediate_size": 64}),
+        r"another shape.*down_proj|tensors differ.*down_proj",
+    ),
     "more layers": (_config({"num_hidden_layers": 3}), r"model\.layers\.2"),
     "odd heads": (_config({"head_dim": 7}), "even"),
     "an epsilon of text": (_config({"rms_norm_eps": "small"}), "rms_norm_eps"),
@@ -140,7 +155,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_folder_is_an_error_that_names_it(case: str, backend: str | None, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_an_error_that_names_it(
+    case: str, backend: str | None, tmp_path: Path
+) -> None:
     tiny().save_pretrained(tmp_path)
     damage, message = DAMAGE[case]
     damage(tmp_path)
@@ -160,7 +177,14 @@ def test_a_damaged_set_of_shards_is_an_error(backend: str | None, tmp_path: Path
     with pytest.raises(CheckpointError, match=f"are missing, fetch them: {shard.name}"):
         loaded(tmp_path, backend=backend)
     index = tmp_path / "model.safetensors.index.json"
-    for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+    ):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=f"{index.name}: is damaged, fetch it again"):
             loaded(tmp_path, backend=backend)
@@ -175,7 +199,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_backends_answer_the_same_in_float32(file: Path) -> None:
-    engines = {backend: loaded(file, dtype="float32", backend=backend) for backend in ("native", "huggingface")}
+    engines = {
+        backend: loaded(file, dtype="float32", backend=backend)
+        for backend in ("native", "huggingface")
+    }
     assert isinstance(engines["native"].target, NativeTarget)
     assert isinstance(engines["huggingface"].target, HuggingFaceTarget)
     for options in ({}, {"temperature": 0.9, "seed": 6}):
@@ -222,7 +249,9 @@ def test_a_file_is_a_draft_too(file: Path) -> None:
     ],
     ids=["empty", "text", "magic", "version"],
 )
-def test_what_is_no_gguf_file_is_named(data: bytes, message: str, backend: str | None, tmp_path: Path) -> None:
+def test_what_is_no_gguf_file_is_named(
+    data: bytes, message: str, backend: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "model.GGUF"
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
@@ -231,7 +260,9 @@ def test_what_is_no_gguf_file_is_named(data: bytes, message: str, backend: str |
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.999])
-def test_a_file_that_is_cut_off_is_named(share: float, backend: str | None, file: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_named(
+    share: float, backend: str | None, file: Path, tmp_path: Path
+) -> None:
     whole, path = file.read_bytes(), tmp_path / "cut"  # known by its magic, whatever its name
     path.write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(CheckpointError, match="cut"):
@@ -252,7 +283,10 @@ def test_a_file_of_another_architecture_is_refused_by_its_name(tmp_path: Path) -
     data = path.read_bytes().replace(b"llama", b"bloom")
     path.write_bytes(data)
     for backend in BACKENDS:
-        with pytest.raises(UnsupportedModelError, match=r"has architecture 'bloom'; accepted in GGUF files: .*llama"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"has architecture 'bloom'; accepted in GGUF files: .*llama",
+        ):
             loaded(path, backend=backend)
 
 

@@ -92,9 +92,16 @@ def engine_of(name: str, draft: str, policy: str = "eagle", numerics: str = "flo
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize(
     ("draft", "policy"),
-    [("ngram", "random"), ("recycling", "eagle"), ("small_model", "eagle"), ("small_model", "chain")],
+    [
+        ("ngram", "random"),
+        ("recycling", "eagle"),
+        ("small_model", "eagle"),
+        ("small_model", "chain"),
+    ],
 )
-def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(name: str, draft: str, policy: str) -> None:
+def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(
+    name: str, draft: str, policy: str
+) -> None:
     engine, plain = engine_of(name, draft, policy), engine_of(name, "none")
     for how in HOW:
         result = engine.generate(PROMPT, max_new_tokens=48, **how)
@@ -109,7 +116,11 @@ def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(name
 @pytest.mark.parametrize("numerics", ["bfloat16", "integer"])
 def test_bits_make_other_numerics_answers_those_of_plain_decoding(name: str, numerics: str) -> None:
     for how in HOW:
-        expected = engine_of(name, "none", numerics=numerics).generate(PROMPT, max_new_tokens=40, **how).token_ids
+        expected = (
+            engine_of(name, "none", numerics=numerics)
+            .generate(PROMPT, max_new_tokens=40, **how)
+            .token_ids
+        )
         for policy in ("random", "eagle"):
             engine = engine_of(name, "small_model", policy, numerics)
             assert engine.generate(PROMPT, max_new_tokens=40, **how).token_ids == expected
@@ -135,13 +146,18 @@ def test_a_row_alone_has_the_bits_that_it_has_in_trees(name: str, numerics: str)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(name: str) -> None:
     tree = random_tree(17, 17, VOCABULARY, root=3)
-    found = [native_logits(lm_of(name, "integer", one), PROMPT, tree) for one in instruction_sets("integer")]
+    found = [
+        native_logits(lm_of(name, "integer", one), PROMPT, tree)
+        for one in instruction_sets("integer")
+    ]
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
-def test_prompts_in_pieces_have_the_bits_of_whole_ones(name: str, rows: int, monkeypatch: Any) -> None:
+def test_prompts_in_pieces_have_the_bits_of_whole_ones(
+    name: str, rows: int, monkeypatch: Any
+) -> None:
     lm = lm_of(name)
     whole = lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0]
     monkeypatch.setattr("specengine.models.native.PREFILL_ROWS", rows)
@@ -190,7 +206,10 @@ def test_a_second_turn_answers_as_a_fresh_engine_does(name: str, draft: str) -> 
     count = len(PROMPT)
     turns = {  # the next prompt, and how much of it is there: a draft's memory may have less
         "goes on": ([*text, *range(60, 75)], (len(text) - 5, len(text))),
-        "changes behind the prompt": ([*PROMPT[: count - 3], *range(60, 75)], (count - 1 - MARKED_BEFORE,) * 2),
+        "changes behind the prompt": (
+            [*PROMPT[: count - 3], *range(60, 75)],
+            (count - 1 - MARKED_BEFORE,) * 2,
+        ),
         "changes early": ([*PROMPT[:10], *range(60, 75)], (0, 0)),
     }
     assert count - 1 >= LONG_PROMPT
@@ -198,7 +217,9 @@ def test_a_second_turn_answers_as_a_fresh_engine_does(name: str, draft: str) -> 
         engine.reset()
         engine.generate(PROMPT, max_new_tokens=20)
         result = TextGeneration(engine, prompt, {"max_new_tokens": 20}, reuse_cache=True).run()
-        assert result.token_ids == engine_of(name, draft).generate(prompt, max_new_tokens=20).token_ids
+        assert (
+            result.token_ids == engine_of(name, draft).generate(prompt, max_new_tokens=20).token_ids
+        )
         assert result.token_ids == plainly(model_of(name), prompt, 20)
         assert least <= result.stats.num_cached_prompt_tokens <= most or draft == "small_model"
 
@@ -212,7 +233,9 @@ def test_a_stream_that_is_closed_leaves_the_next_answer_as_it_is(name: str, draf
         for _ in range(pieces):
             next(stream)
         stream.close()
-        assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model_of(name), PROMPT, 20)
+        assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(
+            model_of(name), PROMPT, 20
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -253,7 +276,9 @@ def test_scratch_can_be_taken_back_up_to_the_last_root(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_text(name: str) -> None:
+def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_text(
+    name: str,
+) -> None:
     lm, pick = lm_of(name), random.Random(name)
     target, fresh = NativeTarget(lm), NativeTarget(lm)
     for step in range(60):
@@ -261,7 +286,9 @@ def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_tex
         if what == "extend" and len(target.tokens) < 200:
             target.rate([pick.randrange(VOCABULARY) for _ in range(pick.randrange(1, 12))])
         elif what in ("tree", "again"):
-            tree = random_tree(step, pick.randrange(1, 20), VOCABULARY, root=pick.randrange(VOCABULARY))
+            tree = random_tree(
+                step, pick.randrange(1, 20), VOCABULARY, root=pick.randrange(VOCABULARY)
+            )
             target.verify(tree)
             if what == "tree":
                 path = [pick.randrange(len(tree))]
@@ -274,7 +301,9 @@ def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_tex
             target.cache.mark()
         elif what == "change":
             kept = target.tokens[: pick.randrange(len(target.tokens) + 1)]
-            target.prefill([*kept, *(pick.randrange(VOCABULARY) for _ in range(pick.randrange(90)))][:200])
+            target.prefill(
+                [*kept, *(pick.randrange(VOCABULARY) for _ in range(pick.randrange(90)))][:200]
+            )
         assert target.cache.length == len(target.tokens)
         root = TokenTree.root(step % VOCABULARY, 1)
         fresh.prefill(target.tokens, 0)
@@ -336,7 +365,10 @@ def test_a_memory_does_not_grow_with_the_text() -> None:
             lm.extend(cache, PROMPT)
             sizes.append(cache.memory.bytes)
         assert len(set(sizes)) == 1
-        kinds = [kind in ("full_attention", "sliding_attention", "hybrid") for kind in lm.config.layer_types]
+        kinds = [
+            kind in ("full_attention", "sliding_attention", "hybrid")
+            for kind in lm.config.layer_types
+        ]
         assert cache.slab.shape[0] == sum(kinds)
         assert cache.nbytes == cache.slab.nbytes + sizes[0]
 
@@ -348,7 +380,9 @@ GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 def move(weight: torch.Tensor) -> None:
     with torch.no_grad():
-        weight.add_(0.05 * weight.std() * torch.sin(torch.arange(weight.numel())).view_as(weight).to(weight))
+        weight.add_(
+            0.05 * weight.std() * torch.sin(torch.arange(weight.numel())).view_as(weight).to(weight)
+        )
 
 
 def first_states(lm: NativeLM) -> torch.Tensor:
@@ -411,7 +445,9 @@ def test_blocks_of_other_weights_are_refused_all_the_same(
     monkeypatch.setattr(native, "add_weight", wrong)
     move(model.model.embed_tokens.weight)
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+        with pytest.raises(
+            UnsupportedModelError, match="gives other hidden states than its own modules"
+        ):
             lm.refresh()
 
 

@@ -19,7 +19,15 @@ from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
-from tests.models.native_variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
+from tests.models.native_variants import (
+    PROMPT,
+    half_of,
+    model_of,
+    native_logits,
+    own_logits,
+    tree_of,
+    write_gguf,
+)
 from tests.toy import CPU, VOCABULARY, head_config, policy_for, random_state, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -48,7 +56,9 @@ def test_int8_is_close(family: str, numerics: str, instructions: str) -> None:
 
 @pytest.mark.parametrize(("numerics", "instructions"), WAYS)
 def test_a_nodes_bits_are_those_of_plain_decoding(numerics: str, instructions: str) -> None:
-    target = NativeTarget(native_lm(half_of("qwen3"), instructions, quantize="int8", numerics=numerics))
+    target = NativeTarget(
+        native_lm(half_of("qwen3"), instructions, quantize="int8", numerics=numerics)
+    )
     logits = native_logits(target.lm, PROMPT, TREE)
     for node in range(0, TREE.size, 4):
         target.reset()
@@ -66,9 +76,15 @@ def test_a_bfloat16_targets_head_is_kept_so(instructions: str) -> None:
     model = tiny("llama", num_hidden_layers=6, **WIDE)
     lm = native_lm(model.to(torch.bfloat16), instructions)
     config = head_config(3, model, intermediate_size=192)
-    state = {name: t.bfloat16() if t.is_floating_point() else t for name, t in random_state(config).items()}
+    state = {
+        name: t.bfloat16() if t.is_floating_point() else t
+        for name, t in random_state(config).items()
+    }
     rounded = {name: by_output(t) if t.ndim == 2 else t for name, t in state.items()}
-    heads = NativeHead(config, state, lm), *(head_from(config, s, torch.float32, CPU) for s in (rounded, state))
+    heads = (
+        NativeHead(config, state, lm),
+        *(head_from(config, s, torch.float32, CPU) for s in (rounded, state)),
+    )
     found = [head_logits(Eagle(head, lm)) for head in heads]
     scale = found[1].std()
     errors = [float((found[0] - other).abs().mean() / scale) for other in found[1:]]
@@ -96,8 +112,12 @@ def head_logits(drafter: Eagle) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_blocks_of_a_file_are_quantized_as_the_converted_model_is(dtype: torch.dtype, tmp_path: Path) -> None:
-    source = open_native(str(write_gguf(tmp_path / "model.gguf", "llama", "q4_1")), dtype=dtype).source
+def test_blocks_of_a_file_are_quantized_as_the_converted_model_is(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source = open_native(
+        str(write_gguf(tmp_path / "model.gguf", "llama", "q4_1")), dtype=dtype
+    ).source
     lm = NativeLM(source, quantize="int8")
     assert lm.stored == "i8"
     tree = tree_of(lm.vocab_size)
@@ -120,7 +140,9 @@ def test_what_is_not_a_number_stays_so() -> None:
         assert answer[3] not in found
         with torch.no_grad():
             spoiled.model.embed_tokens.weight[PROMPT[0], 2] = value
-        with pytest.raises(NumericalError, match=f"at position {len(PROMPT)} are NaN or infinite throughout"):
+        with pytest.raises(
+            NumericalError, match=f"at position {len(PROMPT)} are NaN or infinite throughout"
+        ):
             engine.generate(PROMPT, max_new_tokens=4)
 
 
@@ -136,7 +158,9 @@ def test_a_quantized_engine_says_so_and_decodes_as_plainly_under_a_tree() -> Non
 
 
 def test_a_draft_is_not_quantized_with_its_target() -> None:
-    engine = Engine.from_pretrained(half_of("llama"), half_of("llama yarn"), quantize="int8", lookup=False)
+    engine = Engine.from_pretrained(
+        half_of("llama"), half_of("llama yarn"), quantize="int8", lookup=False
+    )
     assert engine.target.lm.stored == "i8"
     assert engine.drafter.lm.stored == "bf16"
 
@@ -156,5 +180,7 @@ def test_where_it_cannot_be_had() -> None:
     ):
         with pytest.raises(InputError, match=asked + reason):
             Engine.from_pretrained(model, "none", quantize="int8", **options)
-    with pytest.raises(UnsupportedModelError, match="native: model type gpt2, known are bamba, cohere, "):
+    with pytest.raises(
+        UnsupportedModelError, match="native: model type gpt2, known are bamba, cohere, "
+    ):
         Engine.from_pretrained(tiny("gpt2"), "none", quantize="int8")

@@ -76,24 +76,33 @@ def test_options_of_the_other_backend_choose_it(options: dict[str, Any], reason:
     engine = loaded(tiny(), **options)
     assert isinstance(engine.target, HuggingFaceTarget)
     assert answer(engine, 6) == plainly(tiny(), PROMPT, 6)
-    with pytest.raises(InputError, match=f"backend: the native forward was asked for, but {reason}"):
+    with pytest.raises(
+        InputError, match=f"backend: the native forward was asked for, but {reason}"
+    ):
         loaded(tiny(), backend="native", **options)
 
 
 def test_float16_runs_through_transformers(tmp_path: Path) -> None:
     path = saved(tmp_path, tiny())
     assert loaded(path, dtype="float16").target.dtype is torch.float16
-    with pytest.raises(InputError, match=r"asked for, but dtype torch.float16 is neither bfloat16 nor float32"):
+    with pytest.raises(
+        InputError, match=r"asked for, but dtype torch.float16 is neither bfloat16 nor float32"
+    ):
         loaded(path, dtype="float16", backend="native")
     half = tiny().to(torch.float16)
-    assert "native: weights of torch.float16, known are bfloat16 and float32" in loaded(half).target.backend
+    assert (
+        "native: weights of torch.float16, known are bfloat16 and float32"
+        in loaded(half).target.backend
+    )
     with pytest.raises(UnsupportedModelError, match=r"native: weights of torch.float16"):
         loaded(half, backend="native")
 
 
 @pytest.mark.parametrize("value", ["natively", "", 1])
 def test_unknown_backends_are_refused(value: Any) -> None:
-    with pytest.raises(InputError, match=f"backend: got {value!r}, accepted native, huggingface or none"):
+    with pytest.raises(
+        InputError, match=f"backend: got {value!r}, accepted native, huggingface or none"
+    ):
         loaded(tiny(), backend=value)
 
 
@@ -106,7 +115,10 @@ def test_drafts_run_natively_beside_a_native_target_and_otherwise_beside_others(
     engine = loaded(tiny(), tiny("qwen3", seed=1), lookup=False)
     assert isinstance(engine.drafter.lm, NativeLM)
     assert answer(engine) == plainly(tiny(), PROMPT, 12)
-    for target, draft, options in ((tiny(), tiny("gpt2"), {}), (tiny(), tiny("qwen3"), {"backend": "huggingface"})):
+    for target, draft, options in (
+        (tiny(), tiny("gpt2"), {}),
+        (tiny(), tiny("qwen3"), {"backend": "huggingface"}),
+    ):
         engine = loaded(target, draft, lookup=False, **options)
         assert isinstance(engine.drafter.lm, CausalLM)
         assert answer(engine) == plainly(tiny(), PROMPT, 12)
@@ -175,13 +187,24 @@ def _mixed() -> PreTrainedModel:
 
 LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "another family": (lambda: tiny("gpt2"), "model type gpt2, known are bamba, cohere, "),
-    "another activation": (lambda: tiny(hidden_act="gelu"), "activation gelu, known are silu, gelu_pytorch_tanh"),
+    "another activation": (
+        lambda: tiny(hidden_act="gelu"),
+        "activation gelu, known are silu, gelu_pytorch_tanh",
+    ),
     "dynamic positions": (
-        lambda: tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        lambda: tiny(
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        ),
         "dynamic positions, known are default, linear, llama3, yarn, longrope",
     ),
     "part of a head": (
-        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        lambda: tiny(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
         "positions on part of a head's channels",
     ),
     "own class": (_own_class, "module model is a OfItsOwn"),
@@ -190,7 +213,10 @@ LOADED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         _own_forward,
         "module model.layers.0.mlp has hooks, parametrizations or a forward of its own",
     ),
-    "own head": (_own_head, "lm_head has weights of its own, and the config ties it to the embeddings"),
+    "own head": (
+        _own_head,
+        "lm_head has weights of its own, and the config ties it to the embeddings",
+    ),
     "hook": (_hook, "module model.norm has hooks, parametrizations or a forward"),
     "pre-hook": (_pre_hook, "module lm_head has hooks, parametrizations or a forward"),
     "parametrization": (_parametrized, "module lm_head has hooks, parametrizations or a forward"),
@@ -206,7 +232,9 @@ def test_a_loaded_model_that_computes_something_else_is_refused_with_the_reason(
             loaded(make(), **options)
 
 
-@pytest.mark.parametrize("case", [name for name in LOADED if name not in ("part of a head", "mixed dtypes")])
+@pytest.mark.parametrize(
+    "case", [name for name in LOADED if name not in ("part of a head", "mixed dtypes")]
+)
 def test_by_default_it_runs_as_transformers_runs_it(case: str) -> None:
     make, reason = LOADED[case]
     engine = loaded(make())
@@ -216,7 +244,10 @@ def test_by_default_it_runs_as_transformers_runs_it(case: str) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
-    "own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "code of its own .auto_map."),
+    "own code": (
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
+        "code of its own .auto_map.",
+    ),
     "linear attention": (
         {"layer_types": ["full_attention", "linear_attention"]},
         "other layers than full or sliding attention",
@@ -225,7 +256,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_says_something_else_is_refused_before_weights_are_read(case: str, tmp_path: Path) -> None:
+def test_a_config_that_says_something_else_is_refused_before_weights_are_read(
+    case: str, tmp_path: Path
+) -> None:
     changes, reason = CONFIGS[case]
     path = saved(tmp_path, tiny(), **changes)
     (tmp_path / "model.safetensors").unlink()
@@ -249,7 +282,9 @@ def test_a_model_whose_results_are_others_is_refused(monkeypatch: pytest.MonkeyP
         return type(shape)(**(vars(shape) | {"eps": 0.5}))
 
     monkeypatch.setattr(native, "shape_of", wrong)
-    with pytest.raises(UnsupportedModelError, match=r"gives other hidden states than its own modules .distance"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"gives other hidden states than its own modules .distance"
+    ):
         loaded(tiny(), backend="native")
     engine = loaded(tiny())
     assert isinstance(engine.target, HuggingFaceTarget)
@@ -260,24 +295,34 @@ def test_a_model_whose_results_are_others_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-def test_the_variable_forces_an_instruction_set(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_forces_an_instruction_set(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, instructions)
     assert loaded(tiny().to(torch.bfloat16)).target.backend.startswith(f"native ({instructions}, ")
     engine = loaded(tiny())  # float32 goes to the vectors of a set that multiplies bfloat16 alone
-    assert (engine.target.lm.instruction_set == instructions) == (instructions not in native.WITH_PAIRS)
+    assert (engine.target.lm.instruction_set == instructions) == (
+        instructions not in native.WITH_PAIRS
+    )
 
 
-def test_an_unknown_instruction_set_is_named_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_named_with_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "nonsense")
     for options in ({}, {"backend": "native"}):
-        with pytest.raises(BackendError, match=f"{VARIABLE}: got 'nonsense', accepted on this CPU: .*portable"):
+        with pytest.raises(
+            BackendError, match=f"{VARIABLE}: got 'nonsense', accepted on this CPU: .*portable"
+        ):
             loaded(tiny(), **options)
     assert isinstance(loaded(tiny(), backend="huggingface").target, HuggingFaceTarget)
     monkeypatch.setenv(VARIABLE, "")
     assert loaded(tiny().to(torch.bfloat16)).target.lm.instruction_set == INSTRUCTION_SETS[0]
 
 
-def test_without_the_extension_all_goes_through_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_extension_all_goes_through_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = str(write_gguf(tmp_path / "model.gguf", "llama", "q8_0"))
     expected = answer(loaded(file, dtype="float32"))
     monkeypatch.setattr(extension, "_extension", None)
@@ -288,9 +333,13 @@ def test_without_the_extension_all_goes_through_transformers(monkeypatch: pytest
     assert answer(engine) == plainly(tiny(), PROMPT, 12)
     assert answer(loaded(file, dtype="float32")) == expected
     for options in ({"backend": "native"}, {"quantize": "int8"}):
-        with pytest.raises(InputError, match=r"the native forward was asked for, but the extension .* is not built"):
+        with pytest.raises(
+            InputError, match=r"the native forward was asked for, but the extension .* is not built"
+        ):
             loaded(tiny(), **options)
-    with pytest.raises(BackendError, match=r"native: the extension specengine._cpu is not built: install a C"):
+    with pytest.raises(
+        BackendError, match=r"native: the extension specengine._cpu is not built: install a C"
+    ):
         from_model(tiny())
 
 

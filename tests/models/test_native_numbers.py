@@ -30,7 +30,9 @@ from tests.models.native_variants import (
 from tests.toy import VOCABULARY, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]  # those that run float32
+WITH_VECTORS = [
+    name for name in INSTRUCTION_SETS if name not in WITH_PAIRS
+]  # those that run float32
 PACKED = [kind for kind in kinds_of("bfloat16") if kind.startswith("q")] if INSTRUCTION_SETS else []
 TREE = tree_of(VOCABULARY)
 
@@ -43,14 +45,18 @@ def exact(variant: str) -> Tensor:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            modeling_qwen3_5, "torch_chunk_gated_delta_rule", modeling_qwen3_5.torch_recurrent_gated_delta_rule
+            modeling_qwen3_5,
+            "torch_chunk_gated_delta_rule",
+            modeling_qwen3_5.torch_recurrent_gated_delta_rule,
         )
         return own_logits(model_of(variant), PROMPT, TREE)
 
 
 @pytest.mark.parametrize("instructions", WITH_VECTORS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_float32_logits_are_those_of_the_models_own_modules(variant: str, instructions: str) -> None:
+def test_float32_logits_are_those_of_the_models_own_modules(
+    variant: str, instructions: str
+) -> None:
     ours = native_logits(native_lm(model_of(variant), instructions), PROMPT, TREE)
     assert (ours - exact(variant)).abs().max() <= 2e-6 * len(PROMPT) * exact(variant).abs().max()
 
@@ -58,9 +64,13 @@ def test_float32_logits_are_those_of_the_models_own_modules(variant: str, instru
 @pytest.mark.parametrize("instructions", WITH_VECTORS)
 def test_logits_far_above_the_soft_cap_are_those_of_tanh(instructions: str) -> None:
     """At 6 to 10 times the cap tanh is up to 1.2e-5 below 1, which float32 tells apart."""
-    plain = native_logits(native_lm(tiny("gemma4_text", final_logit_softcapping=None), instructions), PROMPT, TREE)
+    plain = native_logits(
+        native_lm(tiny("gemma4_text", final_logit_softcapping=None), instructions), PROMPT, TREE
+    )
     cap = float(plain.abs().max()) / 10
-    capped = native_logits(native_lm(tiny("gemma4_text", final_logit_softcapping=cap), instructions), PROMPT, TREE)
+    capped = native_logits(
+        native_lm(tiny("gemma4_text", final_logit_softcapping=cap), instructions), PROMPT, TREE
+    )
     far = (plain.abs() > 6 * cap) & (plain.abs() < 9 * cap)
     assert far.sum() > 20
     wanted = torch.tanh(plain.double() / cap) * cap
@@ -77,7 +87,9 @@ SEVERAL = [name for name in VARIANTS if "groups" not in name or name[-1] in "37"
 
 @cache
 def errors_of_transformers() -> Tensor:
-    return torch.cat([errors(own_logits(half_of(variant), PROMPT, TREE), variant) for variant in SEVERAL])
+    return torch.cat(
+        [errors(own_logits(half_of(variant), PROMPT, TREE), variant) for variant in SEVERAL]
+    )
 
 
 def not_worse(ours: Tensor, theirs: Tensor) -> bool:
@@ -88,7 +100,8 @@ def not_worse(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(instructions: str) -> None:
     found = [
-        errors(native_logits(native_lm(half_of(variant), instructions), PROMPT, TREE), variant) for variant in SEVERAL
+        errors(native_logits(native_lm(half_of(variant), instructions), PROMPT, TREE), variant)
+        for variant in SEVERAL
     ]
     assert not_worse(torch.cat(found), errors_of_transformers())
 
@@ -113,8 +126,12 @@ def packed(path: Path, instructions: str) -> NativeLM:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", PACKED)
-def test_packed_blocks_give_the_bits_of_the_converted_model(kind: str, architecture: str, folder: Path) -> None:
-    path = write_gguf(folder / f"{architecture}-{kind}.gguf", architecture, kind, tied=architecture == "qwen3")
+def test_packed_blocks_give_the_bits_of_the_converted_model(
+    kind: str, architecture: str, folder: Path
+) -> None:
+    path = write_gguf(
+        folder / f"{architecture}-{kind}.gguf", architecture, kind, tied=architecture == "qwen3"
+    )
     converted = open_native(str(path)).source.model()
     assert converted.dtype is torch.bfloat16
     tree = tree_of(converted.config.vocab_size)
@@ -140,7 +157,8 @@ def test_a_file_in_float32_is_the_converted_models_numbers(folder: Path) -> None
     for name, weight in model.named_parameters():
         other = converted.get_parameter(name)
         assert torch.equal(
-            weight if weight.ndim > 1 else weight.bfloat16(), other.to(weight if weight.ndim > 1 else other)
+            weight if weight.ndim > 1 else weight.bfloat16(),
+            other.to(weight if weight.ndim > 1 else other),
         )
 
 
@@ -176,7 +194,10 @@ def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
     assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     del reference
     half = AutoModelForCausalLM.from_pretrained(default_model_path, dtype=torch.bfloat16)
-    theirs, ours = (last_rows(half, text) - wanted).abs(), (native_last_rows(from_model(half), text) - wanted).abs()
+    theirs, ours = (
+        (last_rows(half, text) - wanted).abs(),
+        (native_last_rows(from_model(half), text) - wanted).abs(),
+    )
     assert ours.mean() <= theirs.mean()
     assert np.quantile(ours, 0.99) <= np.quantile(theirs, 0.99)
 
@@ -184,7 +205,10 @@ def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
 @pytest.mark.model
 def test_the_default_models_file_gives_the_bits_of_its_conversion(default_model_path: Path) -> None:
     prompt = AutoTokenizer.from_pretrained(default_model_path)(TEXT)["input_ids"]
-    file, tree = NativeLM(open_native(str(embedded.gguf())).source, numerics="bfloat16"), tree_of(40_000)
+    file, tree = (
+        NativeLM(open_native(str(embedded.gguf())).source, numerics="bfloat16"),
+        tree_of(40_000),
+    )
     assert set(file.stored.split(", ")) <= set(PACKED)
     ours = native_logits(file, prompt, tree)
     folder = NativeLM(open_native(str(default_model_path)).source)

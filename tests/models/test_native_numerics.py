@@ -19,11 +19,26 @@ from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import native
 from specengine.models.families import Shape
-from specengine.models.native import VARIABLE, NativeHead, NativeLM, NativeTarget, instruction_set, kinds_of
+from specengine.models.native import (
+    VARIABLE,
+    NativeHead,
+    NativeLM,
+    NativeTarget,
+    instruction_set,
+    kinds_of,
+)
 from specengine.models.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import forced, native_lm, needs_extension
-from tests.models.native_variants import PROMPT, half_of, model_of, native_logits, own_logits, tree_of, write_gguf
+from tests.models.native_variants import (
+    PROMPT,
+    half_of,
+    model_of,
+    native_logits,
+    own_logits,
+    tree_of,
+    write_gguf,
+)
 from tests.toy import POLICIES, head_config, policy_for, random_state, tiny
 
 SETS = native.instruction_sets("integer")
@@ -40,7 +55,12 @@ HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},
     "narrowed": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 12345678901234567890},
-    "penalised": {"temperature": 1.1, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "seed": 0},
+    "penalised": {
+        "temperature": 1.1,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "seed": 0,
+    },
 }
 PROMPTS = [[*range(start, start + 5 + start % 7)] * (1 + start % 3) for start in range(3, 243, 20)]
 
@@ -52,7 +72,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def lm_of(
-    folder: Path, kind: str, instructions: str, numerics: str = "integer", architecture: str = "llama"
+    folder: Path,
+    kind: str,
+    instructions: str,
+    numerics: str = "integer",
+    architecture: str = "llama",
 ) -> NativeLM:
     """A model of a file in blocks of that kind; i8: of the blocks q8_0 as int8."""
     stored = "q8_0" if kind == "i8" else kind
@@ -76,7 +100,11 @@ ARM = {"bfloat16": ["neon"], "integer": ["neon"]}
 
 
 def machine(patch: pytest.MonkeyPatch, sets: dict[str, list[str]], forced_set: str = "") -> None:
-    patch.setattr(native, "extension", lambda: SimpleNamespace(instruction_sets=lambda numerics: sets[numerics]))
+    patch.setattr(
+        native,
+        "extension",
+        lambda: SimpleNamespace(instruction_sets=lambda numerics: sets[numerics]),
+    )
     patch.setenv(VARIABLE, forced_set)
 
 
@@ -97,16 +125,27 @@ def test_the_variable_names_a_cpu_by_one_of_its_sets(
     asked: str, bfloat16: str, float32: str, integer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, INTEL, asked)
-    assert [instruction_set(name) for name in ("bfloat16", "float32", "integer")] == [bfloat16, float32, integer]
+    assert [instruction_set(name) for name in ("bfloat16", "float32", "integer")] == [
+        bfloat16,
+        float32,
+        integer,
+    ]
 
 
-def test_a_set_that_is_not_there_is_an_error_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_is_not_there_is_an_error_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine(monkeypatch, INTEL, "avx1024")
     for numerics in ("bfloat16", "integer"):
-        with pytest.raises(BackendError, match=r"SPECENGINE_CPU: got 'avx1024', accepted on this CPU: amx, .*avxvnni$"):
+        with pytest.raises(
+            BackendError,
+            match=r"SPECENGINE_CPU: got 'avx1024', accepted on this CPU: amx, .*avxvnni$",
+        ):
             instruction_set(numerics)
     machine(monkeypatch, OLD, "avx512vnni")
-    with pytest.raises(BackendError, match=r"got 'avx512vnni', accepted on this CPU: avx2, portable$"):
+    with pytest.raises(
+        BackendError, match=r"got 'avx512vnni', accepted on this CPU: avx2, portable$"
+    ):
         instruction_set("integer")
     machine(monkeypatch, OLD | {"integer": []})
     with pytest.raises(BackendError, match="this build has no integer products"):
@@ -144,30 +183,68 @@ def test_what_is_asked_for_is_taken_or_refused_by_name(files: Path) -> None:
         ("int8", "bfloat16", "bfloat16"),
         ("int8", "integer", "integer"),
     ):
-        engine = Engine.from_pretrained(half_of("llama"), "none", quantize=quantize, numerics=numerics)
+        engine = Engine.from_pretrained(
+            half_of("llama"), "none", quantize=quantize, numerics=numerics
+        )
         assert engine.target.lm.numerics == found
-        assert engine.target.backend.startswith(f"native ({engine.target.lm.instruction_set}, {found}, ")
+        assert engine.target.backend.startswith(
+            f"native ({engine.target.lm.instruction_set}, {found}, "
+        )
     assert Engine.from_pretrained(model_of("llama"), "none").target.lm.numerics == "float32"
     half, single = half_of("llama"), model_of("llama")
     path = str(write_gguf(files / "asked.gguf", "llama", "q4_1"))
     asked = "numerics: the native forward was asked for, but "
     for model, options, message in (
-        (half, {"numerics": "integer"}, "numerics: got integer for weights in bfloat16, accepted with packed blocks"),
-        (single, {"numerics": "integer"}, "numerics: got integer for weights in float32, accepted with packed blocks"),
-        (path, {"numerics": "integer", "dtype": "float32"}, "numerics: got integer for weights in float32"),
-        (single, {"numerics": "bfloat16"}, "numerics: got 'bfloat16' for a model in float32, accepted auto, float32"),
-        (half, {"numerics": "float32"}, "numerics: got 'float32' for a model in bfloat16, accepted auto, bfloat16"),
-        (half, {"numerics": "int8"}, "numerics: got 'int8', accepted auto, bfloat16, float32, integer"),
+        (
+            half,
+            {"numerics": "integer"},
+            "numerics: got integer for weights in bfloat16, accepted with packed blocks",
+        ),
+        (
+            single,
+            {"numerics": "integer"},
+            "numerics: got integer for weights in float32, accepted with packed blocks",
+        ),
+        (
+            path,
+            {"numerics": "integer", "dtype": "float32"},
+            "numerics: got integer for weights in float32",
+        ),
+        (
+            single,
+            {"numerics": "bfloat16"},
+            "numerics: got 'bfloat16' for a model in float32, accepted auto, float32",
+        ),
+        (
+            half,
+            {"numerics": "float32"},
+            "numerics: got 'float32' for a model in bfloat16, accepted auto, bfloat16",
+        ),
+        (
+            half,
+            {"numerics": "int8"},
+            "numerics: got 'int8', accepted auto, bfloat16, float32, integer",
+        ),
         (half, {"numerics": None}, "numerics: got None, accepted auto, bfloat16, float32, integer"),
-        (half, {"numerics": "integer", "backend": "huggingface"}, asked + "backend='huggingface' was asked for"),
-        (half, {"numerics": "bfloat16", "graphs": True}, asked + "graphs are made of the model's own modules"),
+        (
+            half,
+            {"numerics": "integer", "backend": "huggingface"},
+            asked + "backend='huggingface' was asked for",
+        ),
+        (
+            half,
+            {"numerics": "bfloat16", "graphs": True},
+            asked + "graphs are made of the model's own modules",
+        ),
         (None, {"numerics": "integer", "tp_plan": "auto"}, "tp_plan: got numerics too"),
     ):
         with pytest.raises(InputError, match=message):
             Engine.from_pretrained(model, "none", **options)
 
 
-def test_a_file_is_packed_for_its_numerics_and_by_default_as_the_machine_multiplies(files: Path) -> None:
+def test_a_file_is_packed_for_its_numerics_and_by_default_as_the_machine_multiplies(
+    files: Path,
+) -> None:
     path = str(write_gguf(files / "default.gguf", "llama", "q4_1"))
     for numerics in ("bfloat16", "integer"):
         engine = Engine.from_pretrained(path, "none", numerics=numerics)
@@ -176,13 +253,17 @@ def test_a_file_is_packed_for_its_numerics_and_by_default_as_the_machine_multipl
     default = Engine.from_pretrained(path, "none").target.lm
     assert default.numerics == ("bfloat16" if instruction_set("bfloat16") == "amx" else "integer")
     with pytest.raises(InputError, match="numerics: got integer for weights in bfloat16"):
-        Engine.from_pretrained(str(write_gguf(files / "plain.gguf", "llama", "f16")), "none", numerics="integer")
+        Engine.from_pretrained(
+            str(write_gguf(files / "plain.gguf", "llama", "f16")), "none", numerics="integer"
+        )
 
 
 def test_a_draft_chooses_for_itself_and_loaded_models_are_shared_by_numerics(files: Path) -> None:
     model = half_of("llama")
     path = str(write_gguf(files / "draft.gguf", "llama", "q4_1"))
-    engine = Engine.from_pretrained(path, model_with_vocabulary(path), numerics="integer", lookup=False)
+    engine = Engine.from_pretrained(
+        path, model_with_vocabulary(path), numerics="integer", lookup=False
+    )
     assert (engine.target.lm.numerics, engine.drafter.lm.numerics) == ("integer", "bfloat16")
     first = native_lm(model, quantize="int8", numerics="integer")
     assert native_lm(model, quantize="int8", numerics="integer") is first
@@ -213,10 +294,15 @@ def test_embeddings_of_packed_blocks_are_the_files_numbers(kind: str, files: Pat
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_integers_are_close_to_float32(kind: str, architecture: str, instructions: str, files: Path) -> None:
+def test_integers_are_close_to_float32(
+    kind: str, architecture: str, instructions: str, files: Path
+) -> None:
     lm = lm_of(files, kind, instructions, architecture=architecture)
     assert (lm.numerics, lm.instruction_set) == ("integer", instructions)
-    ours, exact = native_logits(lm, PROMPT, tree_of(lm.vocab_size)), exact_logits(files, kind, architecture)
+    ours, exact = (
+        native_logits(lm, PROMPT, tree_of(lm.vocab_size)),
+        exact_logits(files, kind, architecture),
+    )
     error = float((ours - exact).abs().mean() / exact.std())
     assert 0 < error < 0.06
 
@@ -255,7 +341,9 @@ def _swapped(patch: pytest.MonkeyPatch, name: str, size: int, kind: str = "") ->
         if weight.name == name and weight.kind.startswith(kind):
             given, order = weight.order, torch.arange(weight.shape[0], dtype=torch.int32)
             order[: 2 * size] = order[: 2 * size].roll(size)
-            weight = weight._replace(order=order if given is None else given[order.long()].contiguous())
+            weight = weight._replace(
+                order=order if given is None else given[order.long()].contiguous()
+            )
         return real(weights, weight, kinds)
 
     patch.setattr(native, "add_weight", swapped)
@@ -288,17 +376,23 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["q4_1", "i8"])
 @pytest.mark.parametrize("case", WRONG)
-def test_another_structure_is_refused(case: str, kind: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_structure_is_refused(
+    case: str, kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that moves hidden states by less than rounding activations to int8 does."""
     lm_of(files, kind, SETS[0])  # as it is it is taken
     WRONG[case](monkeypatch)
     quantize, stored = ("int8", "q8_0") if kind == "i8" else (None, kind)
     source = open_native(str(files / f"llama-{stored}.gguf")).source
-    with pytest.raises(UnsupportedModelError, match="gives other hidden states than its own modules"):
+    with pytest.raises(
+        UnsupportedModelError, match="gives other hidden states than its own modules"
+    ):
         NativeLM(source, quantize=quantize, numerics="integer")
 
 
-def test_rows_packed_in_another_order_are_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_packed_in_another_order_are_refused(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the blocks alone, which the check in float32 does not read."""
     lm_of(files, "q4_1", SETS[0])
     _swapped(monkeypatch, LAYER + "mlp.down_proj.weight", 128, kind="q4_1")
@@ -309,7 +403,9 @@ def test_rows_packed_in_another_order_are_refused(files: Path, monkeypatch: pyte
 # ---------------------------------------------------------------------------------------------------- exactness
 
 
-def engine_of(folder: Path, kind: str, instructions: str, policy: str, draft: str = "small_model") -> Engine:
+def engine_of(
+    folder: Path, kind: str, instructions: str, policy: str, draft: str = "small_model"
+) -> Engine:
     lm = lm_of(folder, kind, instructions)
     target = NativeTarget(lm)
     if draft == "none":
@@ -327,7 +423,9 @@ def plain_answer(folder: Path, kind: str, how: str, count: int) -> list[int]:
 
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_answers_equal_plain_decoding_on_any_set(policy: str, instructions: str, files: Path) -> None:
+def test_answers_equal_plain_decoding_on_any_set(
+    policy: str, instructions: str, files: Path
+) -> None:
     kind = SOME[(POLICIES.index(policy) + SETS.index(instructions)) % len(SOME)]
     engine = engine_of(files, kind, instructions, policy)
     for how in HOW:
@@ -341,7 +439,9 @@ def test_whole_answers_are_the_same_on_every_instruction_set(kind: str, files: P
     for prompt in PROMPTS:
         for how in ("greedy", "sampled"):
             answers = [
-                engine_of(files, kind, name, "", "none").generate(prompt, max_new_tokens=24, **HOW[how]).token_ids
+                engine_of(files, kind, name, "", "none")
+                .generate(prompt, max_new_tokens=24, **HOW[how])
+                .token_ids
                 for name in SETS
             ]
             assert all(answer == answers[0] for answer in answers), (prompt, how)
@@ -349,7 +449,9 @@ def test_whole_answers_are_the_same_on_every_instruction_set(kind: str, files: P
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_the_same_on_every_instruction_set(kind: str, architecture: str, files: Path) -> None:
+def test_bits_are_the_same_on_every_instruction_set(
+    kind: str, architecture: str, files: Path
+) -> None:
     made = [lm_of(files, kind, name, architecture=architecture) for name in SETS]
     tree = tree_of(made[0].vocab_size)
     first, *others = (native_logits(lm, PROMPT, tree) for lm in made)
@@ -359,7 +461,9 @@ def test_bits_are_the_same_on_every_instruction_set(kind: str, architecture: str
 
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("kind", SOME)
-def test_a_nodes_bits_are_those_of_plain_decoding(kind: str, instructions: str, files: Path) -> None:
+def test_a_nodes_bits_are_those_of_plain_decoding(
+    kind: str, instructions: str, files: Path
+) -> None:
     target = NativeTarget(lm_of(files, kind, instructions))
     for size in (2, 3, 5, 8, 13, 16, 17, 31, 33, 64):
         tree = tree_of(target.vocab_size, seed=size, size=size)
@@ -384,7 +488,9 @@ def plainly(target: NativeTarget, tree: TokenTree, node: int) -> Tensor:
 
 def test_a_head_beside_an_integer_target_is_multiplied_as_integers() -> None:
     """Its rows' bits are the same on every set, and close to those of its float products."""
-    model = tiny("llama", num_hidden_layers=6, hidden_size=128, intermediate_size=256, head_dim=32).to(torch.bfloat16)
+    model = tiny(
+        "llama", num_hidden_layers=6, hidden_size=128, intermediate_size=256, head_dim=32
+    ).to(torch.bfloat16)
     found = {}
     for numerics in ("bfloat16", "integer"):
         for name in native.instruction_sets(numerics):
@@ -435,7 +541,11 @@ def test_the_default_models_answers_are_the_same_on_every_set_and_those_of_plain
         with forced(name):
             engine = Engine.from_pretrained(policy="chain", numerics="integer")
         assert f"({name}, integer, " in engine.target.backend
-        ways = (engine, Engine(engine.target, None, None, engine.tokenizer)) if name == SETS[0] else (engine,)
+        ways = (
+            (engine, Engine(engine.target, None, None, engine.tokenizer))
+            if name == SETS[0]
+            else (engine,)
+        )
         for number, way in enumerate(ways):
             found[f"{name} {number}"] = [
                 way.generate(text, max_new_tokens=12, raw=True, **HOW[how]).token_ids

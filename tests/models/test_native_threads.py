@@ -10,7 +10,14 @@ import torch
 from specengine import Engine
 from specengine.models.extension import thread_count
 from specengine.models.native import NativeLM, NativeTarget, one_torch_thread
-from tests.models.native_engines import PROMPT, engine_of, lm_of, model_of, native_lm, needs_extension
+from tests.models.native_engines import (
+    PROMPT,
+    engine_of,
+    lm_of,
+    model_of,
+    native_lm,
+    needs_extension,
+)
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 PROMPTS = [PROMPT, PROMPT[::-1]]
@@ -50,7 +57,10 @@ def test_two_engines_in_two_threads(shared: bool) -> None:
     engines = [Engine(NativeTarget(lm), None, None) for lm in lms]
 
     def work(index: int) -> list[list[int]]:
-        return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(12)]
+        return [
+            engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids
+            for _ in range(12)
+        ]
 
     assert in_two_threads(work) == [[expected[0]] * 12, [expected[1]] * 12]
 
@@ -60,7 +70,10 @@ def test_two_engines_with_heads_on_one_model_in_two_threads() -> None:
     engines = [engine_of("llama", draft) for draft in ("eagle-3", "eagle-1")]
 
     def work(index: int) -> list[list[int]]:
-        return [engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids for _ in range(2)]
+        return [
+            engines[index].generate(PROMPTS[index], max_new_tokens=TOKENS).token_ids
+            for _ in range(2)
+        ]
 
     assert in_two_threads(work) == [[expected[0]] * 2, [expected[1]] * 2]
 
@@ -73,7 +86,9 @@ def test_the_pool_sleeps_once_no_forward_follows() -> None:
         time.sleep(0.1)
         before = time.process_time()
         time.sleep(0.3)
-        assert time.process_time() - before < 0.1  # two that spin would take 0.6 s, or all that the machine leaves them
+        assert (
+            time.process_time() - before < 0.1
+        )  # two that spin would take 0.6 s, or all that the machine leaves them
     finally:
         torch.set_num_threads(1)
 

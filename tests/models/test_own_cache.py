@@ -29,18 +29,26 @@ def recurrent() -> PreTrainedModel:
 def test_a_model_without_trees_is_decoded_plainly_with_a_note(recurrent: PreTrainedModel) -> None:
     prompt = prompt_of(9)
     for policy in ("plain", None):
-        answer = Engine.from_pretrained(recurrent, policy=policy).generate(prompt, max_new_tokens=24, eos_token_id=[])
+        answer = Engine.from_pretrained(recurrent, policy=policy).generate(
+            prompt, max_new_tokens=24, eos_token_id=[]
+        )
         assert answer.token_ids == generated(recurrent, prompt)
         (note,) = answer.stats.notes
-        assert note.startswith("decoded plainly on its own cache: MambaForCausalLM: cannot roll back")
+        assert note.startswith(
+            "decoded plainly on its own cache: MambaForCausalLM: cannot roll back"
+        )
         assert note.endswith("several tokens at once give other logits than one after the other")
 
 
-@pytest.mark.parametrize(("draft", "policy", "named"), [("ngram", None, "draft"), (None, "eagle", "policy")])
+@pytest.mark.parametrize(
+    ("draft", "policy", "named"), [("ngram", None, "draft"), (None, "eagle", "policy")]
+)
 def test_what_was_asked_for_is_refused_by_its_cause(
     recurrent: PreTrainedModel, draft: str | None, policy: str | None, named: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"^{named}: .*recurrent state.*served with policy='plain'"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"^{named}: .*recurrent state.*served with policy='plain'"
+    ):
         Engine.from_pretrained(recurrent, draft, policy)
     with pytest.raises(UnsupportedModelError, match=r"^strict: .*recurrent state"):
         Engine.from_pretrained(recurrent, draft, strict=True)
@@ -50,16 +58,24 @@ def test_what_was_asked_for_is_refused_by_its_cause(
 def test_trees_run_path_by_path(hybrid: PreTrainedModel) -> None:
     prompt = prompt_of(30)
     expected = generated(hybrid, prompt)
-    engine = Engine.from_pretrained(hybrid, Knowing([*prompt, *expected]), policy_for("eagle"), backend=MODULES)
+    engine = Engine.from_pretrained(
+        hybrid, Knowing([*prompt, *expected]), policy_for("eagle"), backend=MODULES
+    )
     answer = engine.generate(prompt, max_new_tokens=24, eos_token_id=[])
     assert answer.token_ids == expected
     assert answer.stats.num_accepted_draft_tokens > 8
-    assert "trees are verified path by path on its own cache: Lfm2ForCausalLM" in answer.stats.notes[0]
+    assert (
+        "trees are verified path by path on its own cache: Lfm2ForCausalLM" in answer.stats.notes[0]
+    )
     assert "convolution state" in answer.stats.notes[0]
 
 
 def test_logits_of_paths_are_those_of_single_steps(hybrid: PreTrainedModel) -> None:
-    target, tree, known = OwnCacheTarget(hybrid, "cause"), random_tree(4, 14, 90, root=7), prompt_of(11)
+    target, tree, known = (
+        OwnCacheTarget(hybrid, "cause"),
+        random_tree(4, 14, 90, root=7),
+        prompt_of(11),
+    )
     with torch.inference_mode():
         target.prefill(known)
         logits, _ = target.verify(tree)
@@ -99,7 +115,9 @@ def test_a_session_reuses_the_cache_that_it_goes_on_with(hybrid: PreTrainedModel
 def test_a_text_is_rated(hybrid: PreTrainedModel, recurrent: PreTrainedModel) -> None:
     text = prompt_of(40)
     for model in (hybrid, recurrent):
-        found = [entry.logprob for entry in Engine.from_pretrained(model, policy="plain").score(text)]
+        found = [
+            entry.logprob for entry in Engine.from_pretrained(model, policy="plain").score(text)
+        ]
         expected = model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
         wanted = expected[torch.arange(39), torch.tensor(text[1:])]
         torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-3, rtol=1e-3)
@@ -111,6 +129,8 @@ def test_graphs_are_refused(recurrent: PreTrainedModel) -> None:
 
 
 def test_models_of_other_kinds_stay_refused() -> None:
-    t5 = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    t5 = transformers.T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+    )
     with pytest.raises(UnsupportedModelError, match="encoder-decoder models are not supported"):
         Engine.from_pretrained(transformers.T5ForConditionalGeneration(t5), policy="plain")

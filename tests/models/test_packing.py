@@ -66,7 +66,9 @@ def test_a_hook_added_later_is_called() -> None:
 def test_engine_answers_the_same_packed_or_not() -> None:
     model = toy.tiny("qwen2").to(torch.bfloat16)
     answers = [
-        Engine.from_pretrained(model, "ngram", "eagle", pack=pack).generate(PROMPT, max_new_tokens=24).token_ids
+        Engine.from_pretrained(model, "ngram", "eagle", pack=pack)
+        .generate(PROMPT, max_new_tokens=24)
+        .token_ids
         for pack in (True, False)
     ]
     assert answers[0] == answers[1]

@@ -44,7 +44,9 @@ def model(dtype: torch.dtype = BFLOAT16) -> PreTrainedModel:
 def answer(target: PreTrainedModel, length: int = 12) -> list[int]:
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
-        out = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+        out = target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+        )
     return out[0, len(PROMPT) :].tolist()
 
 
@@ -87,7 +89,9 @@ def by_call(layer: nn.Module) -> None:
 
 def by_class(layer: nn.Module) -> None:
     kind = type(layer)
-    body = {"forward": lambda self, *given, **options: changed(kind.forward(self, *given, **options))}
+    body = {
+        "forward": lambda self, *given, **options: changed(kind.forward(self, *given, **options))
+    }
     layer.__class__ = type("Steered", (kind,), body)
 
 
@@ -96,14 +100,25 @@ def by_hook(layer: nn.Module) -> None:
 
 
 def by_pre_hook(layer: nn.Module) -> None:
-    layer.register_forward_pre_hook(lambda _layer, given: (changed(given[0]), *given[1:]) if given else None)
+    layer.register_forward_pre_hook(
+        lambda _layer, given: (changed(given[0]), *given[1:]) if given else None
+    )
 
 
 def changed(out: Any) -> Any:
     return 0.25 * out.flip(-1) if isinstance(out, Tensor) and out.is_floating_point() else out
 
 
-WAYS = (by_method, by_closure, by_partial, as_accelerate_does, by_call, by_class, by_hook, by_pre_hook)
+WAYS = (
+    by_method,
+    by_closure,
+    by_partial,
+    as_accelerate_does,
+    by_call,
+    by_class,
+    by_hook,
+    by_pre_hook,
+)
 PARTS: dict[str, Callable[[Any], list[nn.Module]]] = {
     "inner layers": lambda target: [layer.mlp.down_proj for layer in target.model.layers],
     "head": lambda target: [target.lm_head],
@@ -115,7 +130,9 @@ PARTS: dict[str, Callable[[Any], list[nn.Module]]] = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_replaced_forward_is_the_models(way: Callable[[nn.Module], None], part: str, when: str) -> None:
+def test_a_replaced_forward_is_the_models(
+    way: Callable[[nn.Module], None], part: str, when: str
+) -> None:
     target = model()
     untouched = answer(target)
     engine = Engine.from_pretrained(target, pack=True) if when == "after" else None
@@ -125,7 +142,9 @@ def test_a_replaced_forward_is_the_models(way: Callable[[nn.Module], None], part
         engine = Engine.from_pretrained(target, pack=True)
     expected = answer(target)
     assert engine.generate(PROMPT, max_new_tokens=12).token_ids == expected
-    assert (expected == untouched) is (way is by_pre_hook and part == "embeddings")  # whose inputs are token ids
+    assert (expected == untouched) is (
+        way is by_pre_hook and part == "embeddings"
+    )  # whose inputs are token ids
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -133,7 +152,9 @@ def test_a_replaced_forward_is_the_models_by_default(way: Callable[[nn.Module], 
     target = model()
     for layer in PARTS["inner layers"](target):
         way(layer)
-    assert Engine.from_pretrained(target).generate(PROMPT, max_new_tokens=12).token_ids == answer(target)
+    assert Engine.from_pretrained(target).generate(PROMPT, max_new_tokens=12).token_ids == answer(
+        target
+    )
 
 
 def test_a_parametrization_is_the_models() -> None:
@@ -143,15 +164,21 @@ def test_a_parametrization_is_the_models() -> None:
 
     target = model()
     nn.utils.parametrize.register_parametrization(target.lm_head, "weight", Halved())
-    assert Engine.from_pretrained(target).generate(PROMPT, max_new_tokens=12).token_ids == answer(target)
+    assert Engine.from_pretrained(target).generate(PROMPT, max_new_tokens=12).token_ids == answer(
+        target
+    )
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_no_layer_is_packed_where_all_of_them_were_replaced(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layer_is_packed_where_all_of_them_were_replaced(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = model()
     assert list(twins.packable(target))
     engine = Engine.from_pretrained(target, pack=True) if when == "after" else None
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, rows: linear(rows, self.weight.flip(0), self.bias))
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda self, rows: linear(rows, self.weight.flip(0), self.bias)
+    )
     assert not list(twins.packable(target))
     expected = answer(target)
     if engine is None:
@@ -166,9 +193,13 @@ class Lazy(nn.Linear):
     """A layer of packed numbers, which it unpacks in its first forward."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype)
+        super().__init__(
+            layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype
+        )
         scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight_packed", (layer.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer(
+            "weight_packed", (layer.weight.detach() / scale).round().to(torch.int8)
+        )
         self.register_buffer("weight_scale", scale)
         del self.weight
 
@@ -215,13 +246,18 @@ def rounding_its_inputs(layer: nn.Linear) -> nn.Module:
 
 def with_layers(target: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
     for layer in target.model.layers:
-        layer.mlp.down_proj, layer.self_attn.q_proj = make(layer.mlp.down_proj), make(layer.self_attn.q_proj)
+        layer.mlp.down_proj, layer.self_attn.q_proj = (
+            make(layer.mlp.down_proj),
+            make(layer.self_attn.q_proj),
+        )
     return target
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("make", [of_its_class, of_torchs_class, rounding_its_inputs])
-def test_layers_that_unpack_themselves_answer(make: Callable[[nn.Linear], nn.Module], dtype: torch.dtype) -> None:
+def test_layers_that_unpack_themselves_answer(
+    make: Callable[[nn.Linear], nn.Module], dtype: torch.dtype
+) -> None:
     target = with_layers(model(dtype), make).train()
     engine = Engine.from_pretrained(target)
     assert target.training
@@ -256,7 +292,9 @@ class Centred(nn.Linear):
     """Takes the mean of all rows off each."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        return linear(rows - rows.mean(dim=tuple(range(rows.ndim - 1)), keepdim=True) / 4, self.weight)
+        return linear(
+            rows - rows.mean(dim=tuple(range(rows.ndim - 1)), keepdim=True) / 4, self.weight
+        )
 
 
 Linear8bitLt = type("Linear8bitLt", (Outliers,), {})
@@ -276,7 +314,9 @@ def of_class(target: PreTrainedModel, kind: type[nn.Linear]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("kind", MIXING)
-def test_a_model_whose_rows_mix_is_decoded_plainly_and_says_why(kind: type[nn.Linear], dtype: torch.dtype) -> None:
+def test_a_model_whose_rows_mix_is_decoded_plainly_and_says_why(
+    kind: type[nn.Linear], dtype: torch.dtype
+) -> None:
     target = of_class(model(dtype), kind)
     engine = Engine.from_pretrained(target)
     expected = answer(target)
@@ -304,10 +344,17 @@ def test_layers_of_other_kinds_do_not_mix() -> None:
 
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize(
-    "fields", [{"return_dict": False}, {"torchscript": True}, {"return_dict": False, "output_hidden_states": True}]
+    "fields",
+    [
+        {"return_dict": False},
+        {"torchscript": True},
+        {"return_dict": False, "output_hidden_states": True},
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_config_that_asks_for_tuples_is_served(fields: dict[str, Any], backend: str | None, tmp_path: Path) -> None:
+def test_a_config_that_asks_for_tuples_is_served(
+    fields: dict[str, Any], backend: str | None, tmp_path: Path
+) -> None:
     target = model(torch.float32)
     target.save_pretrained(tmp_path)
     file = tmp_path / "config.json"

@@ -25,7 +25,9 @@ from tests.heads import deep
 from tests.models.parallel_answers import PROMPT, WAYS
 from tests.toy import byte_tokenizer, near_copy, random_state, tiny
 
-pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch was built without gloo")
+pytestmark = pytest.mark.skipif(
+    not distributed.is_gloo_available(), reason="torch was built without gloo"
+)
 
 ROOT = Path(__file__).parents[2]
 ALONE = {"OMP_NUM_THREADS": "1"}
@@ -42,15 +44,25 @@ def torchrun(*arguments: str, count: int = 2) -> subprocess.CompletedProcess[str
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command = [*launcher, "--master-port", str(port()), "-m", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | ALONE, timeout=240, check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | ALONE,
+        timeout=240,
+        check=False,
     )
 
 
-def answers(model: Path, draft: str, *policies: str, tokens: int = 30) -> tuple[str, list[dict[str, Any]]]:
+def answers(
+    model: Path, draft: str, *policies: str, tokens: int = 30
+) -> tuple[str, list[dict[str, Any]]]:
     run = torchrun("tests.models.parallel_answers", str(model), draft, str(tokens), *policies)
     assert run.returncode == 0, run.stderr[-3000:]
     first, *lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    one = [found.logprob for found in Engine.from_pretrained(str(model), "none", **PLAIN).score(PROMPT)]
+    one = [
+        found.logprob for found in Engine.from_pretrained(str(model), "none", **PLAIN).score(PROMPT)
+    ]
     assert lines.pop(0)["scores"] == pytest.approx(one, abs=1e-3)
     return first["backend"], lines
 
@@ -75,7 +87,9 @@ def test_two_ranks_answer_as_one_process_does(family: str, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_head_reads_embeddings_and_states_of_a_split_model(tmp_path: Path) -> None:
     """Its heads cannot be dealt out to two: attention stays whole."""
-    target = deep("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16)
+    target = deep(
+        "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48, head_dim=16
+    )
     target.save_pretrained(tmp_path / "target")
     config = EagleConfig(
         version=3, hidden_size=48, intermediate_size=64, num_heads=3, num_kv_heads=3, head_dim=16,
@@ -99,7 +113,16 @@ def test_the_default_model_on_two_ranks(default_model_path: Path) -> None:
 def test_the_command_line_answers_once(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    asked = ["specengine", "generate", "Hello", "--model", str(tmp_path), "--offline", "--max-new-tokens", "8"]
+    asked = [
+        "specengine",
+        "generate",
+        "Hello",
+        "--model",
+        str(tmp_path),
+        "--offline",
+        "--max-new-tokens",
+        "8",
+    ]
     run = torchrun(*asked, "--json", "--dtype", "float32")
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
@@ -108,7 +131,9 @@ def test_the_command_line_answers_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["reset", tensor_parallel.END])
-def test_the_end_waits_until_no_thread_holds_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_until_no_thread_holds_a_tensor(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was let go while Python ended took its lock in a destructor, and the process aborted."""
     held: list[Any] = []
 
@@ -133,16 +158,31 @@ def test_the_end_waits_until_no_thread_holds_a_tensor(name: str, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(
+    gone: int, tmp_path: Path
+) -> None:
     tiny("llama", max_position_embeddings=1 << 16).save_pretrained(tmp_path)
     world = ALONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
     ranks = []
     for rank in (0, 1):
         own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "tests.models.parallel_answers", str(tmp_path), "recycling", "60000", "eagle"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.models.parallel_answers",
+            str(tmp_path),
+            "recycling",
+            "60000",
+            "eagle",
+        ]
         ranks.append(
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | own
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | own,
             )
         )
     try:
@@ -168,14 +208,20 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_names_it(gone: int, tmp
         ({"tp_plan": "auto", "graphs": True}, "tp_plan: got graphs too"),
     ],
 )
-def test_what_cannot_be_split_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_split_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=message):
         Engine.from_pretrained(str(tmp_path), "none", **options)
 
 
-def test_models_without_a_plan_or_with_an_odd_one_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_a_plan_or_with_an_odd_one_out_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UnsupportedModelError, match="64 units of a layer's MLP cannot be divided among 3 ranks"):
+    with pytest.raises(
+        UnsupportedModelError, match="64 units of a layer's MLP cannot be divided among 3 ranks"
+    ):
         tensor_parallel.splitting(tiny("llama", intermediate_size=64).config)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no tensor-parallel plan"):
         tensor_parallel.splitting(tiny("gpt2").config)

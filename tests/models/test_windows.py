@@ -18,21 +18,32 @@ from tests.toy import near_copy, policy_for, random_tree, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOW = 16
-HALF = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": WINDOW}
+HALF = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+}
 
 
 def generated(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 @pytest.mark.parametrize("length", [4, 15, 16, 17, 70])
-@pytest.mark.parametrize(("family", "changes"), [("mistral", {"sliding_window": WINDOW}), ("qwen2", HALF)])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("mistral", {"sliding_window": WINDOW}), ("qwen2", HALF)]
+)
 def test_answers_go_on_past_the_window(family: str, changes: dict[str, Any], length: int) -> None:
     model, prompt = tiny(family, **changes), [(7 * i * i) % 250 + 1 for i in range(length)]
     expected = generated(model, prompt, 40)
-    assert Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids == expected
+    assert (
+        Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40).token_ids
+        == expected
+    )
     engine = Engine.from_pretrained(model, near_copy(family, **changes), policy_for("eagle"))
     answer = engine.generate(prompt, max_new_tokens=40)
     assert answer.token_ids == expected
@@ -40,7 +51,9 @@ def test_answers_go_on_past_the_window(family: str, changes: dict[str, Any], len
     assert (
         engine.generate(prompt, max_new_tokens=40, seed=1, temperature=1.0).token_ids
         == (
-            Engine.from_pretrained(model, policy="plain").generate(prompt, max_new_tokens=40, seed=1, temperature=1.0)
+            Engine.from_pretrained(model, policy="plain").generate(
+                prompt, max_new_tokens=40, seed=1, temperature=1.0
+            )
         ).token_ids
     )
 
@@ -48,7 +61,9 @@ def test_answers_go_on_past_the_window(family: str, changes: dict[str, Any], len
 def test_a_window_matters_to_these_models() -> None:
     prompt = [(7 * i * i) % 250 + 1 for i in range(70)]
     wide = tiny("mistral", sliding_window=None)
-    assert generated(tiny("mistral", sliding_window=WINDOW), prompt, 40) != generated(wide, prompt, 40)
+    assert generated(tiny("mistral", sliding_window=WINDOW), prompt, 40) != generated(
+        wide, prompt, 40
+    )
 
 
 def rows_over(lm: CausalLM, tree: TokenTree, committed: int) -> Rows:
@@ -69,7 +84,9 @@ def test_a_mask_is_by_position() -> None:
         seen = {slot for slot in range(40) if slot > position - WINDOW}
         seen |= {slot for slot in path if 40 + depths[slot - 40] > position - WINDOW}
         assert set(mask[node].nonzero()[:, 0].tolist()) == seen
-    assert torch.equal(near_prompt(5, 40, WINDOW, torch.device("cpu")).sum(1), torch.full((5,), WINDOW))
+    assert torch.equal(
+        near_prompt(5, 40, WINDOW, torch.device("cpu")).sum(1), torch.full((5,), WINDOW)
+    )
 
 
 def test_masks_without_a_host_read_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +107,8 @@ def test_padding_reads_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = torch.randn(4, 24, 8), torch.randn(2, 256, 8), torch.randn(2, 256, 8)
     expected = attend_near(query[:, :20], keys, values, rows, 0.3, WINDOW)
     parts = (
-        torch.cat([part, part.new_zeros(4, *part.shape[1:])]) for part in (rows.tokens, rows.positions, rows.words)
+        torch.cat([part, part.new_zeros(4, *part.shape[1:])])
+        for part in (rows.tokens, rows.positions, rows.words)
     )
     padded = Rows(*parts, rows.slot, rows.prefix, rows.live)
     padded.places = rows.places
@@ -102,7 +120,14 @@ def test_padding_reads_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_that_keeps_its_window_to_itself_takes_the_dense_mask() -> None:
-    model = tiny("Qwen2Moe", name="Qwen2Moe", num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, **HALF)
+    model = tiny(
+        "Qwen2Moe",
+        name="Qwen2Moe",
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **HALF,
+    )
     lm = CausalLM(model)
     assert lm.attention == "dense mask"
     prompt = [(7 * i * i) % 250 + 1 for i in range(40)]
@@ -131,16 +156,29 @@ def test_a_native_model_is_not_cut_at_its_window() -> None:
     model = tiny("mistral", sliding_window=WINDOW)
     engine = Engine.from_pretrained(model, policy="plain")
     assert engine.target.max_context == 256
-    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(model, [1, 2, 3, 4], 40)
+    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(
+        model, [1, 2, 3, 4], 40
+    )
 
 
 def test_a_native_model_ends_with_the_original_context_of_longrope_where_it_is_asked_for() -> None:
-    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": WINDOW}
+    factors = {
+        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": WINDOW,
+    }
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    model = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=WINDOW, max_position_embeddings=64)
+    model = tiny(
+        "phi3",
+        rope_parameters=rope,
+        original_max_position_embeddings=WINDOW,
+        max_position_embeddings=64,
+    )
     engine = Engine.from_pretrained(model, policy="plain")
     assert "native: LongRoPE beyond 16 tokens, in a context of 64" in engine.target.backend
-    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(model, [1, 2, 3, 4], 40)
+    assert engine.generate([1, 2, 3, 4], max_new_tokens=40).token_ids == generated(
+        model, [1, 2, 3, 4], 40
+    )
     try:
         short = Engine.from_pretrained(model, policy="plain", backend="native")
     except UnsupportedModelError as error:
@@ -149,5 +187,6 @@ def test_a_native_model_ends_with_the_original_context_of_longrope_where_it_is_a
     assert len(answer.token_ids) == 12
     assert answer.stats.notes == [
         "native: the context ends with LongRoPE's original 16 tokens; backend='huggingface' has all 64",
-        "max_new_tokens: the answer ends with the context, 16 tokens of prompt and answer; " + CONTEXT_SOURCES,
+        "max_new_tokens: the answer ends with the context, 16 tokens of prompt and answer; "
+        + CONTEXT_SOURCES,
     ]

@@ -37,14 +37,18 @@ def verdicts(file: Path | None) -> dict[str, Record]:
     if file is None or not file.exists():
         return {}
     lines = file.read_text(encoding="utf-8").splitlines()
-    return {record["key"]: record for record in map(json.loads, lines) if record.get("result") in CAUGHT}
+    return {
+        record["key"]: record for record in map(json.loads, lines) if record.get("result") in CAUGHT
+    }
 
 
 def write(file: Path | None, head: Record, records: list[Record]) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
-            part.write_text("".join(json.dumps(each) + "\n" for each in [head, *records]), encoding="utf-8")
+            part.write_text(
+                "".join(json.dumps(each) + "\n" for each in [head, *records]), encoding="utf-8"
+            )
 
 
 def main() -> int:
@@ -56,7 +60,9 @@ def main() -> int:
         type=Path,
         help="JSON lines; what was caught before is kept, unless the mutant or its file has changed",
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="of the copy of the sources")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "mutants", help="of the copy of the sources"
+    )
     options = parser.parse_args()
     if compiler() is None:
         parser.error("needs Linux and g++ on the path (Debian: apt install g++)")
@@ -65,7 +71,9 @@ def main() -> int:
     known = verdicts(options.out)
     records = {mutant: known[keys[mutant]] for mutant in keys if keys[mutant] in known}
     waiting = [mutant for mutant in listed if mutant not in records]
-    waiting.sort(key=lambda mutant: mutant.file.startswith("csrc/cpu"))  # those that compile for long come last
+    waiting.sort(
+        key=lambda mutant: mutant.file.startswith("csrc/cpu")
+    )  # those that compile for long come last
     head = provenance("python -m tests.mutants", sys.argv[1:])
     if waiting:
         copy = Copy(options.folder.resolve())
@@ -74,9 +82,17 @@ def main() -> int:
     for first in range(0, len(waiting), AT_ONCE):
         some = waiting[first : first + AT_ONCE]
         for mutant, verdict in zip(some, runner.verdicts(some), strict=True):
-            facts = {"record": "mutant", "name": mutant.name, "file": mutant.file, **asdict(verdict)}
+            facts = {
+                "record": "mutant",
+                "name": mutant.name,
+                "file": mutant.file,
+                **asdict(verdict),
+            }
             records[mutant] = facts | {"key": keys[mutant]}
-            print(f"{mutant.name:40} {verdict.result:12} {verdict.seconds:6.1f} s  {verdict.test}", flush=True)
+            print(
+                f"{mutant.name:40} {verdict.result:12} {verdict.seconds:6.1f} s  {verdict.test}",
+                flush=True,
+            )
         write(options.out, head, [records[mutant] for mutant in keys if mutant in records])
     results = [records[mutant]["result"] for mutant in listed]
     print(", ".join(f"{count} {word}" for word, count in Counter(results).most_common()))

@@ -44,7 +44,9 @@ class Copy:
         with chdir(self.sources):
             setup = runpy.run_path("setup.py")
             setup["list_formats"]("build/formats")
-            self._extensions = [each for each in setup["extensions"]() if each.name in (setup["OPS"], setup["CPU"])]
+            self._extensions = [
+                each for each in setup["extensions"]() if each.name in (setup["OPS"], setup["CPU"])
+            ]
 
     def _update(self) -> None:
         listed = subprocess.run(
@@ -53,14 +55,20 @@ class Copy:
             capture_output=True,
             check=True,
         )
-        names = {name for name in os.fsdecode(listed.stdout).split("\0") if name and (self.root / name).is_file()}
+        names = {
+            name
+            for name in os.fsdecode(listed.stdout).split("\0")
+            if name and (self.root / name).is_file()
+        }
         for name in names:
             source, target = self.root / name, self.sources / name
             if not target.is_file() or not filecmp.cmp(source, target, shallow=False):
                 self._put(source, target)
         for folder in ("specengine", "kernels", "csrc", "tests"):
             for path in (self.sources / folder).rglob("*"):
-                kept = path.suffix in (".pyc", ".so") or str(path.relative_to(self.sources)) in names
+                kept = (
+                    path.suffix in (".pyc", ".so") or str(path.relative_to(self.sources)) in names
+                )
                 if path.is_file() and not kept:
                     path.unlink()
 
@@ -74,7 +82,10 @@ class Copy:
     def environment(self) -> dict[str, str]:
         """Return the environment of processes that import the copy."""
         path = os.pathsep.join([str(self.sources), str(self.sources / "build" / "links")])
-        one_thread = {"OMP_NUM_THREADS": "1", "PYTEST_XDIST_WORKER": "gw0"}  # as each worker of `make test` has
+        one_thread = {
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_XDIST_WORKER": "gw0",
+        }  # as each worker of `make test` has
         return os.environ | one_thread | {"PYTHONPATH": path}
 
     @contextmanager
@@ -102,7 +113,9 @@ class Copy:
             key = _digest("\n".join(objects))
             library = self.objects / f"{extension.name}-{key}.so"
             if not library.exists():
-                self._run("g++", "-shared", *objects, *extension.extra_link_args, "-o", str(library))
+                self._run(
+                    "g++", "-shared", *objects, *extension.extra_link_args, "-o", str(library)
+                )
             suffix = sysconfig.get_config_var("EXT_SUFFIX")
             target = self.sources / (extension.name.replace(".", "/") + suffix)
             new = target.with_suffix(".new")
@@ -113,7 +126,8 @@ class Copy:
         """Return the object file of a source, compiled if there is none of this content."""
         slug = source.replace("/", "-")
         include = [
-            f"-I{folder}" for folder in (*extension.include_dirs, "build/formats", sysconfig.get_path("include"))
+            f"-I{folder}"
+            for folder in (*extension.include_dirs, "build/formats", sysconfig.get_path("include"))
         ]
         command = ["g++", *extension.extra_compile_args, *FLAGS, *include, "-c", source]
         listed = self.objects / f"{slug}.d"

@@ -76,23 +76,39 @@ class Runner:
 
     def run(self, tests: Sequence[str], tier: str, stop: bool = True) -> Run:
         """Run tests, until the first failure if `stop`."""
-        options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=ci", "-m", tier]
+        options = [
+            "-q",
+            "-rA",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-profile=ci",
+            "-m",
+            tier,
+        ]
         assert self._warm.stdin is not None
         assert self._warm.stdout is not None
-        self._warm.stdin.write(json.dumps([[*options, *(["-x"] if stop else []), *tests], str(self._output)]) + "\n")
+        self._warm.stdin.write(
+            json.dumps([[*options, *(["-x"] if stop else []), *tests], str(self._output)]) + "\n"
+        )
         self._warm.stdin.flush()
         status = int(self._warm.stdout.readline())
         output = self._output.read_text(encoding="utf-8", errors="replace")
         lines = re.findall(r"^(PASSED|FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
         passed = frozenset(test for word, test in lines if word == "PASSED")
-        return Run(status, passed, tuple(test for word, test in lines if word != "PASSED"), output[-8000:])
+        return Run(
+            status, passed, tuple(test for word, test in lines if word != "PASSED"), output[-8000:]
+        )
 
     def verdicts(self, listed: Sequence[Mutant]) -> list[Verdict]:
         """Try mutants one after the other; then let the tests that noticed them run without a change."""
         found = [self._verdict(mutant) for mutant in listed]
         tests = sorted({one.test for one in found if one.test})
         passed = self.run(tests, f"{FAST} or {SLOW}", stop=False).passed if tests else frozenset()
-        return [replace(one, result="unsound") if one.test and one.test not in passed else one for one in found]
+        return [
+            replace(one, result="unsound") if one.test and one.test not in passed else one
+            for one in found
+        ]
 
     def _verdict(self, mutant: Mutant) -> Verdict:
         began = time.monotonic()
@@ -101,7 +117,10 @@ class Runner:
             if mutant.changes_nothing(self.copy.sources):
                 return Verdict("no change", "", 0.0)
             with self.copy.changed(mutant):
-                for tier, tests, word in ((FAST, mutant.tests, "caught"), (SLOW, mutant.slow, "slow only")):
+                for tier, tests, word in (
+                    (FAST, mutant.tests, "caught"),
+                    (SLOW, mutant.slow, "slow only"),
+                ):
                     if tests and result == "survived":
                         result, test = _judged(self.run(tests, tier), tests, word)
         except StaleError:

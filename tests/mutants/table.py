@@ -42,7 +42,9 @@ class Mutant:
         path = root / self.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if (count := text.count(self.old)) != 1:
-            raise StaleError(f"{self.name}: its old text occurs {count} times in {self.file}, it must occur once")
+            raise StaleError(
+                f"{self.name}: its old text occurs {count} times in {self.file}, it must occur once"
+            )
         return text.replace(self.old, self.new)
 
     def changes_nothing(self, root: Path = ROOT) -> bool:

@@ -27,7 +27,11 @@ def test_each_applies_and_changes_the_program() -> None:
 
 def test_there_are_many_and_they_are_spread() -> None:
     assert len(MUTANTS) >= 80
-    assert {file: count for file, count in Counter(m.file for m in MUTANTS).items() if count > MAX_PER_FILE} == {}
+    assert {
+        file: count
+        for file, count in Counter(m.file for m in MUTANTS).items()
+        if count > MAX_PER_FILE
+    } == {}
 
 
 def test_their_tests_exist() -> None:
@@ -52,7 +56,12 @@ def mutant(tmp_path: Path) -> Mutant:
 @pytest.mark.parametrize("file", ["sum.py", "sum.hpp"])
 @pytest.mark.parametrize(
     ("old", "new", "same"),
-    [("a + b", "a - b", False), ("a + b", "a + b", True), ("a + b", "a +  b", True), ("of both", "of two", True)],
+    [
+        ("a + b", "a - b", False),
+        ("a + b", "a + b", True),
+        ("a + b", "a +  b", True),
+        ("of both", "of two", True),
+    ],
 )
 def test_a_mutant_that_changes_nothing_is_told(
     mutant: Mutant, tmp_path: Path, file: str, old: str, new: str, same: bool
@@ -107,5 +116,12 @@ def test_unknown_names_are_refused() -> None:
         (-14, [], [], "hung"),
     ],
 )
-def test_only_a_test_that_fails_notices(status: int, passed: list[str], failed: list[str], result: str) -> None:
-    assert _judged(Run(status, frozenset(passed), tuple(failed), ""), ["tests/test_sum.py"], "caught")[0] == result
+def test_only_a_test_that_fails_notices(
+    status: int, passed: list[str], failed: list[str], result: str
+) -> None:
+    assert (
+        _judged(Run(status, frozenset(passed), tuple(failed), ""), ["tests/test_sum.py"], "caught")[
+            0
+        ]
+        == result
+    )

@@ -12,8 +12,19 @@ import sys
 
 SECONDS = 600
 # the package itself, its tests and what reads the environment when it is imported are left to each fork
-LIBRARIES = ("torch", "transformers", "transformers.models.llama.modeling_llama", "pytest", "_pytest.assertion.rewrite")
-OPTIONAL = ("hypothesis", "transformers.models.qwen2.modeling_qwen2", "transformers.generation", "torch._dynamo")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+    "_pytest.assertion.rewrite",
+)
+OPTIONAL = (
+    "hypothesis",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.generation",
+    "torch._dynamo",
+)
 
 
 def run(arguments: list[str], file: str) -> None:

@@ -61,7 +61,12 @@ def select_best(draw: Draw) -> tuple:
 
 
 def best_candidates(draw: Draw) -> tuple:
-    rows, padding, columns, most = draw.between(1, 5), draw.between(0, 3), draw.between(1, 150), draw.between(1, 30)
+    rows, padding, columns, most = (
+        draw.between(1, 5),
+        draw.between(0, 3),
+        draw.between(1, 150),
+        draw.between(1, 30),
+    )
     logits = (draw.normal(rows, columns) * 3).to(draw.one_of(FLOATS))
     normalized = draw.between(0, 1) == 1
     if normalized:  # sums are exact, so that the order of ties can be asked for
@@ -88,18 +93,37 @@ def tree_of(draw: Draw, size: int, capacity: int) -> tuple:
 def append_nodes(draw: Draw) -> tuple:
     size, found, padding = draw.between(1, 70), draw.between(0, 16), draw.between(0, 4)
     tree = tree_of(draw, size, 80)
-    given = draw.whole(size, found), draw.whole(1000, found), -torch.rand(found, generator=draw.random)
-    return (tree, count(size), *(poisoned(part, padding) for part in given), count(found), count(0)), {}
+    given = (
+        draw.whole(size, found),
+        draw.whole(1000, found),
+        -torch.rand(found, generator=draw.random),
+    )
+    return (
+        tree,
+        count(size),
+        *(poisoned(part, padding) for part in given),
+        count(found),
+        count(0),
+    ), {}
 
 
 def append_children(draw: Draw) -> tuple:
-    size, rows, padding, children = draw.between(1, 70), draw.between(0, 5), draw.between(0, 3), draw.between(1, 5)
+    size, rows, padding, children = (
+        draw.between(1, 70),
+        draw.between(0, 5),
+        draw.between(0, 3),
+        draw.between(1, 5),
+    )
     tree, width = tree_of(draw, size, 80), (rows + padding) * children
     edges = -torch.rand(rows, children, generator=draw.random)
     given = (poisoned(part, padding) for part in (draw.whole(1000, rows, children), edges))
     chosen = torch.rand(rows + padding, children, generator=draw.random) < 0.6
     most = draw.between(0, width + 2)
-    options = {"chosen": draw.one_of([None, chosen]), "most": draw.one_of([None, most]), "limit": draw.limit(most)}
+    options = {
+        "chosen": draw.one_of([None, chosen]),
+        "most": draw.one_of([None, most]),
+        "limit": draw.limit(most),
+    }
     frontier = ops.Nodes(draw.whole(size, rows + padding), count(rows))
     return (tree, (count(size), count(1), count(0)), frontier, *given), options
 
@@ -127,7 +151,15 @@ def root_rows(draw: Draw) -> tuple:
     causal = draw.whole(10**6, len(held) - 1, 2)
     factors = draw.one_of([None, draw.normal(draw.between(1, 4))])
     taken = count(draw.between(0, min(waiting, width)))
-    return (draw.whole(1000, 3), held, taken, count(draw.between(0, 99)), causal, width, factors), {}
+    return (
+        draw.whole(1000, 3),
+        held,
+        taken,
+        count(draw.between(0, 99)),
+        causal,
+        width,
+        factors,
+    ), {}
 
 
 def level_rows(draw: Draw) -> tuple:
@@ -138,19 +170,37 @@ def level_rows(draw: Draw) -> tuple:
     seen = draw.whole(10**6, spare + 1, 2)
     seen[spare] = 0
     factors = draw.one_of([None, draw.normal(draw.between(1, 4))])
-    return (tree, count(size), nodes, count(draw.between(0, 99)), count(draw.between(0, 90)), seen, factors), {}
+    return (
+        tree,
+        count(size),
+        nodes,
+        count(draw.between(0, 99)),
+        count(draw.between(0, 90)),
+        seen,
+        factors,
+    ), {}
 
 
 def step_queues(draw: Draw) -> tuple:
     """In the middle of a search, at its beginning, or where it is over."""
-    budget, search = draw.between(1, 70), ops.Search(draw.between(1, 8), draw.between(1, 4), 0.0, False)
+    budget, search = (
+        draw.between(1, 70),
+        ops.Search(draw.between(1, 8), draw.between(1, 4), 0.0, False),
+    )
     queues, passes, depths = ops.Queues.start(budget, "cpu"), draw.between(1, 4), draw.whole(4, 30)
     for step in range(1, passes + 1):
         rows, found, padding = draw.between(1, 5), draw.between(0, 60), draw.between(0, 3)
         scores = draw.scores(found).sort(descending=True).values
-        parts = draw.whole(rows, found), draw.whole(40, found), -torch.rand(found, generator=draw.random), scores
+        parts = (
+            draw.whole(rows, found),
+            draw.whole(40, found),
+            -torch.rand(found, generator=draw.random),
+            scores,
+        )
         padded = [torch.cat([part, part.new_zeros(padding)]) for part in parts[:2]]
-        candidates = ops.Candidates(*padded, *(poisoned(part, padding) for part in parts[2:]), count(found))
+        candidates = ops.Candidates(
+            *padded, *(poisoned(part, padding) for part in parts[2:]), count(found)
+        )
         frontier = ops.Nodes(draw.whole(30, rows), count(rows))
         ids = draw.one_of([None, draw.whole(10**6, 40)])
         if step < passes:
@@ -161,7 +211,15 @@ def step_queues(draw: Draw) -> tuple:
             part.fill_(NAN if part.is_floating_point() else 7)
     search = search._replace(threshold=draw.one_of([0.0, 0.3, 9.0]), fill=draw.between(0, 1) == 1)
     live = frontier.live if passes == 1 or draw.between(0, 4) else count(0)
-    return (queues, candidates, frontier._replace(live=live), depths, ids, count(passes), search), {}
+    return (
+        queues,
+        candidates,
+        frontier._replace(live=live),
+        depths,
+        ids,
+        count(passes),
+        search,
+    ), {}
 
 
 def beam_observation(draw: Draw) -> tuple:
@@ -169,7 +227,9 @@ def beam_observation(draw: Draw) -> tuple:
     for depth in range(1, expansions + 2):
         depths += [depth] * draw.between(0, width if depth == 1 else width**2)
     padding, pad = draw.between(0, 5), draw.one_of([-20.0, -2.0, 0.0])
-    window = ops.Window(width, draw.between(0, 1) == 1, draw.between(0, 70), pad, draw.between(0, 3), (1000.0, 10.0))
+    window = ops.Window(
+        width, draw.between(0, 1) == 1, draw.between(0, 70), pad, draw.between(0, 3), (1000.0, 10.0)
+    )
     scores = poisoned(draw.scores(len(depths)), padding)
     given = scores, poisoned(torch.tensor(depths), padding), count(len(depths)), count(expansions)
     return (*given, torch.tensor([draw.between(1, 10**6)]), window), {}
@@ -185,7 +245,12 @@ def network(draw: Draw, inputs: int) -> tuple[Tensor, ...]:
 def classify_paths(draw: Draw) -> tuple:
     rows, children = draw.between(1, 9), draw.between(1, 11)
     paths, entropies = draw.normal(rows, children) - 3, torch.rand(rows, generator=draw.random) * 4
-    return (draw.strided(paths), draw.strided(entropies), count(draw.between(0, 9)), network(draw, 3)), {}
+    return (
+        draw.strided(paths),
+        draw.strided(entropies),
+        count(draw.between(0, 9)),
+        network(draw, 3),
+    ), {}
 
 
 def classify_row(draw: Draw) -> tuple:
@@ -196,14 +261,21 @@ def classify_row(draw: Draw) -> tuple:
 
 def best_action(draw: Draw) -> tuple:
     inputs, hidden, outputs = draw.between(1, 40), draw.between(1, 40), draw.between(1, 12)
-    layers = draw.normal(hidden, inputs), draw.normal(hidden), draw.normal(outputs, hidden), draw.normal(outputs)
+    layers = (
+        draw.normal(hidden, inputs),
+        draw.normal(hidden),
+        draw.normal(outputs, hidden),
+        draw.normal(outputs),
+    )
     return (draw.strided(draw.normal(inputs)), layers, draw.one_of(["relu", "tanh"])), {}
 
 
 def chances(draw: Draw) -> tuple:
     size, cells, knots = draw.between(0, 20), draw.between(1, 6), draw.between(2, 15)
     log_probs = -draw.normal(size).exp() * draw.one_of([0.01, 1.0, 10.0])
-    log_probs = log_probs.masked_fill(draw.normal(size) > 1, -math.inf).masked_fill(draw.normal(size) > 1, 0.0)
+    log_probs = log_probs.masked_fill(draw.normal(size) > 1, -math.inf).masked_fill(
+        draw.normal(size) > 1, 0.0
+    )
     table = torch.rand(cells, knots, generator=draw.random) * 0.9 + 0.05
     return (draw.strided(log_probs), draw.whole(cells, size), table), {}
 
@@ -211,11 +283,18 @@ def chances(draw: Draw) -> tuple:
 def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
     """Counts that were counted, and notes of a tree's nodes, poisoned behind them."""
     capacity, cells = tree[0].shape[0], 2 * worth.SOURCES * worth.DEPTHS * worth.RANKS
-    tries = torch.rand(cells, worth.KNOTS, generator=draw.random) * draw.one_of([5.0, worth.WINDOW - 0.5]) + 0.5
+    tries = (
+        torch.rand(cells, worth.KNOTS, generator=draw.random)
+        * draw.one_of([5.0, worth.WINDOW - 0.5])
+        + 0.5
+    )
     hits = tries * torch.rand(tries.shape, generator=draw.random)
     passes = torch.rand(worth.LEVELS, generator=draw.random) * (worth.PASSES - 0.5) + 0.5
     gains = passes[:, None] * torch.rand(worth.LEVELS, worth.PLACES, generator=draw.random)
-    table, profile = (hits / tries).clamp(worth.MIN_CHANCE, worth.MAX_CHANCE), gains / passes[:, None]
+    table, profile = (
+        (hits / tries).clamp(worth.MIN_CHANCE, worth.MAX_CHANCE),
+        gains / passes[:, None],
+    )
     counts = ops.Counts(hits, tries, table, gains, passes, profile, draw.whole(2, 1))
     stated = -draw.normal(size).exp()
     waiting = torch.rand(size, generator=draw.random) < 0.5
@@ -227,13 +306,17 @@ def search_of(draw: Draw, tree: tuple, size: int) -> tuple:
 
 
 def throughput_of(draw: Draw, nodes: int, width: int) -> ops.Throughput:
-    verify, draft, earned, spent = (torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1))
+    verify, draft, earned, spent = (
+        torch.rand(n, generator=draw.random) + 0.1 for n in (nodes + 1, width + 1, 2, 1)
+    )
     widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
     scale = draw.one_of([0.0, 0.02, 0.2])
     prices = ops.Prices(verify * scale, draft * scale, widths)
     beside, related = torch.rand(1, generator=draw.random), draw.normal(2 + worth.RELATIONS).abs()
     experts = draw.one_of([torch.zeros(0), related / 2, related.round(decimals=1) / 4])
-    return ops.Throughput(verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside, experts)
+    return ops.Throughput(
+        verify, draft, prices, 9 * earned, spent, count(draw.between(0, nodes)), beside, experts
+    )
 
 
 def copies_of(draw: Draw, tree: tuple, size: int, ids: Tensor | None) -> Any:
@@ -257,12 +340,19 @@ def grow_likely(draw: Draw) -> tuple:
     ids = draw.one_of([None, torch.randperm(2 * columns, generator=draw.random)[:columns]])
     marks = draw.one_of([None, draw.whole(worth.SOURCES, rows + padding, columns).to(torch.uint8)])
     logits = draw.strided(poisoned(logits.to(draw.one_of(FLOATS)), padding))
-    copies = None if logits.dtype is torch.float16 else draw.one_of([None, copies_of(draw, tree, size, ids)])
+    copies = (
+        None
+        if logits.dtype is torch.float16
+        else draw.one_of([None, copies_of(draw, tree, size, ids)])
+    )
     drafted = ops.Drafted(logits, ids, normalized, marks, copies)
     nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(rows))
     limits = ops.Limits(draw.one_of([-1e9, -6.0, -2.0]), draw.between(1, 40), draw.between(1, 3), 4)
     counters = count(size), count(draw.between(1, 5)), count(0)
-    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(8, 9))
+    books = (
+        *search_of(draw, tree, size),
+        throughput_of(draw, draw.between(1, 20), draw.between(8, 9)),
+    )
     return (tree, counters, nodes, drafted, *books, limits), {}
 
 
@@ -272,7 +362,9 @@ def source_of(draw: Draw, size: int) -> Callable[..., Free | None] | None:
 
     def below(nodes: ops.Nodes, most: int, least: float) -> Free | None:
         taken = kinds[: max(most, 0)] if len(nodes[0]) else []
-        parents = [int(nodes[0][0]), int(nodes[0][0]), size, size + 2, size, size + 4] if taken else []
+        parents = (
+            [int(nodes[0][0]), int(nodes[0][0]), size, size + 2, size, size + 4] if taken else []
+        )
         edges = [least * number / 6 for number in range(len(taken))]
         tokens = list(range(2000, 2000 + len(taken)))
         marks, ranks = [mark for mark, _ in taken], [rank for _, rank in taken]
@@ -297,7 +389,10 @@ def start_search(draw: Draw) -> tuple:
 def keep_likely(draw: Draw) -> tuple:
     size = draw.between(1, 40)
     tree = tree_of(draw, size, draw.one_of([80, size + 3]))
-    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
+    books = (
+        *search_of(draw, tree, size),
+        throughput_of(draw, draw.between(1, 20), draw.between(1, 6)),
+    )
     asked = draw.between(1, 9), draw.between(1, 6), -draw.between(1, 3)
     return (tree, count(size), *books, source_of(draw, size), asked, draw.between(1, 30)), {}
 
@@ -314,7 +409,10 @@ def count_outcomes(draw: Draw) -> tuple:
         path.append(draw.one_of(below))
         chosen.append(int(tree[0][path[-1]]))
     nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
-    books = *search_of(draw, tree, size), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
+    books = (
+        *search_of(draw, tree, size),
+        throughput_of(draw, draw.between(1, 20), draw.between(1, 6)),
+    )
     return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *books), {}
 
 
@@ -337,13 +435,27 @@ def next_pass(draw: Draw) -> tuple:
     rounded = draw.between(0, 1)  # then chances tie
     paths = tree.path_log_probs.round() if rounded else tree.path_log_probs
     paths = paths.masked_fill(draw.normal(size) > 1.5, -math.inf)
-    profile = torch.rand(draw.between(1, 3), draw.between(1, 4), generator=draw.random).sort(1, descending=True).values
+    profile = (
+        torch.rand(draw.between(1, 3), draw.between(1, 4), generator=draw.random)
+        .sort(1, descending=True)
+        .values
+    )
     width, nodes = draw.between(1, 6), draw.between(1, 20)
-    prices = [draw.one_of([0.0, 0.02, 0.2]) * torch.rand(n + 1, generator=draw.random) for n in (nodes, width)]
+    prices = [
+        draw.one_of([0.0, 0.02, 0.2]) * torch.rand(n + 1, generator=draw.random)
+        for n in (nodes, width)
+    ]
     widths = torch.tensor(sorted({*(draw.between(1, width) for _ in range(3)), width}))
     given = (poisoned(part, padding) for part in (paths, tree.log_probs))
     waiting = torch.cat([waiting, torch.ones(padding, dtype=torch.bool)])
-    return (*given, waiting, count(size), profile, ops.Prices(*prices, widths), draw.between(1, 3)), {}
+    return (
+        *given,
+        waiting,
+        count(size),
+        profile,
+        ops.Prices(*prices, widths),
+        draw.between(1, 3),
+    ), {}
 
 
 def choose_tokens(draw: Draw) -> tuple:
@@ -352,7 +464,12 @@ def choose_tokens(draw: Draw) -> tuple:
     logits[0] = NAN
     logits[-1, -1] = math.inf
     seed = draw.one_of([None, draw.whole(2**62, 1), -draw.whole(2**62, 1)])
-    return (logits, torch.arange(rows) * 2**20 + draw.between(0, 2**40), seed, torch.tensor([0.7])), {}
+    return (
+        logits,
+        torch.arange(rows) * 2**20 + draw.between(0, 2**40),
+        seed,
+        torch.tensor([0.7]),
+    ), {}
 
 
 def truncate(draw: Draw) -> tuple:
@@ -363,7 +480,11 @@ def truncate(draw: Draw) -> tuple:
     numbers = draw.one_of([0.0, 0.05, 0.5]), draw.one_of([0.0, 0.13, 0.83, 1.0])
     min_p, top_p = (torch.tensor([number]) for number in numbers)
     top_k = torch.tensor([draw.one_of([1, draw.between(1, 300), 2**62])])
-    return (draw.strided(logits), torch.tensor([draw.one_of([0.7, 1.0])]), ops.Truncation(top_k, top_p, min_p)), {}
+    return (
+        draw.strided(logits),
+        torch.tensor([draw.one_of([0.7, 1.0])]),
+        ops.Truncation(top_k, top_p, min_p),
+    ), {}
 
 
 def couple(draw: Draw) -> tuple:
@@ -373,7 +494,13 @@ def couple(draw: Draw) -> tuple:
     ids = draw.one_of([None, torch.randperm(3 * columns, generator=draw.random)[:columns]])
     positions = 2**33 + draw.whole(3, rows)
     seed = draw.one_of([1, -1]) * draw.whole(2**62, 1)
-    return (draw.strided(logits), ids, positions, seed, torch.tensor([draw.one_of([0.0, 0.7, 3.0])])), {}
+    return (
+        draw.strided(logits),
+        ids,
+        positions,
+        seed,
+        torch.tensor([draw.one_of([0.0, 0.7, 3.0])]),
+    ), {}
 
 
 def walk(draw: Draw) -> tuple:
@@ -391,7 +518,9 @@ def walk(draw: Draw) -> tuple:
 def compact_kv(draw: Draw) -> tuple:
     """What stands behind the path is scratch, so there is no padding here."""
     prefix, places = draw.between(0, 9), draw.between(0, 8)
-    path = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(8, generator=draw.random) + 1])[:places]
+    path = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), torch.randperm(8, generator=draw.random) + 1]
+    )[:places]
     slab = draw.normal(2, 2, 3, prefix + 12, 8)
     return (slab, path.sort().values, count(places), count(prefix)), {}
 
@@ -459,14 +588,18 @@ def same(found: Any, means: Any) -> None:
             assert ours.shape == theirs.shape
             same(ours[:live], theirs[:live])
             if theirs.dtype is torch.int64:
-                assert bool(((ours[live:] >= 0) & (ours[live:] < HUGE)).all()), "padding is an index all the same"
+                assert bool(((ours[live:] >= 0) & (ours[live:] < HUGE)).all()), (
+                    "padding is an index all the same"
+                )
     elif isinstance(means, ops.Queues):
         waiting = int((means.scores > -math.inf).sum())
         for name in means._fields:
             size = None if name in ("accepted", "scores", "bound") else waiting
             same(getattr(found, name)[:size], getattr(means, name)[:size])
     elif isinstance(means, ops.Notes):
-        for ours, theirs in zip(found, means, strict=True):  # the last entry is what padding writes to
+        for ours, theirs in zip(
+            found, means, strict=True
+        ):  # the last entry is what padding writes to
             same(ours[:-1], theirs[:-1])
     elif isinstance(means, Tensor):
         assert found.dtype is means.dtype

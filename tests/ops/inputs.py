@@ -31,7 +31,12 @@ def real(value, device="cpu"):
 
 def poisoned(values, size):
     """Filled up with NaN, or the huge."""
-    return torch.cat([values, values.new_full((size, *values.shape[1:]), NAN if values.is_floating_point() else HUGE)])
+    return torch.cat(
+        [
+            values,
+            values.new_full((size, *values.shape[1:]), NAN if values.is_floating_point() else HUGE),
+        ]
+    )
 
 
 def alive(parts):
@@ -70,8 +75,12 @@ def ancestors_or_self(parents, node):
 # ---------------------------------------------------------------------------------------------------- values
 
 # Values that tie often, and the special ones.
-scores = st.one_of(st.sampled_from([0.0, -0.0, -1.0, -1.5, -2.0, -INF]), st.floats(-30, 0, width=32))
-any_scores = st.one_of(scores, st.sampled_from([NAN, INF, -INF, 3.4e38, -3.4e38]), st.floats(-60, 60, width=32))
+scores = st.one_of(
+    st.sampled_from([0.0, -0.0, -1.0, -1.5, -2.0, -INF]), st.floats(-30, 0, width=32)
+)
+any_scores = st.one_of(
+    scores, st.sampled_from([NAN, INF, -INF, 3.4e38, -3.4e38]), st.floats(-60, 60, width=32)
+)
 
 COLUMNS = st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 300, 512, 1000]))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -115,4 +124,8 @@ def exact_log_probs(logits, normalized):
     peaks = values.max(1, initial=-INF, keepdims=True)
     peaks[peaks == -INF] = 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(values > -INF, values - peaks - np.log(np.exp(values - peaks).sum(1, keepdims=True)), -INF)
+        return np.where(
+            values > -INF,
+            values - peaks - np.log(np.exp(values - peaks).sum(1, keepdims=True)),
+            -INF,
+        )

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from specengine.ops import _trial, attention, queue, select, worth
-from specengine.ops._trial import COLUMNS, HEADS, ROWS, SIZE, _count, _logits, _rows, _tree, _wave, _whole
+from specengine.ops._trial import (
+    COLUMNS,
+    HEADS,
+    ROWS,
+    SIZE,
+    _count,
+    _logits,
+    _rows,
+    _tree,
+    _wave,
+    _whole,
+)
 from specengine.ops.tree import Nodes
 from specengine.ops.worth import KNOTS, LEVELS, PLACES, Counts, Notes, Prices, Throughput
 
@@ -37,7 +48,9 @@ def _without_padding(value: Any) -> Any:
     if isinstance(value, queue.Queues):
         waiting = int((value.scores > -math.inf).sum())
         whole = ("accepted", "scores", "bound")
-        return tuple(part if name in whole else part[:waiting] for name, part in value._asdict().items())
+        return tuple(
+            part if name in whole else part[:waiting] for name, part in value._asdict().items()
+        )
     if isinstance(value, tuple):
         parts = map(_without_padding, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -56,24 +69,45 @@ def _couple(device: torch.device) -> list[tuple[Any, ...]]:
         _real(device, 0.7),
     )
     some = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 7 + 3
-    return [(logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)]
+    return [
+        (logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)
+    ]
 
 
 def _gather_rows(device: torch.device) -> list[tuple[Any, ...]]:
-    given = _wave(device, 6, SIZE), _whole(device, 5, 0, 3), _wave(device, 9, SIZE, phase=1.0), _whole(device, 8, 8, 1)
+    given = (
+        _wave(device, 6, SIZE),
+        _whole(device, 5, 0, 3),
+        _wave(device, 9, SIZE, phase=1.0),
+        _whole(device, 8, 8, 1),
+    )
     return [given]
 
 
 def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
     rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
     tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
-    slab, slot, live = _wave(device, 2, HEADS // 2, 20, SIZE), _whole(device, 7), _count(device, ROWS)
+    slab, slot, live = (
+        _wave(device, 2, HEADS // 2, 20, SIZE),
+        _whole(device, 7),
+        _count(device, ROWS),
+    )
     weights = _wave(device, SIZE, phase=2.0), _wave(device, SIZE, phase=3.0)
     found = list[tuple[Any, ...]]()
-    for kind, ways in ((torch.float32, (False, True)), (torch.bfloat16, (False,)), (torch.float16, (True,))):
-        query, key, value, cache, first, second = (part.to(kind) for part in (*rows, slab, *weights))
+    for kind, ways in (
+        (torch.float32, (False, True)),
+        (torch.bfloat16, (False,)),
+        (torch.float16, (True,)),
+    ):
+        query, key, value, cache, first, second = (
+            part.to(kind) for part in (*rows, slab, *weights)
+        )
         for stepwise in ways:
-            turn = attention.Rotation(*tables, first, second, 1e-6, stepwise=True) if stepwise else tables
+            turn = (
+                attention.Rotation(*tables, first, second, 1e-6, stepwise=True)
+                if stepwise
+                else tables
+            )
             found.append((query, key, value, positions, turn, cache, slot, live))
     return found
 
@@ -85,7 +119,9 @@ def _layer(device: torch.device, *shapes: tuple[int, ...]) -> list[list[Tensor]]
 
 def _add_rms_norm(device: torch.device) -> list[tuple[Any, ...]]:
     parts = _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,))
-    return [(states, before, weight, 1e-6) for states, some, weight in parts for before in (None, some)]
+    return [
+        (states, before, weight, 1e-6) for states, some, weight in parts for before in (None, some)
+    ]
 
 
 def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
@@ -101,17 +137,26 @@ def _step_queues(device: torch.device) -> list[tuple[Any, ...]]:
 def _search(device: torch.device, capacity: int = 20) -> tuple[Any, ...]:
     """Return a tree of 5 nodes and the books of a search over it, in which passes pay."""
     cells = worth.SOURCES * worth.DEPTHS * worth.RANKS
-    tries, table = _wave(device, cells, KNOTS).abs() + 2, _wave(device, cells, KNOTS, phase=1.0).sigmoid()
+    tries, table = (
+        _wave(device, cells, KNOTS).abs() + 2,
+        _wave(device, cells, KNOTS, phase=1.0).sigmoid(),
+    )
     passes = _wave(device, LEVELS).abs() + 58
     profile = _wave(device, LEVELS, PLACES).sigmoid().sort(1, descending=True).values
     group, gains = _whole(device, 0), passes[:, None] * profile
     counts = Counts(tries * table, tries, table, gains, passes, profile, group)
     cell, place = _whole(device, *[7] * (capacity + 1)), _whole(device, *[1] * (capacity + 1))
-    waiting, drafted = (cell < 0) | (_wave(device, capacity + 1) > 0), _wave(device, capacity + 1, phase=2.0) > 0
+    waiting, drafted = (
+        (cell < 0) | (_wave(device, capacity + 1) > 0),
+        _wave(device, capacity + 1, phase=2.0) > 0,
+    )
     notes = Notes(_wave(device, capacity + 1).abs().neg(), cell, place, waiting, drafted)
     verify, draft = _wave(device, 9).abs() / 100 + 0.1, _wave(device, 4).abs() / 100
     prices = Prices(verify / 10, draft / 10, _whole(device, 1, 2, 3))
-    recent, numbers = _wave(device, 2).abs() + 1, (_real(device, 0.25), _count(device, 3), _real(device, 0.5))
+    recent, numbers = (
+        _wave(device, 2).abs() + 1,
+        (_real(device, 0.25), _count(device, 3), _real(device, 0.5)),
+    )
     throughput = Throughput(verify, draft, prices, recent, *numbers, verify.new_zeros(0))
     return _tree(device, capacity), _count(device, 5), counts, notes, throughput
 
@@ -126,7 +171,10 @@ def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
     ids = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 3
     marks = (_wave(device, 3, COLUMNS, phase=1.0) > 0).to(torch.uint8)
     counters, limits = (size, _count(device, 2), _count(device, 0)), worth.Limits(-20.0, 12, 2, 9)
-    both = select.Drafted(logits, ids, False, marks), select.Drafted(logits.log_softmax(1), None, True, None)
+    both = (
+        select.Drafted(logits, ids, False, marks),
+        select.Drafted(logits.log_softmax(1), None, True, None),
+    )
     return [(tree, counters, frontier, drafted, *books, limits) for drafted in both]
 
 
@@ -149,7 +197,9 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "grow_likely": _grow_likely,
     "keep_likely": _keep_likely,
     "rope_store": _rope_store,
-    "silu_mul": lambda device: [tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))],
+    "silu_mul": lambda device: [
+        tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))
+    ],
     "start_search": _start_search,
     "step_queues": _step_queues,
     "top_children": lambda device: [(logits, 7) for logits in _logits(device)],

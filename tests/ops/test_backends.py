@@ -24,7 +24,13 @@ class TestBackends:
     def test_the_variable_decides(self, backend):
         taken = ops.backends("cpu")
         assert set(taken) == set(ops.OPS)
-        assert set(taken) >= {"ancestor_words", "select_best", "step_queues", "walk", "tree_attention"}
+        assert set(taken) >= {
+            "ancestor_words",
+            "select_best",
+            "step_queues",
+            "walk",
+            "tree_attention",
+        }
         assert taken["top_children"].name == backend
         assert "reference" in taken["top_children"].available
 
@@ -37,7 +43,9 @@ class TestBackends:
     def test_within_its_meaning_no_backend_runs_an_op(self, monkeypatch):
         """In this thread alone, also where it is asked for inside, and only so long."""
         ran = []
-        monkeypatch.setattr(_registry, "_loaded", lambda key: {"tree_mask": lambda *given: ran.append(key) or [7]})
+        monkeypatch.setattr(
+            _registry, "_loaded", lambda key: {"tree_mask": lambda *given: ran.append(key) or [7]}
+        )
         choose(monkeypatch, "cpp")
         words = torch.tensor([[1]])
         assert ops.by_meaning(ops.tree_mask, words, 1).tolist() == [[True]]
@@ -67,7 +75,8 @@ class TestBackends:
     def test_unknown_name(self, monkeypatch):
         choose(monkeypatch, "fast")
         with pytest.raises(
-            BackendError, match="SPECENGINE_BACKEND=fast: unknown, accepted: auto, cpp, triton, cuda, reference"
+            BackendError,
+            match="SPECENGINE_BACKEND=fast: unknown, accepted: auto, cpp, triton, cuda, reference",
         ):
             ops.tree_mask(torch.tensor([[1]]), 1)
 
@@ -83,7 +92,9 @@ class TestBackends:
             "ops.tree_mask(torch.tensor([[1]]), 1)\n"
         )
         environment = {name: value for name, value in os.environ.items() if name != ops.VARIABLE}
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        run = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
         assert "tensor([[True]]) Backend(name='reference', reason='cpp is not built" in run.stdout
         assert run.returncode == 1
         assert "BackendError: SPECENGINE_BACKEND=cpp: cpp is not built" in run.stderr

@@ -51,7 +51,9 @@ def margin(score):
     return 1e-5 + 2e-6 * np.abs(score)
 
 
-def select(logits, scores, most, limit=None, log_gate=None, bound=None, normalized=False, live=None):
+def select(
+    logits, scores, most, limit=None, log_gate=None, bound=None, normalized=False, live=None
+):
     """The op, of numbers."""
     return ops.best_candidates(
         logits,
@@ -110,11 +112,21 @@ def check_candidates(logits, scores, most, log_gate, bound, normalized, got):
 
 class TestBestCandidates:
     gates = st.one_of(
-        st.none(), st.just(-INF), st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]), st.floats(-60, 0, width=32)
+        st.none(),
+        st.just(-INF),
+        st.sampled_from([0.0, -1.0, -2.0, math.log(0.03)]),
+        st.floats(-60, 0, width=32),
     )
-    bounds = st.one_of(st.none(), st.just(-INF), st.sampled_from([0.0, -2.0, -4.0, INF]), st.floats(-60, 5, width=32))
+    bounds = st.one_of(
+        st.none(),
+        st.just(-INF),
+        st.sampled_from([0.0, -2.0, -4.0, INF]),
+        st.floats(-60, 5, width=32),
+    )
     mosts = st.one_of(st.integers(1, 12), st.sampled_from([59, 255, 10_000]))
-    limits = st.one_of(st.none(), st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(-2, 70))
+    limits = st.one_of(
+        st.none(), st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(-2, 70)
+    )
 
     @given(st.data(), st.integers(0, 5), st.integers(0, 2), mosts, limits, gates, bounds)
     @many
@@ -123,7 +135,9 @@ class TestBestCandidates:
         numbers = (-INF if number is None else number for number in (log_gate, bound))
         expected = brute_candidates(logits, scores, fewest(most, limit), *numbers)
         given = poisoned(logits, padding), poisoned(scores, padding), most, limit, log_gate, bound
-        for got in of_each(lambda: checked(select(*given, normalized=True, live=rows), most)).values():
+        for got in of_each(
+            lambda: checked(select(*given, normalized=True, live=rows), most)
+        ).values():
             assert got.rows.tolist() == [row for _, row, _, _ in expected]
             assert got.columns.tolist() == [column for _, _, column, _ in expected]
             assert got.scores.tolist() == [float(score) for score, _, _, _ in expected]
@@ -143,7 +157,9 @@ class TestBestCandidates:
 
     @given(st.data(), st.integers(0, 4), mosts, gates, st.booleans())
     @many
-    def test_rows_and_columns_of_nothing_change_nothing(self, data, rows, most, log_gate, normalized):
+    def test_rows_and_columns_of_nothing_change_nothing(
+        self, data, rows, most, log_gate, normalized
+    ):
         """Rows of score -inf, and columns of -inf at the end."""
         logits, scores = data.draw(matrices(st.just(rows))), data.draw(path_scores(rows))
         padding = data.draw(st.lists(st.booleans(), min_size=rows + 2, max_size=rows + 2))
@@ -158,22 +174,33 @@ class TestBestCandidates:
         for rest in range(row, rows):
             rows_of.append(len(where))
             where.append(rest)
-        extra = torch.full((len(where), logits.shape[1] + data.draw(st.integers(0, 300))), -INF, dtype=logits.dtype)
+        extra = torch.full(
+            (len(where), logits.shape[1] + data.draw(st.integers(0, 300))), -INF, dtype=logits.dtype
+        )
         extra[:, : logits.shape[1]] = 7.0
         padded_scores = torch.full((len(where),), data.draw(st.sampled_from([-INF, NAN])))
         for place, source in enumerate(where):
             if source >= 0:
-                extra[place, : logits.shape[1]], padded_scores[place] = logits[source], scores[source]
+                extra[place, : logits.shape[1]], padded_scores[place] = (
+                    logits[source],
+                    scores[source],
+                )
         arguments = {"log_gate": log_gate, "normalized": normalized}
         plain = of_each(lambda: checked(select(logits, scores, most, **arguments), most))
         padded = of_each(lambda: checked(select(extra, padded_scores, most, **arguments), most))
         for backend in plain:
             if normalized or backend == "cpp":  # torch's sums depend on the length of a row
-                assert padded[backend].rows.tolist() == [rows_of[row] for row in plain[backend].rows.tolist()]
+                assert padded[backend].rows.tolist() == [
+                    rows_of[row] for row in plain[backend].rows.tolist()
+                ]
                 for name in ("columns", "log_probs", "scores"):
-                    assert torch.equal(getattr(padded[backend], name), getattr(plain[backend], name))
+                    assert torch.equal(
+                        getattr(padded[backend], name), getattr(plain[backend], name)
+                    )
             else:
-                check_candidates(extra, padded_scores, most, log_gate, -INF, normalized, padded[backend])
+                check_candidates(
+                    extra, padded_scores, most, log_gate, -INF, normalized, padded[backend]
+                )
 
     @each_backend
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -209,7 +236,13 @@ class TestBestCandidates:
         generator = torch.Generator().manual_seed(0)
         wide = torch.randn(600, 600, generator=generator).to(dtype)
         scores = torch.randn(1200, 2, generator=generator)
-        views = (wide[:6, 17:400], wide[::200], wide[:, :5].T, wide[:6, ::2], wide[:1].expand(6, 600))
+        views = (
+            wide[:6, 17:400],
+            wide[::200],
+            wide[:, :5].T,
+            wide[:6, ::2],
+            wide[:1].expand(6, 600),
+        )
         for view in views:
             arguments = scores[: 2 * len(view) : 2, 1], 40
             got = select(view, *arguments, normalized=True)
@@ -233,7 +266,13 @@ class TestBestCandidates:
     @each_backend
     def test_sums_beyond_float32_pass_any_gate(self, backend):
         for log_gate in (None, -INF, -1.0):
-            got = select(torch.tensor([[0.0, INF]]), torch.tensor([INF]), 5, log_gate=log_gate, normalized=True)
+            got = select(
+                torch.tensor([[0.0, INF]]),
+                torch.tensor([INF]),
+                5,
+                log_gate=log_gate,
+                normalized=True,
+            )
             assert got.columns[:1].tolist() == [1]
             assert int(got.live) == (1 if log_gate == -1.0 else 2)
 
@@ -247,7 +286,9 @@ class TestBestCandidates:
         for wrong in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64)):
             with pytest.raises(InputError, match="logits"):
                 ops.best_candidates(wrong, scores, one, 1)
-        with pytest.raises(InputError, match=r"(logits|most): got .*accepted .*(at least 1|1 column)"):
+        with pytest.raises(
+            InputError, match=r"(logits|most): got .*accepted .*(at least 1|1 column)"
+        ):
             ops.best_candidates(logits[:, :0], scores, one, 1)
         for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)):
             with pytest.raises(InputError, match="scores"):

@@ -25,7 +25,9 @@ def network(seed: int, inputs: int, hidden: int) -> Mlp:
 
 def exact(net: Mlp, features: Tensor) -> Tensor:
     weights = [part.double() for part in net.parts]
-    return ((features.double() @ weights[0].T + weights[1]).relu() @ weights[2][0] + weights[3][0]).sigmoid()
+    return (
+        (features.double() @ weights[0].T + weights[1]).relu() @ weights[2][0] + weights[3][0]
+    ).sigmoid()
 
 
 @settings(max_examples=50, deadline=None)
@@ -43,14 +45,21 @@ def test_mlp(seed: int, shape: list[int], inputs: int, hidden: int) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 999), rows=st.integers(1, 9), children=st.integers(1, 11), depth=st.integers(0, 12))
+@given(
+    seed=st.integers(0, 999),
+    rows=st.integers(1, 9),
+    children=st.integers(1, 11),
+    depth=st.integers(0, 12),
+)
 def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None:
     net = network(seed, 3, 48)
     paths = torch.randn(rows, 2 * children)[:, ::2] * 3 - 4  # rows are not dense
     entropies = torch.rand(rows) * 4
     paths[0, 0] = -math.inf
     found = ops.classify_paths(paths, entropies, count(depth), net.parts)
-    features = c2t_features(paths, entropies[:, None], torch.full_like(paths, depth, dtype=torch.int64), 1)
+    features = c2t_features(
+        paths, entropies[:, None], torch.full_like(paths, depth, dtype=torch.int64), 1
+    )
     torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
 
 
@@ -63,7 +72,9 @@ def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None
     kind=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     normalized=st.booleans(),
 )
-def test_classify_row(seed: int, columns: int, top: int, depth: int, kind: torch.dtype, normalized: bool) -> None:
+def test_classify_row(
+    seed: int, columns: int, top: int, depth: int, kind: torch.dtype, normalized: bool
+) -> None:
     net = network(seed, 12, 128)
     logits = (torch.randn(columns) * 4).to(kind)
     if normalized:
@@ -79,15 +90,23 @@ def test_classify_row(seed: int, columns: int, top: int, depth: int, kind: torch
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_of_strided_logits(kind: torch.dtype) -> None:
-    net, wide = network(0, 12, 128), torch.randn(3, 800, generator=torch.Generator().manual_seed(0)).to(kind)
+    net, wide = (
+        network(0, 12, 128),
+        torch.randn(3, 800, generator=torch.Generator().manual_seed(0)).to(kind),
+    )
     for view in (wide[1:2, ::2], wide[:1, 5:], wide[::3].T[:1]):
         found = ops.classify_row(view, 50, count(3), net.parts)
-        torch.testing.assert_close(found, ops.classify_row(view.contiguous(), 50, count(3), net.parts))
+        torch.testing.assert_close(
+            found, ops.classify_row(view.contiguous(), 50, count(3), net.parts)
+        )
 
 
 @pytest.mark.parametrize("special", [math.nan, -math.inf])
 def test_columns_of_nothing_change_nothing(special: float) -> None:
-    net, logits = network(0, 12, 128), torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    net, logits = (
+        network(0, 12, 128),
+        torch.randn(1, 300, generator=torch.Generator().manual_seed(0)),
+    )
     padded = torch.full((1, 400), special)
     padded[:, :300] = logits
     found = ops.classify_row(padded, 350, count(3), net.parts)
@@ -110,7 +129,11 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
         ops.mlp(features, [*net.parts[:3], torch.zeros(2)])
     with pytest.raises(InputError, match=r"^logits: got"):
         ops.classify_row(features.double()[:1], 5, count(1), net.parts)
-    for wrong, depth in ((features, count(1)), (features[:1, :0], count(1)), (features[:1], count(1).long())):
+    for wrong, depth in (
+        (features, count(1)),
+        (features[:1, :0], count(1)),
+        (features[:1], count(1).long()),
+    ):
         with pytest.raises(InputError, match=r"^(logits|depth|top|top, columns, inputs): got"):
             ops.classify_row(wrong, 5, depth, net.parts)
     with pytest.raises(InputError, match=r"^(path_log_probs|entropies): got"):

@@ -36,7 +36,11 @@ def laid_out(width, expansions, scores, depths, pad):
     """Return every place of the beam, level by level."""
     lowest, places = pad if pad < 0 else LOWEST, []
     for depth in range(1, expansions + 2):
-        level = [max(float(score), lowest) for score, own in zip(scores, depths, strict=True) if own == depth]
+        level = [
+            max(float(score), lowest)
+            for score, own in zip(scores, depths, strict=True)
+            if own == depth
+        ]
         places += level + [pad] * ((width if depth == 1 else width**2) - len(level))
     return places
 
@@ -86,15 +90,26 @@ def test_the_root_alone_is_an_empty_beam(width, expansions, pad):
 
 
 def test_a_level_that_is_not_full_leaves_its_last_places_vacant():
-    scores, depths = torch.tensor([0.0, -1.0, -2.0, -3.0, -9.0, NAN]), torch.tensor([0, 1, 2, 2, 3, 3])
+    scores, depths = (
+        torch.tensor([0.0, -1.0, -2.0, -3.0, -9.0, NAN]),
+        torch.tensor([0, 1, 2, 2, 3, 3]),
+    )
     given = scores, depths, count(5), count(2), torch.tensor([250])
     everything = ops.beam_observation(*given, window_of(2, False, 10, -8.0, 1)).tolist()
     assert everything == pytest.approx([-1, -8, -2, -3, -8, -8, -8, -8, -8, -8, 0.25, 0.2])
-    assert ops.beam_observation(*given, window_of(2, True, 4, -9.5, 0)).tolist() == [-9, -9.5, -9.5, -9.5]
+    assert ops.beam_observation(*given, window_of(2, True, 4, -9.5, 0)).tolist() == [
+        -9,
+        -9.5,
+        -9.5,
+        -9.5,
+    ]
 
 
 def test_strided_beams() -> None:
-    wide, depths = torch.tensor([[0.0, NAN], [-1.0, NAN], [-2.0, NAN]]), torch.tensor([[0, 9], [1, 9], [1, 9]])
+    wide, depths = (
+        torch.tensor([[0.0, NAN], [-1.0, NAN], [-2.0, NAN]]),
+        torch.tensor([[0, 9], [1, 9], [1, 9]]),
+    )
     given = wide[:, 0], depths[:, 0], count(3), count(0), torch.tensor([5])
     assert ops.beam_observation(*given, window_of(2, False, 2, -9.0, 0)).tolist() == [-1, -2]
 
@@ -105,8 +120,18 @@ def test_a_context_beyond_float32_is_divided_first():
     assert float(seen[0]) == float(np.float32((2**53 - 1) / 1000))
 
 
-SCORES, DEPTHS, CONTEXT = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0, 1, 1]), torch.tensor([7])
-GIVEN = {"scores": SCORES, "depths": DEPTHS, "live": count(3), "expansions": count(0), "context": CONTEXT}
+SCORES, DEPTHS, CONTEXT = (
+    torch.tensor([0.0, -1.0, -2.0]),
+    torch.tensor([0, 1, 1]),
+    torch.tensor([7]),
+)
+GIVEN = {
+    "scores": SCORES,
+    "depths": DEPTHS,
+    "live": count(3),
+    "expansions": count(0),
+    "context": CONTEXT,
+}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +162,10 @@ def test_the_best_action_is_that_of_float64(sizes, activation, seed):
     random = torch.Generator().manual_seed(seed)
     layers = []
     for inputs, outputs in pairwise(sizes):
-        layers += [torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)]
+        layers += [
+            torch.randn(outputs, inputs, generator=random),
+            torch.randn(outputs, generator=random),
+        ]
     observation = torch.randn(2 * sizes[0], generator=random)[::2] * 5
     values = observation.double()
     for place in range(0, len(layers), 2):

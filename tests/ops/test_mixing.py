@@ -24,7 +24,9 @@ def brute_mix(logits, more, left, gained, normalized):
     probabilities = np.exp(rows - log_sums[:, None]) * np.array(left)[:, None]
     wide = np.concatenate([probabilities, np.zeros((len(rows), more))], axis=1)
     if not normalized:
-        wide[:, rows.shape[1] :] = np.exp(rows.max(1) + FAINT - log_sums)[:, None] * np.array(left)[:, None]
+        wide[:, rows.shape[1] :] = (
+            np.exp(rows.max(1) + FAINT - log_sums)[:, None] * np.array(left)[:, None]
+        )
     for (row, column), probability in gained.items():
         wide[row, column] += probability
     with np.errstate(divide="ignore"):
@@ -33,7 +35,11 @@ def brute_mix(logits, more, left, gained, normalized):
 
 @st.composite
 def mixtures(draw):
-    rows, columns, more = draw(st.integers(1, 4)), draw(st.sampled_from([1, 5, 255, 256, 300])), draw(st.integers(0, 3))
+    rows, columns, more = (
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from([1, 5, 255, 256, 300])),
+        draw(st.integers(0, 3)),
+    )
     normalized, dtype = draw(st.booleans()), draw(st.sampled_from(list(TOLERANCE)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     logits = draw(st.sampled_from([0.5, 4.0])) * torch.randn(rows, columns, generator=generator)
@@ -57,13 +63,17 @@ class TestMixRows:
         places = [row * width + column for row, column in gained]
         expected = brute_mix(*given)
         for mixed, raised in of_each(
-            lambda: ops.mix_rows(logits, more, left, places, list(gained.values()), normalized=normalized)
+            lambda: ops.mix_rows(
+                logits, more, left, places, list(gained.values()), normalized=normalized
+            )
         ).values():
             assert mixed.dtype == logits.dtype
             assert raised.dtype == torch.uint8
             assert raised.nonzero().tolist() == sorted(map(list, gained))
             got = mixed.double().numpy()
-            limit = TOLERANCE[logits.dtype] * (20 + np.abs(np.where(np.isfinite(expected), expected, 0.0)))
+            limit = TOLERANCE[logits.dtype] * (
+                20 + np.abs(np.where(np.isfinite(expected), expected, 0.0))
+            )
             with np.errstate(invalid="ignore"):
                 assert np.all((np.abs(got - expected) <= limit) | (got == expected))
             assert torch.equal(logits, before)
@@ -73,7 +83,9 @@ class TestMixRows:
         logits = torch.randn(3, 300).bfloat16()
         mixed, _ = ops.mix_rows(logits, 2, [1.0, 0.5, 1.0], [302 + 7], [0.5])
         assert torch.equal(mixed[::2, :300], logits[::2])
-        assert mixed[:, 300:].tolist() == [[row.max().add(FAINT).bfloat16().item()] * 2 for row in logits.float()]
+        assert mixed[:, 300:].tolist() == [
+            [row.max().add(FAINT).bfloat16().item()] * 2 for row in logits.float()
+        ]
 
     @each_backend
     def test_rows_may_have_any_stride(self, backend):

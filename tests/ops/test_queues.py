@@ -21,7 +21,9 @@ class History:
 
     def __init__(self, budget, batch, max_depth):
         self.budget, self.batch, self.max_depth = budget, batch, max_depth
-        self.known = {0: (0.0, -1, -1, 0, 0.0)}  # score, parent, token, depth, edge by order of creation
+        self.known = {
+            0: (0.0, -1, -1, 0, 0.0)
+        }  # score, parent, token, depth, edge by order of creation
         self.accepted, self.queued = [0], []
 
     def best(self, numbers, count):
@@ -46,8 +48,14 @@ class History:
         return [number for number in taken if number in self.accepted]
 
     def pop(self):
-        inner = [place for place, number in enumerate(self.queued) if self.known[number][3] < self.max_depth]
-        nodes = self.take(inner[self.batch - 1] + 1 if len(inner) >= self.batch else len(self.queued))
+        inner = [
+            place
+            for place, number in enumerate(self.queued)
+            if self.known[number][3] < self.max_depth
+        ]
+        nodes = self.take(
+            inner[self.batch - 1] + 1 if len(inner) >= self.batch else len(self.queued)
+        )
         full = len(self.accepted) == self.budget
         worst = self.known[self.accepted[-1]][0] if full else -INF
         expand = [
@@ -77,7 +85,13 @@ class History:
     def told(self, nodes, expand):
         known = [self.known[number] for number in nodes]
         mass = sum(math.exp(known[place][0]) for place in expand)
-        return [entry[1] for entry in known], [entry[2] for entry in known], [entry[4] for entry in known], expand, mass
+        return (
+            [entry[1] for entry in known],
+            [entry[2] for entry in known],
+            [entry[4] for entry in known],
+            expand,
+            mass,
+        )
 
 
 class Queues:
@@ -92,17 +106,37 @@ class Queues:
     def bound(self):
         return float(self.arrays.bound)
 
-    def step(self, candidates, threshold=0.0, fill=False, *, begins=None, going=True, token_ids=None, padding=0):
+    def step(
+        self,
+        candidates,
+        threshold=0.0,
+        fill=False,
+        *,
+        begins=None,
+        going=True,
+        token_ids=None,
+        padding=0,
+    ):
         """candidates: score, parent, its depth, column, edge."""
         self.passes = self.passes + 1 if begins is None else 1 if begins else 2
         places = sorted({entry[1:3] for entry in candidates})
         ids, depths = frontier_of(places)
-        found = candidates_of([(places.index(entry[1:3]), *entry[3:], entry[0]) for entry in candidates], padding)
-        given = ops.Nodes(torch.cat([ids, ids.new_zeros(padding + 1)]), count(max(len(ids), 1) if going else 0)), depths
+        found = candidates_of(
+            [(places.index(entry[1:3]), *entry[3:], entry[0]) for entry in candidates], padding
+        )
+        given = (
+            ops.Nodes(
+                torch.cat([ids, ids.new_zeros(padding + 1)]),
+                count(max(len(ids), 1) if going else 0),
+            ),
+            depths,
+        )
         search = self.search._replace(threshold=threshold, fill=fill)
         ids = None if token_ids is None else torch.tensor(token_ids)
         with running(self.backend) if self.backend else nullcontext():
-            return checked(ops.step_queues(self.arrays, found, *given, ids, count(self.passes), search), self)
+            return checked(
+                ops.step_queues(self.arrays, found, *given, ids, count(self.passes), search), self
+            )
 
 
 def frontier_of(places):
@@ -118,14 +152,21 @@ def candidates_of(rows, padding):
     """Places, columns, edges and scores; behind them NaN, and indices that exist."""
     places, columns, edges, scores = ([row[part] for row in rows] for part in range(4))
     whole = (torch.tensor([*part, *[0] * padding], dtype=torch.int64) for part in (places, columns))
-    floats = (poisoned(torch.tensor(part, dtype=torch.float32), padding) for part in (edges, scores))
+    floats = (
+        poisoned(torch.tensor(part, dtype=torch.float32), padding) for part in (edges, scores)
+    )
     return ops.Candidates(*whole, *floats, count(len(rows)))
 
 
 def checked(drawn, queues):
     """Parents, tokens, edges and places to expand, as lists."""
     budget, batch = len(queues.arrays.scores), queues.search.batch
-    assert [part.dtype for part in drawn[:4]] == [torch.int64, torch.int64, torch.float32, torch.int32]
+    assert [part.dtype for part in drawn[:4]] == [
+        torch.int64,
+        torch.int64,
+        torch.float32,
+        torch.int32,
+    ]
     assert [tuple(part.shape) for part in drawn[:4]] == [(budget,)] * 3 + [(1,)]
     assert (drawn.expand.ids.dtype, drawn.expand.live.dtype) == (torch.int64, torch.int32)
     assert drawn.expand.ids.shape == (min(batch, budget),)
@@ -135,7 +176,11 @@ def checked(drawn, queues):
         "padding exists all the same"
     )
     parts = [part[:live].tolist() for part in drawn[:3]]
-    return [[parent % APART for parent in parts[0]], *parts[1:], drawn.expand.ids[:expanded].tolist()]
+    return [
+        [parent % APART for parent in parts[0]],
+        *parts[1:],
+        drawn.expand.ids[:expanded].tolist(),
+    ]
 
 
 def check_arrays(arrays, history):
@@ -144,7 +189,9 @@ def check_arrays(arrays, history):
     accepted = [history.known[number][0] for number in history.accepted]
     queued = [history.known[number] for number in history.queued]
     assert arrays.accepted.tolist() == accepted + [-INF] * (budget - len(accepted))
-    assert arrays.scores.tolist() == [entry[0] for entry in queued] + [-INF] * (budget - len(queued))
+    assert arrays.scores.tolist() == [entry[0] for entry in queued] + [-INF] * (
+        budget - len(queued)
+    )
     assert (arrays.parents[: len(queued)] % APART).tolist() == [entry[1] for entry in queued]
     assert arrays.tokens[: len(queued)].tolist() == [entry[2] for entry in queued]
     assert arrays.depths[: len(queued)].tolist() == [entry[3] for entry in queued]
@@ -154,8 +201,12 @@ def check_arrays(arrays, history):
 
 
 APART = 10
-path = st.one_of(st.sampled_from([0.0, -0.0, -1.0, -1.5, -2.0, -3.0, -INF]), st.floats(-20, 0, width=32))
-candidate = st.tuples(path, st.integers(0, 9), st.integers(0, 5), st.integers(0, 99), st.floats(-9, 0, width=32))
+path = st.one_of(
+    st.sampled_from([0.0, -0.0, -1.0, -1.5, -2.0, -3.0, -INF]), st.floats(-20, 0, width=32)
+)
+candidate = st.tuples(
+    path, st.integers(0, 9), st.integers(0, 5), st.integers(0, 99), st.floats(-9, 0, width=32)
+)
 level = st.tuples(
     st.lists(candidate, max_size=25),
     st.sampled_from(["free", "free", "reached", "missed"]),  # the mass the threshold
@@ -184,7 +235,9 @@ class TestStepQueues:
         padding=st.integers(0, 3),
     )
     @many
-    def test_random_searches_against_the_history(self, budget, batch, max_depth, levels, ordered, ids, padding):
+    def test_random_searches_against_the_history(
+        self, budget, batch, max_depth, levels, ordered, ids, padding
+    ):
         """Each begins with queues that hold anything, and draws what the history says, as the queues after it do."""
         token_ids = [(7 * column + 10**12) % 101 for column in range(100)] if ids else None
         queues = [Queues(budget, batch, max_depth, backend) for backend in BACKENDS]
@@ -217,7 +270,9 @@ class TestStepQueues:
         for backend in BACKENDS:
             everything, pruned = (Queues(budget, batch, max_depth, backend) for _ in range(2))
             for candidates, _, fill, _, _ in levels:
-                above = [entry for entry in candidates if entry[0] > pruned.bound or pruned.passes == 0]
+                above = [
+                    entry for entry in candidates if entry[0] > pruned.bound or pruned.passes == 0
+                ]
                 assert everything.step(candidates, 0.0, fill) == pruned.step(above, 0.0, fill)
                 assert everything.bound == pruned.bound
 
@@ -236,14 +291,18 @@ class TestStepQueues:
     ):
         """Without an early stop: the most probable nodes of all that are not deeper than max_depth."""
         table = np.log(
-            np.random.default_rng(seed).dirichlet([concentration] * width, size=sum(width**d for d in range(max_depth)))
+            np.random.default_rng(seed).dirichlet(
+                [concentration] * width, size=sum(width**d for d in range(max_depth))
+            )
             + 1e-30
         ).astype(np.float32)
         # a heap: the distribution of node n is row n + 1, that of the root, -1, is row 0
         scores = {-1: 0.0}
         for row in range(len(table)):
             for column in range(width):
-                scores[width * row + column] = float(np.float32(scores[row - 1]) + table[row, column])
+                scores[width * row + column] = float(
+                    np.float32(scores[row - 1]) + table[row, column]
+                )
         best = sorted(scores.values(), reverse=True)[:budget]
 
         def search():
@@ -263,8 +322,18 @@ class TestStepQueues:
                 )
                 passes, nodes = passes + 1, ops.Nodes.of(torch.tensor(frontier))
                 # a column's token is its place in the heap: by the row that it comes from
-                found = found._replace(columns=torch.tensor(rows)[found.rows] * width + found.columns)
-                given = arrays, found, nodes, depths, None, count(passes), ops.Search(batch, max_depth, 0.0, False)
+                found = found._replace(
+                    columns=torch.tensor(rows)[found.rows] * width + found.columns
+                )
+                given = (
+                    arrays,
+                    found,
+                    nodes,
+                    depths,
+                    None,
+                    count(passes),
+                    ops.Search(batch, max_depth, 0.0, False),
+                )
                 drawn = ops.step_queues(*given)
                 first = len(heap)
                 heap += drawn.tokens[: int(drawn.live)].tolist()
@@ -282,7 +351,12 @@ class TestStepQueues:
     def test_ties_are_driven_out_by_order_of_creation(self, backend):
         queue = Queues(3, 2, 2**40)
         # G is full, and both are its worst
-        assert queue.step([(-1.0, 0, 0, token, -1.0) for token in range(5)]) == [[0, 0], [0, 1], [-1.0, -1.0], []]
+        assert queue.step([(-1.0, 0, 0, token, -1.0) for token in range(5)]) == [
+            [0, 0],
+            [0, 1],
+            [-1.0, -1.0],
+            [],
+        ]
         assert queue.bound == -1.0
         assert queue.step([(-0.5, 1, 1, 8, 0.5), (-1.0, 1, 1, 7, 0.0)]) == [[1], [8], [0.5], [0]]
 
@@ -297,26 +371,44 @@ class TestStepQueues:
         queue = Queues(1, 5, 9)
         assert queue.bound == 0.0
         for _ in range(2):
-            assert queue.step([(0.0, 0, 0, 1, 0.0), (-1.0, 0, 0, 2, -1.0)], fill=True) == [[], [], [], []]
+            assert queue.step([(0.0, 0, 0, 1, 0.0), (-1.0, 0, 0, 2, -1.0)], fill=True) == [
+                [],
+                [],
+                [],
+                [],
+            ]
             assert queue.bound == 0.0
 
     @each_backend
     def test_a_batch_of_the_budget_or_more_takes_all(self, backend):
         for batch in (4, 5, 1000):
             queue = Queues(4, batch, 9)
-            assert queue.step([(-float(score), 0, 0, score, 0.0) for score in (3, 1, 2, 4)])[1] == [1, 2, 3]
+            assert queue.step([(-float(score), 0, 0, score, 0.0) for score in (3, 1, 2, 4)])[1] == [
+                1,
+                2,
+                3,
+            ]
 
     @each_backend
     def test_greatest_depth(self, backend):
         """Nodes at it cost no pass, so they do not count in the batch, and none is drafted from."""
         queue = Queues(10, 1, 2)
-        given = [(-1.0, 0, 1, 1, 0.0), (-2.0, 0, 1, 2, 0.0), (-3.0, 0, 0, 3, 0.0), (-4.0, 0, 0, 4, 0.0)]
+        given = [
+            (-1.0, 0, 1, 1, 0.0),
+            (-2.0, 0, 1, 2, 0.0),
+            (-3.0, 0, 0, 3, 0.0),
+            (-4.0, 0, 0, 4, 0.0),
+        ]
         assert queue.step(given) == [[0] * 3, [1, 2, 3], [0.0] * 3, [2]]
 
     @each_backend
     def test_the_threshold_is_of_those_drafted_from(self, backend):
         """A node at the greatest depth adds nothing to the mass, however likely it is."""
-        given = [(-0.1, 0, 1, 1, 0.0), (math.log(0.25), 0, 0, 2, 0.0), (math.log(0.125), 0, 0, 3, 0.0)]
+        given = [
+            (-0.1, 0, 1, 1, 0.0),
+            (math.log(0.25), 0, 0, 2, 0.0),
+            (math.log(0.125), 0, 0, 3, 0.0),
+        ]
         for threshold, expand in ((0.3749, [1, 2]), (0.3751, []), (0.0, [1, 2])):
             assert Queues(10, 5, 2).step(given, threshold)[3] == expand
 
@@ -329,7 +421,11 @@ class TestStepQueues:
     @each_backend
     def test_the_tree_is_filled_up_when_the_search_stops(self, backend):
         given = [(-float(score), 0, 0, score, 0.0) for score in range(1, 8)]
-        for threshold, fill, tokens in ((0.0, True, [1, 2]), (0.9, False, [1, 2]), (0.9, True, [1, 2, 3, 4])):
+        for threshold, fill, tokens in (
+            (0.0, True, [1, 2]),
+            (0.9, False, [1, 2]),
+            (0.9, True, [1, 2, 3, 4]),
+        ):
             parents, drawn, edges, expand = Queues(5, 2, 9).step(given, threshold, fill)
             assert (drawn, expand) == (tokens, [] if threshold else [0, 1])
             assert parents == edges == [0] * len(drawn)
@@ -341,7 +437,11 @@ class TestStepQueues:
 
     @each_backend
     def test_the_first_pass_forgets_the_search_before(self, backend):
-        queue, fresh, given = Queues(5, 1, 9), Queues(5, 1, 9), [(-3.0, 0, 0, 3, 0.0), (-4.0, 0, 0, 4, 0.0)]
+        queue, fresh, given = (
+            Queues(5, 1, 9),
+            Queues(5, 1, 9),
+            [(-3.0, 0, 0, 3, 0.0), (-4.0, 0, 0, 4, 0.0)],
+        )
         queue.step([(-1.0, 0, 0, 1, 0.0), (-2.0, 0, 0, 2, 0.0)])
         assert queue.step(given, begins=True) == fresh.step(given) == [[0], [3], [0.0], [0]]
         check_same = zip(queue.arrays, fresh.arrays, strict=True)
@@ -350,7 +450,10 @@ class TestStepQueues:
     @each_backend
     def test_outputs_are_not_shared(self, backend):
         queue = Queues(10, 2, 9)
-        arguments = queue.arrays, candidates_of([(0, score, 0.0, -float(score)) for score in range(1, 6)], 0)
+        arguments = (
+            queue.arrays,
+            candidates_of([(0, score, 0.0, -float(score)) for score in range(1, 6)], 0),
+        )
         given = ops.Nodes.of(torch.tensor([0])), torch.zeros(1, dtype=torch.int64), None
         first = ops.step_queues(*arguments, *given, count(1), queue.search)
         queue.passes = 1
@@ -362,7 +465,9 @@ class TestStepQueues:
     def test_strided_candidates(self, backend):
         whole, floats = torch.arange(8).reshape(4, 2), -torch.arange(8.0).reshape(4, 2)
         found = ops.Candidates(whole[:, 0], whole[:, 1], floats[:, 0], floats[:, 1], count(4))
-        nodes = ops.Nodes(torch.stack([torch.arange(8) + 1, torch.full((8,), HUGE)], 1)[:, 0], count(8))
+        nodes = ops.Nodes(
+            torch.stack([torch.arange(8) + 1, torch.full((8,), HUGE)], 1)[:, 0], count(8)
+        )
         depths, token_ids = torch.full((9, 2), HUGE), torch.full((8, 3), HUGE)
         depths[:, 0], token_ids[:, 1] = torch.arange(9), torch.arange(8) + 20
         given = depths[:, 0], token_ids[:, 1], count(1), ops.Search(10, 6, 0.0, False)
@@ -376,10 +481,21 @@ class TestStepQueues:
     @each_backend
     def test_refuses(self, backend):
         whole, floats, one = torch.zeros(3, dtype=torch.int64), torch.zeros(3), count(1)
-        queues, found = ops.Queues.start(3, "cpu"), ops.Candidates(whole, whole, floats, floats, one)
+        queues, found = (
+            ops.Queues.start(3, "cpu"),
+            ops.Candidates(whole, whole, floats, floats, one),
+        )
         frontier, search = ops.Nodes(whole, one), ops.Search(1, 1, 0.0, False)
 
-        def step(queues=queues, found=found, frontier=frontier, depths=whole, ids=None, passes=one, search=search):
+        def step(
+            queues=queues,
+            found=found,
+            frontier=frontier,
+            depths=whole,
+            ids=None,
+            passes=one,
+            search=search,
+        ):
             return ops.step_queues(queues, found, frontier, depths, ids, passes, search)
 
         for wrong in (

@@ -21,7 +21,12 @@ def plain_philox(counter, key):
     counter, key, low = list(counter), list(key), 0xFFFFFFFF
     for _ in range(10):
         first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
+        counter = [
+            (second >> 32) ^ counter[1] ^ key[0],
+            second & low,
+            (first >> 32) ^ counter[3] ^ key[1],
+            first & low,
+        ]
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
     return counter
 
@@ -31,7 +36,9 @@ def plain_gumbel_sums(values, seed, position):
     for i, value in enumerate(values):
         counter = (i // 4, position & 0xFFFFFFFF, position >> 32, 0)
         uniform = (plain_philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[i % 4] + 0.5) / 2**32
-        value = -INF if math.isnan(value) else min(float(np.float32(value)), float(np.float32(3e38)))
+        value = (
+            -INF if math.isnan(value) else min(float(np.float32(value)), float(np.float32(3e38)))
+        )
         sums.append(value - math.log(-math.log(uniform)))
     return sums
 
@@ -64,7 +71,9 @@ class TestPhilox:
         expected = []
         for i in range(count):
             counter = (i // 4, position & 0xFFFFFFFF, position >> 32, 0)
-            expected.append((plain_philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[i % 4] + 0.5) / 2**32)
+            expected.append(
+                (plain_philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[i % 4] + 0.5) / 2**32
+            )
         uniforms = ops.philox_uniform(seed, position, count)
         assert uniforms.dtype == torch.float64
         assert uniforms.tolist() == expected
@@ -79,7 +88,9 @@ class TestKeyedGumbelArgmax:
             with pytest.raises(InputError, match="none is finite"):
                 ops.keyed_gumbel_argmax(torch.tensor(values), seed, position)
         else:
-            assert ops.keyed_gumbel_argmax(torch.tensor(values), seed, position) == sums.index(max(sums))
+            assert ops.keyed_gumbel_argmax(torch.tensor(values), seed, position) == sums.index(
+                max(sums)
+            )
 
     @pytest.mark.parametrize("size", [255, 256, 257, 1023, 5003])
     @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 40.0, 1e6])
@@ -89,7 +100,9 @@ class TestKeyedGumbelArgmax:
             values = spread * torch.randn(size, generator=generator)
             values[::5] = -INF
             noise = -(-ops.philox_uniform(7, position, size).log()).log()
-            assert ops.keyed_gumbel_argmax(values, 7, position) == int((values.double() + noise).argmax())
+            assert ops.keyed_gumbel_argmax(values, 7, position) == int(
+                (values.double() + noise).argmax()
+            )
 
     def test_the_largest_noise_wins_from_far_below(self):
         """The noise of token 510 is 22.87, the largest there is: no score bounds it at less."""
@@ -100,18 +113,25 @@ class TestKeyedGumbelArgmax:
         values[256:512] = -3.0
         for best in (14.0, 19.5, 20.5):  # with its noise, of a token in another block
             values[other] = best - float(noise[other])
-            assert ops.keyed_gumbel_argmax(values, seed, position) == (token if best < 19.8 else other)
+            assert ops.keyed_gumbel_argmax(values, seed, position) == (
+                token if best < 19.8 else other
+            )
 
     def test_seed_and_position_are_taken_modulo_two_to_the_64(self):
         values = torch.zeros(500)
         draw = ops.keyed_gumbel_argmax(values, 5, 9)
         assert ops.keyed_gumbel_argmax(values, 5 - 2**64, 9 + 2**64) == draw
-        others = {ops.keyed_gumbel_argmax(values, 5 + (1 << 32), 9), ops.keyed_gumbel_argmax(values, 5, 9 + (1 << 32))}
+        others = {
+            ops.keyed_gumbel_argmax(values, 5 + (1 << 32), 9),
+            ops.keyed_gumbel_argmax(values, 5, 9 + (1 << 32)),
+        }
         assert draw not in others
 
     def test_strided_scores(self):
         wide = torch.randn(300, 2, generator=torch.Generator().manual_seed(2))
-        assert ops.keyed_gumbel_argmax(wide[:, 1], 1, 1) == ops.keyed_gumbel_argmax(wide[:, 1].contiguous(), 1, 1)
+        assert ops.keyed_gumbel_argmax(wide[:, 1], 1, 1) == ops.keyed_gumbel_argmax(
+            wide[:, 1].contiguous(), 1, 1
+        )
 
     def test_infinite_scores(self):
         assert ops.keyed_gumbel_argmax(torch.tensor([0.0, INF, NAN, INF]), 1, 1) == 1
@@ -177,7 +197,10 @@ def test_the_argmax_of_each_row(strided, **shape):
     logits = rows_of(**shape)
     given = torch.stack([logits, logits], 2)[..., 0] if strided else logits
     expected = [first_best(finite(row)) for row in logits]
-    for chosen in (ops.choose_tokens(given), ops.choose_tokens(given, torch.arange(len(logits)), None, torch.ones(1))):
+    for chosen in (
+        ops.choose_tokens(given),
+        ops.choose_tokens(given, torch.arange(len(logits)), None, torch.ones(1)),
+    ):
         assert chosen.dtype is torch.int64
         assert chosen.tolist() == expected
 
@@ -193,13 +216,20 @@ def test_the_draw_of_each_row(seed, positions, **shape):
         scores = (torch.tensor(finite(row), dtype=torch.float32) / temperature).tolist()
         expected.append(first_best(plain_gumbel_sums(scores, seed, position)))
     signed = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
-    drawn = ops.choose_tokens(logits, torch.tensor(positions, dtype=torch.int64), signed, temperature)
+    drawn = ops.choose_tokens(
+        logits, torch.tensor(positions, dtype=torch.int64), signed, temperature
+    )
     assert drawn.dtype is torch.int64
     assert drawn.tolist() == expected
 
 
 def test_rows_that_are_refused():
-    logits, positions, seed, one = torch.zeros(2, 3), torch.arange(2), torch.tensor([1]), torch.ones(1)
+    logits, positions, seed, one = (
+        torch.zeros(2, 3),
+        torch.arange(2),
+        torch.tensor([1]),
+        torch.ones(1),
+    )
     for wrong in (torch.zeros(3), logits.double(), logits[:, :0]):
         with pytest.raises(InputError, match="logits"):
             ops.choose_tokens(wrong)
@@ -216,7 +246,8 @@ def test_rows_that_are_refused():
 
 def chi_square_p_value(values, expected_values, draws=4000):
     counts = np.bincount(
-        [ops.keyed_gumbel_argmax(values, 11, position) for position in range(draws)], minlength=len(values)
+        [ops.keyed_gumbel_argmax(values, 11, position) for position in range(draws)],
+        minlength=len(values),
     )
     expected = draws * torch.softmax(expected_values.double(), 0).numpy()
     possible = expected > 0

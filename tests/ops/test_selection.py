@@ -24,24 +24,44 @@ class TestSelectBest:
     )
     @thorough
     def test_against_sorting(self, values, most, padding, limit):
-        order = sorted((i for i in range(len(values)) if values[i] > -INF), key=lambda i: (-values[i], i))
+        order = sorted(
+            (i for i in range(len(values)) if values[i] > -INF), key=lambda i: (-values[i], i)
+        )
         expected = sorted(order[: most if limit is None else max(0, min(most, limit))])
-        given = poisoned(torch.tensor(values, dtype=torch.float32), padding), count(len(values)), most
+        given = (
+            poisoned(torch.tensor(values, dtype=torch.float32), padding),
+            count(len(values)),
+            most,
+        )
         selected = ops.select_best(*given, None if limit is None else count(limit))
-        assert (selected.ids.dtype, selected.live.dtype, selected.live.shape) == (torch.int64, torch.int32, (1,))
+        assert (selected.ids.dtype, selected.live.dtype, selected.live.shape) == (
+            torch.int64,
+            torch.int32,
+            (1,),
+        )
         assert selected.ids.tolist() == expected + [0] * (most - len(expected))
         assert int(selected.live) == len(expected)
 
-    @given(trees(), st.integers(1, 140), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
+    @given(
+        trees(),
+        st.integers(1, 140),
+        st.integers(0, 10**6),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.integers(0, 3),
+    )
     @quick
     def test_path_log_probs_are_closed_under_parent(self, parents, most, seed, coarseness, padding):
         edges = -np.random.default_rng(seed).exponential(size=len(parents)).astype(np.float32)
         if coarseness:
-            edges = np.round(edges) * np.float32(coarseness)  # edges of 0: children tie with their parents
+            edges = np.round(edges) * np.float32(
+                coarseness
+            )  # edges of 0: children tie with their parents
         path = np.zeros(len(parents), dtype=np.float32)
         for node in range(1, len(parents)):
             path[node] = path[parents[node]] + edges[node]
-        found = ops.select_best(poisoned(torch.from_numpy(path), padding), count(len(parents)), most)
+        found = ops.select_best(
+            poisoned(torch.from_numpy(path), padding), count(len(parents)), most
+        )
         selected = found.alive().tolist()
         assert selected[0] == 0
         assert all(parents[node] in selected for node in selected[1:])
@@ -49,7 +69,9 @@ class TestSelectBest:
     def test_equal_values_are_taken_in_order(self):
         """The reason for the op: of equal values, topk keeps whichever it likes."""
         assert ops.select_best(torch.zeros(700), count(700), 60).ids.tolist() == list(range(60))
-        assert ops.select_best(torch.zeros(700), count(700), 60, count(7)).alive().tolist() == list(range(7))
+        assert ops.select_best(torch.zeros(700), count(700), 60, count(7)).alive().tolist() == list(
+            range(7)
+        )
 
     def test_zeros_of_either_sign_are_equal(self):
         assert ops.select_best(torch.tensor([-0.0, 0.0, -0.0]), count(3), 2).ids.tolist() == [0, 1]
@@ -127,7 +149,9 @@ class TestTopChildren:
             log_probs, columns = ops.top_children(view, 5)
             expected_log_probs, expected_columns = ops.top_children(view.contiguous(), 5)
             assert torch.equal(columns, expected_columns)
-            torch.testing.assert_close(log_probs, expected_log_probs)  # torch sums strided rows in another order
+            torch.testing.assert_close(
+                log_probs, expected_log_probs
+            )  # torch sums strided rows in another order
 
     def test_k_is_clipped_and_no_rows_are_fine(self):
         log_probs, columns = ops.top_children(torch.zeros(2, 3), 10)
@@ -154,5 +178,7 @@ class TestTopChildren:
         ):
             expected_columns, expected = brute_top_children(row, k, normalized)
             assert got_columns == expected_columns
-            expected = torch.tensor(expected, dtype=torch.float64).float().tolist()  # -inf where it leaves float32
+            expected = (
+                torch.tensor(expected, dtype=torch.float64).float().tolist()
+            )  # -inf where it leaves float32
             assert got_log_probs == pytest.approx(expected, rel=1e-6, abs=2e-6)

@@ -24,7 +24,9 @@ UNREAD = 2**31 - 1  # of what no row sees
 cases = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10**6),
-        "shape": st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([4, 20, 64, 96])),
+        "shape": st.tuples(
+            st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([4, 20, 64, 96])
+        ),
         "nodes": st.one_of(st.integers(1, 9), st.integers(1, 70)),
         "prefix": st.sampled_from([0, 1, 5, 63, 64, 65, 130]),
         "padding": st.integers(0, 3),
@@ -51,7 +53,11 @@ class Case(NamedTuple):
     def slots(self, row: int) -> list[int]:
         """Return the slots that a row sees."""
         before = int(self.prefix)
-        own = self.paths.nodes[row, : int(self.paths.counts[row])].tolist() if row < int(self.live) else None
+        own = (
+            self.paths.nodes[row, : int(self.paths.counts[row])].tolist()
+            if row < int(self.live)
+            else None
+        )
         return [] if own is None else [*range(before), *(before + node for node in own)]
 
     def mask(self) -> Tensor:
@@ -94,8 +100,12 @@ def drawn(
 
 def attention(case: Case) -> Tensor:
     """Compute attention in float64, under a mask."""
-    query, key, value = (part.double() for part in (case.query, case.key.nan_to_num(), case.value.nan_to_num()))
-    scores = torch.einsum("hgnd,hld->hgnl", query.view(key.shape[0], -1, *query.shape[1:]), key) * 0.3
+    query, key, value = (
+        part.double() for part in (case.query, case.key.nan_to_num(), case.value.nan_to_num())
+    )
+    scores = (
+        torch.einsum("hgnd,hld->hgnl", query.view(key.shape[0], -1, *query.shape[1:]), key) * 0.3
+    )
     weights = scores.masked_fill(~case.mask(), -INF).softmax(-1).nan_to_num(0.0)
     return torch.einsum("hgnl,hld->hgnd", weights, value).reshape(query.shape)
 
@@ -163,7 +173,10 @@ def test_it_gives_what_it_means(drawing: dict) -> None:
     case = drawn(**drawing)
     meant, exact = ops.by_meaning(case.run), attention(case)
     limit = TOLERANCE[meant.dtype] * max(1.0, float(exact.abs().max()))
-    for found in (case.run(), meant):  # each against float64: their own sums stand in different orders
+    for found in (
+        case.run(),
+        meant,
+    ):  # each against float64: their own sums stand in different orders
         assert found.dtype is meant.dtype
         assert float((found.double() - exact).abs().max()) <= limit
 
@@ -197,7 +210,9 @@ def test_a_row_that_sees_nothing_gives_zero(backend: str) -> None:
 def test_strided_inputs(backend: str, dtype: torch.dtype) -> None:
     case = drawn(seed=4, shape=(3, 2, 20), behind=2, dtype=dtype)
     slots, expected = case.key.shape[1], case.run()
-    slab = torch.full((2, 5, 3, 40, 20), NAN, dtype=dtype)  # layers behind keys and values: another stride of heads
+    slab = torch.full(
+        (2, 5, 3, 40, 20), NAN, dtype=dtype
+    )  # layers behind keys and values: another stride of heads
     slab[0, 2, :, :slots], slab[1, 2, :, :slots] = case.key, case.value
     for key, value in (
         (slab[0, 2], slab[1, 2]),  # a cache of more slots
@@ -207,7 +222,9 @@ def test_strided_inputs(backend: str, dtype: torch.dtype) -> None:
     ):
         assert torch.equal(case.run(key=key, value=value), expected)
     turned = case.query.transpose(0, 1).contiguous().transpose(0, 1)
-    nodes, counts = (torch.stack([part, torch.full_like(part, UNREAD)], -1)[..., 0] for part in case.paths)
+    nodes, counts = (
+        torch.stack([part, torch.full_like(part, UNREAD)], -1)[..., 0] for part in case.paths
+    )
     assert torch.equal(case.run(query=turned, paths=Paths(nodes, counts)), expected)
 
 

@@ -47,10 +47,16 @@ def check_structure(tree: TokenTree, room: int = 0) -> None:
     mask = ops.tree_mask(tree.ancestors, len(tree))
     for node in range(len(tree)):
         line = ancestors_or_self(parents, node)
-        assert bits(tree.ancestors[node]) == line == set(torch.nonzero(mask[node]).reshape(-1).tolist())
+        assert (
+            bits(tree.ancestors[node])
+            == line
+            == set(torch.nonzero(mask[node]).reshape(-1).tolist())
+        )
         assert depths[node] == len(line) - 1
         edges = [float(tree.log_probs[ancestor]) for ancestor in line]
-        assert math.isclose(float(tree.path_log_probs[node]), math.fsum(edges), rel_tol=1e-5, abs_tol=1e-5)
+        assert math.isclose(
+            float(tree.path_log_probs[node]), math.fsum(edges), rel_tol=1e-5, abs_tol=1e-5
+        )
         path = [int(tree.tokens[ancestor]) for ancestor in sorted(line)[1:]]
         assert tree.path_tokens(node) == path
 
@@ -67,26 +73,34 @@ def test_a_chain_sees_all_before_it(size: int) -> None:
     tree = TokenTree.root(7, size)
     for node in range(size - 1):
         tree.add(torch.tensor([node]), torch.tensor([node]), torch.tensor([-0.25]))
-    assert torch.equal(ops.tree_mask(tree.ancestors, size), torch.ones(size, size, dtype=torch.bool).tril())
+    assert torch.equal(
+        ops.tree_mask(tree.ancestors, size), torch.ones(size, size, dtype=torch.bool).tril()
+    )
     assert torch.equal(tree.ancestors, ops.ancestor_words(tree.parents))
     assert tree.path_log_probs.tolist() == [-0.25 * depth for depth in range(size)]
 
 
 @settings(deadline=None, max_examples=40)
 @given(shapes, st.data())
-def test_a_graft_is_what_adding_one_by_one_gives(shape: tuple[int, int], data: st.DataObject) -> None:
+def test_a_graft_is_what_adding_one_by_one_gives(
+    shape: tuple[int, int], data: st.DataObject
+) -> None:
     seed, size = shape
     whole, before = random_tree(seed, size, vocabulary=200), data.draw(st.integers(1, size))
     tree = TokenTree.root(int(whole.tokens[0]), size)
     tree.ancestors.fill_(-1)  # what stands there is undefined
     tree.ancestors[0], tree.ancestors[0, 0] = 0, 1
     for part in (slice(1, before), slice(before, size)):
-        entries = [getattr(whole, name)[part].tolist() for name in ("parents", "tokens", "log_probs")]
+        entries = [
+            getattr(whole, name)[part].tolist() for name in ("parents", "tokens", "log_probs")
+        ]
         assert tree.graft(*entries).alive().tolist() == list(range(part.start, part.stop))
     check_structure(tree)  # path log-probabilities too, against sums in float64
     for name in ("tokens", "parents", "depths", "log_probs", "ancestors"):
         assert torch.equal(getattr(tree, name), getattr(whole, name))
-    with pytest.raises(ValueError, match=rf"room for {size} nodes, .* has {size} and cannot take 1 more"):
+    with pytest.raises(
+        ValueError, match=rf"room for {size} nodes, .* has {size} and cannot take 1 more"
+    ):
         tree.graft([0], [999], [-1.0])
 
 
@@ -99,7 +113,9 @@ def test_subtree_is_the_tree_of_its_nodes(shape: tuple[int, int], data: st.DataO
     wanted = data.draw(st.sets(st.integers(0, size - 1), max_size=6))
     nodes = sorted({0}.union(*(ancestors_or_self(tree.parents.tolist(), node) for node in wanted)))
     padding = data.draw(st.integers(0, 70))
-    padded = Nodes(torch.tensor(nodes + [0] * padding), torch.tensor([len(nodes)], dtype=torch.int32))
+    padded = Nodes(
+        torch.tensor(nodes + [0] * padding), torch.tensor([len(nodes)], dtype=torch.int32)
+    )
     for part in (tree.subtree(Nodes.of(torch.tensor(nodes))), tree.subtree(padded)):
         assert (len(part), int(part.passes), int(part.overflow)) == (len(nodes), 3, 0)
         assert part.capacity in (len(nodes), len(nodes) + padding)
@@ -109,7 +125,9 @@ def test_subtree_is_the_tree_of_its_nodes(shape: tuple[int, int], data: st.DataO
         check_structure(part, room)
         for name in ("tokens", "depths", "log_probs", "path_log_probs"):
             assert torch.equal(getattr(part, name), getattr(tree, name)[nodes])
-        assert [part.path_tokens(node) for node in range(len(part))] == [tree.path_tokens(node) for node in nodes]
+        assert [part.path_tokens(node) for node in range(len(part))] == [
+            tree.path_tokens(node) for node in nodes
+        ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -236,7 +254,9 @@ def test_the_best_of_all_are_closed_under_parent(
 
 @settings(deadline=None, max_examples=40)
 @given(shapes, st.data(), st.integers(0, 12))
-def test_scores_and_the_best_of_some_nodes(shape: tuple[int, int], data: st.DataObject, most: int) -> None:
+def test_scores_and_the_best_of_some_nodes(
+    shape: tuple[int, int], data: st.DataObject, most: int
+) -> None:
     """In the order in which they are given; padding counts for nothing."""
     seed, size = shape
     tree = with_room(random_tree(seed, size, vocabulary=200), 3)
@@ -270,7 +290,9 @@ def test_a_tree_of_given_arrays() -> None:
     tree = TokenTree.of(*arrays, passes=6)
     check_structure(tree)
     assert (len(tree), tree.capacity, int(tree.passes), int(tree.overflow)) == (66, 66, 6, 0)
-    assert all(number.dtype is torch.int32 and number.shape == (1,) for number in (tree.size, tree.passes))
+    assert all(
+        number.dtype is torch.int32 and number.shape == (1,) for number in (tree.size, tree.passes)
+    )
     with pytest.raises(ValueError, match="earlier node"):
         TokenTree.of(arrays[0], arrays[1] + 1, *arrays[2:])
 
@@ -278,4 +300,6 @@ def test_a_tree_of_given_arrays() -> None:
 def test_a_flag_is_known_to_be_down_on_a_cpu() -> None:
     assert is_down(torch.tensor([False]))
     assert not is_down(torch.tensor([True]))
-    assert not is_down(torch.tensor([False], device="meta")), "elsewhere nothing is known without waiting"
+    assert not is_down(torch.tensor([False], device="meta")), (
+        "elsewhere nothing is known without waiting"
+    )

@@ -33,12 +33,20 @@ def check_entropy(logits, top, normalized):
 
 
 class TestTopEntropy:
-    @given(st.data(), st.integers(0, 4), st.one_of(st.integers(1, 30), st.sampled_from([255, 256, 300, 5000])))
+    @given(
+        st.data(),
+        st.integers(0, 4),
+        st.one_of(st.integers(1, 30), st.sampled_from([255, 256, 300, 5000])),
+    )
     @many
     def test_against_float64(self, data, rows, top):
         check_entropy(data.draw(matrices(st.just(rows))), top, False)
 
-    @given(st.data(), st.integers(0, 4), st.one_of(st.integers(1, 30), st.sampled_from([255, 256, 300, 5000])))
+    @given(
+        st.data(),
+        st.integers(0, 4),
+        st.one_of(st.integers(1, 30), st.sampled_from([255, 256, 300, 5000])),
+    )
     @many
     def test_of_log_probabilities(self, data, rows, top):
         check_entropy(data.draw(matrices(st.just(rows), highest=0.0)), top, True)
@@ -72,18 +80,30 @@ class TestTopEntropy:
     def test_known_values(self, backend):
         even = ops.top_entropy(torch.zeros(1, 1024), 2000)
         half = ops.top_entropy(torch.zeros(1, 1024), 512)
-        certain = ops.top_entropy(torch.tensor([[0.0, -INF, -INF], [-INF, -INF, NAN], [90.0, -90.0, 0.0]]), 2)
+        certain = ops.top_entropy(
+            torch.tensor([[0.0, -INF, -INF], [-INF, -INF, NAN], [90.0, -90.0, 0.0]]), 2
+        )
         alone = ops.top_entropy(torch.tensor([[3.0]]), 1)
         assert even.tolist() == pytest.approx([math.log(1024)], abs=1e-5)
-        assert half.tolist() == pytest.approx([math.log(1024) / 2], abs=1e-5)  # of p over the whole row
+        assert half.tolist() == pytest.approx(
+            [math.log(1024) / 2], abs=1e-5
+        )  # of p over the whole row
         assert certain.tolist() + alone.tolist() == pytest.approx([0.0] * 4, abs=1e-30)
 
     @each_backend
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_strided_rows_and_columns(self, backend, dtype):
         wide = torch.randn(600, 600, generator=torch.Generator().manual_seed(0)).to(dtype)
-        for view in (wide[:6, 17:400], wide[::200], wide[:, :5].T, wide[:6, ::2], wide[:1].expand(6, 600)):
-            torch.testing.assert_close(ops.top_entropy(view, 50), ops.top_entropy(view.contiguous(), 50))
+        for view in (
+            wide[:6, 17:400],
+            wide[::200],
+            wide[:, :5].T,
+            wide[:6, ::2],
+            wide[:1].expand(6, 600),
+        ):
+            torch.testing.assert_close(
+                ops.top_entropy(view, 50), ops.top_entropy(view.contiguous(), 50)
+            )
 
     @each_backend
     def test_refuses(self, backend):

@@ -26,7 +26,9 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # rel
 class TestTreeAttention:
     @pytest.mark.parametrize("dtype", list(LIMITS))
     @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (2, 1), (1, 4), (2, 7)])
-    @pytest.mark.parametrize(("rows", "prefix"), [(1, 0), (1, 300), (2, 5), (16, 333), (65, 0), (64, 129)])
+    @pytest.mark.parametrize(
+        ("rows", "prefix"), [(1, 0), (1, 300), (2, 5), (16, 333), (65, 0), (64, 129)]
+    )
     def test_against_float64(self, dtype, heads, groups, rows, prefix):
         generator = torch.Generator().manual_seed(rows + prefix)
         slots = prefix + rows
@@ -35,7 +37,9 @@ class TestTreeAttention:
         key, value = slab[0, :, :slots], slab[1, :, :slots]
         query = torch.randn(rows, heads * groups, 64, generator=generator).to(dtype).transpose(0, 1)
         mask = torch.ones(rows, slots, dtype=torch.bool)
-        mask[:, prefix:] = ops.tree_mask(ops.ancestor_words(torch.tensor(random_parents(rows, 1))), rows)
+        mask[:, prefix:] = ops.tree_mask(
+            ops.ancestor_words(torch.tensor(random_parents(rows, 1))), rows
+        )
         expected = exact_attention(query, key, value, mask, 0.125)
         forms = [mask, mask.repeat(groups, 1), ops.pack_mask(mask, groups, dtype)]
         for form in forms + ([None] if rows == 1 else []):

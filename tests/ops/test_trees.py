@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from specengine import ops
 from specengine.errors import InputError
 from specengine.ops import Nodes
-from tests.ops.inputs import HUGE, NAN, ancestors_or_self, count, poisoned, quick, random_parents, thorough, trees
+from tests.ops.inputs import (
+    HUGE,
+    NAN,
+    ancestors_or_self,
+    count,
+    poisoned,
+    quick,
+    random_parents,
+    thorough,
+    trees,
+)
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -25,7 +35,11 @@ class TestAncestorWordsAndTreeMask:
 
     @pytest.mark.parametrize("size", SIZES)
     def test_word_boundaries(self, size):
-        for parents in (random_parents(size, 3), list(range(-1, size - 1)), [-1] + [0] * (size - 1)):
+        for parents in (
+            random_parents(size, 3),
+            list(range(-1, size - 1)),
+            [-1] + [0] * (size - 1),
+        ):
             self.check(parents)
 
     def check(self, parents):
@@ -96,10 +110,14 @@ class Arrays(NamedTuple):
         return self.size, count(0), self.overflow
 
     def append(self, parents, tokens, edges, live):
-        return ops.append_nodes(self.arrays, self.size, parents, tokens, edges, count(live), self.overflow)
+        return ops.append_nodes(
+            self.arrays, self.size, parents, tokens, edges, count(live), self.overflow
+        )
 
     def state(self):
-        return [array.view(torch.int32).tolist() for array in (*self.arrays, self.size, self.overflow)]
+        return [
+            array.view(torch.int32).tolist() for array in (*self.arrays, self.size, self.overflow)
+        ]
 
 
 class TestAppendNodes:
@@ -110,16 +128,22 @@ class TestAppendNodes:
         tree, order, depth = Arrays.root(len(parents) + spare), [0], {0: 0}
         edges = torch.rand(len(parents), generator=torch.Generator().manual_seed(len(parents)))
         while len(order) < len(parents):
-            level = [node for node, parent in enumerate(parents) if parent in depth and node not in depth]
+            level = [
+                node for node, parent in enumerate(parents) if parent in depth and node not in depth
+            ]
             depth |= {node: depth[parents[node]] + 1 for node in level}
             places = torch.tensor([order.index(parents[node]) for node in level])
-            given = (poisoned(part, padding) for part in (places, torch.tensor(level), edges[level]))
+            given = (
+                poisoned(part, padding) for part in (places, torch.tensor(level), edges[level])
+            )
             ids = tree.append(*given, len(level))
             assert ids.dtype == torch.int64
             assert ids.tolist() == [*range(len(order), len(order) + len(level)), *[0] * padding]
             order += level
             assert (int(tree.size), int(tree.overflow)) == (len(order), 0)
-        tokens, above, depths, log_probs, paths, words = (array[: len(order)] for array in tree.arrays)
+        tokens, above, depths, log_probs, paths, words = (
+            array[: len(order)] for array in tree.arrays
+        )
         assert tokens[1:].tolist() == order[1:]
         assert above.tolist() == [-1, *(order.index(parents[node]) for node in order[1:])]
         assert depths.tolist() == [depth[node] for node in order]
@@ -131,7 +155,9 @@ class TestAppendNodes:
             assert float(paths[place]) == pytest.approx(float(edges[line[1:]].sum()), rel=1e-5)
         behind = [array[len(order) :].view(torch.int32).tolist() for array in tree.arrays]
         untouched = Arrays.root(len(parents) + spare).arrays
-        assert behind == [array[len(order) :].view(torch.int32).tolist() for array in untouched], "nothing behind them"
+        assert behind == [array[len(order) :].view(torch.int32).tolist() for array in untouched], (
+            "nothing behind them"
+        )
 
     @given(st.integers(1, 70), st.integers(1, 70), st.integers(0, 9), st.integers(0, 9))
     @thorough
@@ -165,14 +191,23 @@ class TestAppendNodes:
     def test_nothing(self):
         tree = Arrays.root(3)
         before = tree.state()
-        assert tree.append(*(torch.zeros(0, dtype=torch.int64),) * 2, torch.zeros(0), 0).shape == (0,)
+        assert tree.append(*(torch.zeros(0, dtype=torch.int64),) * 2, torch.zeros(0), 0).shape == (
+            0,
+        )
         for padding in (1, 5):  # of all kinds, and more than the room
             nothing = torch.full((padding,), HUGE)
-            assert tree.append(nothing, nothing, torch.full((padding,), NAN), 0).tolist() == [0] * padding
+            assert (
+                tree.append(nothing, nothing, torch.full((padding,), NAN), 0).tolist()
+                == [0] * padding
+            )
         assert tree.state() == before
 
     def test_strided_inputs(self):
-        given = torch.tensor([[0, 9], [0, 9]])[:, 0], torch.tensor([[5, 9], [6, 9]])[:, 0], torch.zeros(2, 2)[:, 1]
+        given = (
+            torch.tensor([[0, 9], [0, 9]])[:, 0],
+            torch.tensor([[5, 9], [6, 9]])[:, 0],
+            torch.zeros(2, 2)[:, 1],
+        )
         tree = Arrays.root(3)
         assert tree.append(*given, 2).tolist() == [1, 2]
         assert tree.arrays[0].tolist() == [0, 5, 6]
@@ -201,9 +236,13 @@ class TestAppendChildren:
     def hang(self, tree, frontier, **options):
         """Two children each, of the tokens 10, 11, 12 and so on."""
         tokens = 10 + torch.arange(2 * len(frontier.ids)).view(-1, 2)
-        found = ops.append_children(tree.arrays, tree.counters, frontier, tokens, -tokens.float() / 8, **options)
+        found = ops.append_children(
+            tree.arrays, tree.counters, frontier, tokens, -tokens.float() / 8, **options
+        )
         size = int(tree.size)
-        return found, list(zip(tree.arrays[1][1:size].tolist(), tree.arrays[0][1:size].tolist(), strict=True))
+        return found, list(
+            zip(tree.arrays[1][1:size].tolist(), tree.arrays[0][1:size].tolist(), strict=True)
+        )
 
     def test_parent_by_parent_and_of_the_chosen_the_first(self, backend):
         frontier = Nodes(torch.tensor([0, 0, HUGE]), count(2))
@@ -219,11 +258,16 @@ class TestAppendChildren:
             tree = Arrays.root(9)
             found, nodes = self.hang(tree, frontier, **options)
             assert nodes == [(0, token) for token in tokens]
-            assert found.ids.tolist() == [*range(1, 1 + len(tokens)), *[0] * (options.get("most", 6) - len(tokens))]
+            assert found.ids.tolist() == [
+                *range(1, 1 + len(tokens)),
+                *[0] * (options.get("most", 6) - len(tokens)),
+            ]
             assert int(found.live) == len(tokens)
             assert tree.arrays[3][1 : 1 + len(tokens)].tolist() == [-token / 8 for token in tokens]
 
-    def test_where_there_is_no_room_nothing_is_written_and_the_count_says_what_was_found(self, backend):
+    def test_where_there_is_no_room_nothing_is_written_and_the_count_says_what_was_found(
+        self, backend
+    ):
         tree = Arrays.root(2)
         found, nodes = self.hang(tree, Nodes.of(torch.zeros(1, dtype=torch.int64)))
         assert (int(found.live), nodes, int(tree.overflow), int(tree.size)) == (2, [], 1, 1)
@@ -235,7 +279,11 @@ class TestAppendChildren:
         with pytest.raises(InputError, match=r"^tokens: got"):
             ops.append_children(tree.arrays, tree.counters, Nodes.of(one), one, one.float())
         with pytest.raises(InputError, match="chosen"):
-            self.hang(Arrays.root(9), Nodes.of(torch.zeros(1, dtype=torch.int64)), chosen=torch.ones(1, 3) > 0)
+            self.hang(
+                Arrays.root(9),
+                Nodes.of(torch.zeros(1, dtype=torch.int64)),
+                chosen=torch.ones(1, 3) > 0,
+            )
 
 
 class TestSubtree:
@@ -249,7 +297,9 @@ class TestSubtree:
         known = ops.ancestor_words(torch.tensor(parents))
         behind = data.draw(st.sampled_from([0, 1, 70]))
         above, words = poisoned(torch.tensor(parents), behind), poisoned(known, behind)
-        new_parents, words = ops.subtree(above, words, torch.tensor(nodes + padding), count(len(nodes)))
+        new_parents, words = ops.subtree(
+            above, words, torch.tensor(nodes + padding), count(len(nodes))
+        )
         assert new_parents.dtype == words.dtype == torch.int64
         assert words.shape == (len(nodes) + len(padding), -(-(len(nodes) + len(padding)) // 64))
         places = [-1, *(nodes.index(parents[node]) for node in nodes[1:])]
@@ -270,7 +320,9 @@ class TestSubtree:
         if closed and all(parents[node] in nodes for node in nodes[1:]):
             assert len(ops.subtree(*given)[0]) == len(wanted)
         else:
-            with pytest.raises(InputError, match="nodes: must be ascending, start with the root and contain every"):
+            with pytest.raises(
+                InputError, match="nodes: must be ascending, start with the root and contain every"
+            ):
                 ops.subtree(*given)
 
     def test_strided_inputs(self):

@@ -36,9 +36,14 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def provided(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
     """A backend `fast` for CPUs that has these."""
     load = _registry._load.__wrapped__
-    known = {"fast": _Provider(("cpu",), "make fast"), "reference": _registry._PROVIDERS["reference"]}
+    known = {
+        "fast": _Provider(("cpu",), "make fast"),
+        "reference": _registry._PROVIDERS["reference"],
+    }
     monkeypatch.setattr(_registry, "_PROVIDERS", known)
-    monkeypatch.setattr(_registry, "_load", lambda name: (kernels, "") if name == "fast" else load(name))
+    monkeypatch.setattr(
+        _registry, "_load", lambda name: (kernels, "") if name == "fast" else load(name)
+    )
     ops.bind()
 
 
@@ -66,9 +71,18 @@ def test_one_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     ("wrong", "said"),
     [
         (raising, r"RuntimeError: no kernel image is available \(input 0\)"),
-        (lambda *given: (right(*given)[0] * 1.001, right(*given)[1]), r"instead of -?\d.* numbers differ"),
-        (lambda *given: (right(*given)[0], right(*given)[1].flip(1)), r"\d+ instead of \d+, \d+ of \d+ numbers differ"),
-        (lambda *given: (right(*given)[0], right(*given)[1].int()), r"torch.int32 \[5, 7\] instead of torch.int64"),
+        (
+            lambda *given: (right(*given)[0] * 1.001, right(*given)[1]),
+            r"instead of -?\d.* numbers differ",
+        ),
+        (
+            lambda *given: (right(*given)[0], right(*given)[1].flip(1)),
+            r"\d+ instead of \d+, \d+ of \d+ numbers differ",
+        ),
+        (
+            lambda *given: (right(*given)[0], right(*given)[1].int()),
+            r"torch.int32 \[5, 7\] instead of torch.int64",
+        ),
     ],
 )
 def test_one_that_raises_or_differs_is_left_out_once_and_for_all(
@@ -87,7 +101,9 @@ def test_one_that_raises_or_differs_is_left_out_once_and_for_all(
 
 
 def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    provided(monkeypatch, top_children=lambda *given: (right(*given)[0] * (1 + 1e-6), right(*given)[1]))
+    provided(
+        monkeypatch, top_children=lambda *given: (right(*given)[0] * (1 + 1e-6), right(*given)[1])
+    )
     assert ops.backends("cpu")["top_children"].name == "fast"
 
 
@@ -103,7 +119,9 @@ def test_a_mask_is_tried_with_the_attention_that_takes_it(monkeypatch: pytest.Mo
     def packed(mask: Tensor, *_: Any) -> tuple[Tensor]:
         return (mask,)
 
-    def attended(query: Tensor, key: Tensor, value: Tensor, mask: tuple[Tensor], scale: float) -> Tensor:
+    def attended(
+        query: Tensor, key: Tensor, value: Tensor, mask: tuple[Tensor], scale: float
+    ) -> Tensor:
         return by_meaning(ops.tree_attention, query, key, value, mask[0], scale)
 
     provided(monkeypatch, pack_mask=packed, tree_attention=attended)
@@ -111,7 +129,9 @@ def test_a_mask_is_tried_with_the_attention_that_takes_it(monkeypatch: pytest.Mo
     assert taken["pack_mask"].name == taken["tree_attention"].name == "fast"
 
 
-def test_reference_turns_all_off_and_a_name_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_turns_all_off_and_a_name_is_taken_at_its_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     provided(monkeypatch, top_children=raising)
     choose(monkeypatch, "reference")
     assert ops.top_children(LOGITS, 1)[1].tolist() == [[1]]
@@ -138,7 +158,9 @@ def test_cards_of_one_machine_are_tried_one_by_one(monkeypatch: pytest.MonkeyPat
         {"fast": _Provider(("cuda",), "make fast"), "reference": _registry._PROVIDERS["reference"]},
     )
     monkeypatch.setattr(_registry, "TRIED", ("cuda",))
-    monkeypatch.setattr(_trial, "differs", lambda _, __, device: "too small" if device.index == 1 else "")
+    monkeypatch.setattr(
+        _trial, "differs", lambda _, __, device: "too small" if device.index == 1 else ""
+    )
     with pytest.warns(RuntimeWarning, match="too small"):
         taken = [ops.backends(f"cuda:{number}")["top_children"].name for number in (0, 1, 0)]
     assert taken == ["fast", "reference", "fast"]
@@ -164,7 +186,9 @@ def test_trials_compile_in_threads_before_they_compare(monkeypatch: pytest.Monke
     _registry._compiled.cache_clear()
 
 
-def test_ops_that_cannot_change_an_answer_are_taken_with_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_that_cannot_change_an_answer_are_taken_with_the_first_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     walks: list[tuple[Any, ...]] = []
 
     def walk(*given: Any) -> Any:
@@ -178,7 +202,9 @@ def test_ops_that_cannot_change_an_answer_are_taken_with_the_first_that_can(monk
 
 
 def test_a_backend_of_which_nothing_runs_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    provided(monkeypatch, walk=raising, gather_rows=lambda *given: by_meaning(ops.gather_rows, *given))
+    provided(
+        monkeypatch, walk=raising, gather_rows=lambda *given: by_meaning(ops.gather_rows, *given)
+    )
     with pytest.warns(RuntimeWarning, match="walk on cpu runs in torch from now on") as warned:
         taken = ops.backends("cpu")
     assert len(warned) == 1

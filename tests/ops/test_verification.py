@@ -54,14 +54,22 @@ class TestWalk:
     def test_against_children_of_each_node(self, given, padding):
         path, bonus = way_down(*given)
         tokens, parents, chosen = given
-        padded = poisoned(tokens, padding), torch.cat([parents, torch.full((padding,), -1)]), poisoned(chosen, padding)
+        padded = (
+            poisoned(tokens, padding),
+            torch.cat([parents, torch.full((padding,), -1)]),
+            poisoned(chosen, padding),
+        )
         found = ops.walk(*padded, count(len(tokens)))
         assert [part.dtype for part in found] == [torch.int64, torch.int32, torch.int64]
         assert found.nodes.tolist() == path + [0] * (len(tokens) + padding - len(path))
         assert (found.live.tolist(), found.bonus.tolist()) == ([len(path)], [bonus])
 
     def test_children_in_padding_are_not_entered(self):
-        tokens, parents, chosen = torch.tensor([9, 5, 6]), torch.tensor([-1, 0, 1]), torch.tensor([5, 6, 7])
+        tokens, parents, chosen = (
+            torch.tensor([9, 5, 6]),
+            torch.tensor([-1, 0, 1]),
+            torch.tensor([5, 6, 7]),
+        )
         for size, path, bonus in ((1, [0], 5), (2, [0, 1], 6), (3, [0, 1, 2], 7)):
             found = ops.walk(tokens, parents, chosen, count(size))
             assert found.nodes[:size].tolist() == path
@@ -69,8 +77,14 @@ class TestWalk:
 
     def test_same_token_in_other_branches(self):
         tokens, parents = torch.tensor([9, 5, 6, 6, 5, 6]), torch.tensor([-1, 0, 0, 1, 2, 4])
-        for chosen, path in (([6, 6, 5, 1, 6, 7], [0, 2, 4, 5]), ([5, 6, 5, 1, 6, 7], [0, 1, 3]), ([9] * 6, [0])):
-            assert ops.walk(tokens, parents, torch.tensor(chosen), count(6)).nodes.tolist()[: len(path) + 1] == [
+        for chosen, path in (
+            ([6, 6, 5, 1, 6, 7], [0, 2, 4, 5]),
+            ([5, 6, 5, 1, 6, 7], [0, 1, 3]),
+            ([9] * 6, [0]),
+        ):
+            assert ops.walk(tokens, parents, torch.tensor(chosen), count(6)).nodes.tolist()[
+                : len(path) + 1
+            ] == [
                 *path,
                 *[0] * (len(path) < 6),
             ]
@@ -82,7 +96,11 @@ class TestWalk:
 
     def test_refuses(self):
         one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        for inputs in ((one, one, two, count(1)), (one, one, one, one), (one[None], one[None], one[None], count(1))):
+        for inputs in (
+            (one, one, two, count(1)),
+            (one, one, one, one),
+            (one[None], one[None], one[None], count(1)),
+        ):
             with pytest.raises(InputError, match=r"^(tokens|parents|chosen|size): got"):
                 ops.walk(*inputs)
 
@@ -104,7 +122,12 @@ class TestCompactKV:
         if not contiguous:
             slab = slab.transpose(0, 2)
         before = slab.clone()
-        ops.compact_kv(slab, poisoned(torch.tensor(path, dtype=torch.int64), padding), count(len(path)), count(prefix))
+        ops.compact_kv(
+            slab,
+            poisoned(torch.tensor(path, dtype=torch.int64), padding),
+            count(len(path)),
+            count(prefix),
+        )
         for slot in {*range(50)} - {*range(prefix + len(path), prefix + len(path) + padding)}:
             inside = 0 <= slot - prefix < len(path)
             source = prefix + path[slot - prefix] if inside else slot
@@ -139,11 +162,17 @@ class TestCompactKV:
 
 class TestGatherRows:
     @quick
-    @given(st.integers(0, 9), st.integers(1, 20), st.integers(1, 20), st.sampled_from([torch.float32, torch.bfloat16]))
+    @given(
+        st.integers(0, 9),
+        st.integers(1, 20),
+        st.integers(1, 20),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+    )
     def test_against_indexing(self, rows, channels, own, dtype):
         random = torch.Generator().manual_seed(rows)
         states, table = (
-            torch.randn(n, 2 * c, generator=random).to(dtype)[:, ::2] for n, c in ((7, channels), (11, own))
+            torch.randn(n, 2 * c, generator=random).to(dtype)[:, ::2]
+            for n, c in ((7, channels), (11, own))
         )
         sources, tokens = (torch.randint(n, (rows,), generator=random) for n in (7, 11))
         found = ops.gather_rows(states, sources, table, tokens)
@@ -153,7 +182,16 @@ class TestGatherRows:
             assert torch.equal(found[1][row], table[token])
 
     def test_refuses(self):
-        rows, one, two = torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        for sources, tokens in ((one, two), (one.int(), one), (one, one.int()), (one[None], one[None])):
+        rows, one, two = (
+            torch.zeros(3, 4),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+        )
+        for sources, tokens in (
+            (one, two),
+            (one.int(), one),
+            (one, one.int()),
+            (one[None], one[None]),
+        ):
             with pytest.raises(InputError, match=r"^(sources|tokens): got"):
                 ops.gather_rows(rows, sources, rows, tokens)

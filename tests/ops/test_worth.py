@@ -30,7 +30,9 @@ def prices(draw, nodes=12, width=5):
         verify.sort()
     widths = sorted({*draw(st.lists(st.integers(1, len(draft)), max_size=3)), len(draft)})
     scales = draw(st.sampled_from(STEPS)), draw(st.sampled_from(STEPS))
-    tables = (table_of(scale, *points) for scale, points in zip(scales, (verify, draft), strict=True))
+    tables = (
+        table_of(scale, *points) for scale, points in zip(scales, (verify, draft), strict=True)
+    )
     return Prices(*tables, torch.tensor(widths))
 
 
@@ -60,7 +62,13 @@ class Slow:
             for edge in self.profile[level].tolist():
                 chances.append(chance * edge)
                 if chance * edge > 0:
-                    rest.append((chance * edge, int(worth.level_of(torch.tensor(edge), self.levels)), len(chances) - 1))
+                    rest.append(
+                        (
+                            chance * edge,
+                            int(worth.level_of(torch.tensor(edge), self.levels)),
+                            len(chances) - 1,
+                        )
+                    )
         now = worth_of(chances, self.verify) - spent
         return now if left == 1 else max(now, self.best(chances, rest, width, left - 1, spent))
 
@@ -68,7 +76,11 @@ class Slow:
         values = [self.best(chances, waiting, width, rounds) for width in self.widths]
         if max(values) <= worth_of(chances, self.verify) + WORTH:
             return []
-        width = next(width for width, value in zip(self.widths, values, strict=True) if value >= max(values) - WORTH)
+        width = next(
+            width
+            for width, value in zip(self.widths, values, strict=True)
+            if value >= max(values) - WORTH
+        )
         order = sorted(waiting, key=lambda node: (-node[0], node[2]))
         return sorted(place for _, _, place in order[:width])
 
@@ -81,7 +93,9 @@ def searches(draw):
     flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     shape = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
-    profile = torch.rand(shape, generator=generator).sort(1, descending=True).values * draw(st.sampled_from([0.2, 1.0]))
+    profile = torch.rand(shape, generator=generator).sort(1, descending=True).values * draw(
+        st.sampled_from([0.2, 1.0])
+    )
     paths, edges = tree.path_log_probs * scale, tree.log_probs * scale
     return paths, edges, torch.tensor(flags), profile, draw(prices()), draw(st.integers(1, 3))
 
@@ -93,7 +107,11 @@ class TestNextPass:
         paths, edges, waiting, profile, given, rounds = search
         chances = paths.double().exp().tolist()
         levels = worth.level_of(edges.exp(), len(profile)).tolist()
-        nodes = [(chances[i], levels[i] if i else 0, i) for i, there in enumerate(waiting.tolist()) if there]
+        nodes = [
+            (chances[i], levels[i] if i else 0, i)
+            for i, there in enumerate(waiting.tolist())
+            if there
+        ]
         expected = Slow(profile.double(), given).next(chances, nodes, rounds)
         behind = torch.ones(padding, dtype=torch.bool)
         for found in of_each(
@@ -121,10 +139,16 @@ class TestNextPass:
     @each_backend
     def test_a_second_round_sees_what_one_does_not(self, backend):
         """Of verifying more than the root the price is paid once, by two passes."""
-        given = Prices(torch.tensor([0, 0, 0.5, 0.5, 0.5]), torch.tensor([0, 0.5]), torch.tensor([1]))
+        given = Prices(
+            torch.tensor([0, 0, 0.5, 0.5, 0.5]), torch.tensor([0, 0.5]), torch.tensor([1])
+        )
         profile = torch.tensor([[0.9], [0.95], [0.95]])
         root = torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), count(1)
-        assert [int(ops.next_pass(*root, profile, given, rounds).live) for rounds in (1, 2, 3)] == [0, 1, 1]
+        assert [int(ops.next_pass(*root, profile, given, rounds).live) for rounds in (1, 2, 3)] == [
+            0,
+            1,
+            1,
+        ]
 
     @each_backend
     @pytest.mark.parametrize(
@@ -180,9 +204,15 @@ class TestSelectWorth:
         paths = tree.path_log_probs.round() if data.draw(st.booleans()) else tree.path_log_probs
         order = sorted(range(size), key=lambda node: (-float(paths[node]), node))
         considered = range(1, min(most, len(price) - 1, size) + 1)
-        values = [float(paths[order[:n]].double().exp().sum()) - float(price[n]) for n in considered]
-        taken = next(n for n, value in zip(considered, values, strict=True) if value >= max(values) - WORTH)
-        for found in of_each(lambda: ops.select_worth(poisoned(paths, padding), count(size), price, most)).values():
+        values = [
+            float(paths[order[:n]].double().exp().sum()) - float(price[n]) for n in considered
+        ]
+        taken = next(
+            n for n, value in zip(considered, values, strict=True) if value >= max(values) - WORTH
+        )
+        for found in of_each(
+            lambda: ops.select_worth(poisoned(paths, padding), count(size), price, most)
+        ).values():
             assert alive(found) == [sorted(order[:taken])]
             assert len(found.ids) == most
 
@@ -221,7 +251,9 @@ def fresh(groups=1):
         torch.zeros(1, dtype=torch.int64),
     )
     flags = [torch.zeros(5, dtype=torch.bool) for _ in range(2)]
-    return counts, Notes(torch.zeros(5), *(torch.zeros(5, dtype=torch.int64) for _ in range(2)), *flags)
+    return counts, Notes(
+        torch.zeros(5), *(torch.zeros(5, dtype=torch.int64) for _ in range(2)), *flags
+    )
 
 
 class TestChances:
@@ -232,7 +264,9 @@ class TestChances:
         stated = torch.tensor([1.2e-7, 0.5, 0.0, -1e-3])
         found = ops.chances(stated, torch.zeros(4, dtype=torch.int64), table)
         knot = (math.log(1e-3) * -1 + ODDS) * (KNOTS - 1) / (2 * ODDS)
-        torch.testing.assert_close(found.exp(), torch.tensor([1.0, 1.0, 1.0, (knot + 1) / KNOTS]), rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            found.exp(), torch.tensor([1.0, 1.0, 1.0, (knot + 1) / KNOTS]), rtol=1e-4, atol=0
+        )
 
     @each_backend
     def test_linear_between_the_knots_and_flat_behind_them(self, backend):
@@ -260,12 +294,16 @@ class TestCounting:
         tree = toy.TokenTree.root(9, 4)
         tree.graft([0, 0, 1], [5, 6, 7], [math.log(0.5), math.log(0.25), math.log(0.5)])
         counts, notes = fresh()
-        notes.stated[:4] = torch.tensor([0.0, *torch.tensor([0.5, 0.5, 0.5]).log()])  # at the middle knot
+        notes.stated[:4] = torch.tensor(
+            [0.0, *torch.tensor([0.5, 0.5, 0.5]).log()]
+        )  # at the middle knot
         notes.cells[:4] = torch.tensor([0, 1, 2, 3])
         notes.places[:4] = torch.tensor([0, 0, 1, 0])
         notes.drafted[:2] = True
         path = Nodes(torch.tensor([0, 1, 0]), count(2))
-        ops.count_outcomes(tree.arrays, count(4), path, torch.tensor([5, 8, 5]), counts, notes, throughput_of())
+        ops.count_outcomes(
+            tree.arrays, count(4), path, torch.tensor([5, 8, 5]), counts, notes, throughput_of()
+        )
         middle = KNOTS // 2
         assert counts.tries[:5, middle].tolist() == [2, 3, 3, 3, 2]
         assert counts.hits[:5, middle].tolist() == [1, 2, 1, 1, 1]
@@ -286,7 +324,15 @@ class TestCounting:
         notes.stated[1], path = math.log(0.5), Nodes.of(torch.tensor([0]))
         for token, bound in ((5, MAX_CHANCE), (6, MIN_CHANCE)):
             for _ in range(3000):
-                ops.count_outcomes(tree.arrays, count(2), path, torch.tensor([token]), counts, notes, throughput_of())
+                ops.count_outcomes(
+                    tree.arrays,
+                    count(2),
+                    path,
+                    torch.tensor([token]),
+                    counts,
+                    notes,
+                    throughput_of(),
+                )
             assert math.isclose(float(counts.tries[0, KNOTS // 2]), WINDOW, rel_tol=1e-4)
             assert math.isclose(float(counts.table[0, KNOTS // 2]), bound, rel_tol=1e-4)
 
@@ -308,7 +354,16 @@ def throughput_of(nodes=9, width=3, seconds=0.0):
     """Verification that costs nothing, and passes of so many seconds; nothing was earned yet."""
     verify, draft = torch.zeros(nodes + 1), torch.full((width + 1,), seconds)
     prices = Prices(verify.clone(), torch.zeros(width + 1), torch.tensor([width]))
-    return Throughput(verify, draft, prices, torch.ones(2), torch.zeros(1), count(0), torch.zeros(1), torch.zeros(0))
+    return Throughput(
+        verify,
+        draft,
+        prices,
+        torch.ones(2),
+        torch.zeros(1),
+        count(0),
+        torch.zeros(1),
+        torch.zeros(0),
+    )
 
 
 class TestGrowLikely:
@@ -318,10 +373,14 @@ class TestGrowLikely:
         counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid())
         limits = Limits(changes.pop("least", -20.0), changes.pop("budget", 4), 1, 9)
         throughput = changes.pop("throughput", None) or throughput_of()
-        counters = tuple(changes.get(name, getattr(tree, name)) for name in ("size", "passes", "overflow"))
+        counters = tuple(
+            changes.get(name, getattr(tree, name)) for name in ("size", "passes", "overflow")
+        )
         drafted = Drafted(logits, tokens, True, marks)
         return (
-            ops.grow_likely(tree.arrays, counters, frontier, drafted, counts, notes, throughput, limits),
+            ops.grow_likely(
+                tree.arrays, counters, frontier, drafted, counts, notes, throughput, limits
+            ),
             notes,
             throughput,
         )
@@ -331,7 +390,9 @@ class TestGrowLikely:
         tree = toy.TokenTree.root(9, 4)
         stated = torch.tensor([[0.6, 0.3, 0.05, 0.0]]).log()
         marks = torch.tensor([[0, 3, 1, 0]], dtype=torch.uint8)
-        found, notes, _ = self.grow(tree, tree.root_alone(), stated, torch.tensor([4, 5, 6, 7]), marks, budget=2)
+        found, notes, _ = self.grow(
+            tree, tree.root_alone(), stated, torch.tensor([4, 5, 6, 7]), marks, budget=2
+        )
         assert tree.tokens[:3].tolist() == [9, 4, 5]
         assert alive(found) == [[1, 2]]
         assert notes.waiting.tolist()[:4] == [False, True, True, False]
@@ -339,7 +400,9 @@ class TestGrowLikely:
         assert notes.places[1:3].tolist() == [0, 1]
         assert notes.cells[1:3].tolist() == [0, 3 * worth.DEPTHS * worth.RANKS + 1]
         torch.testing.assert_close(notes.stated[1:3], stated[0, :2])
-        again, _, _ = self.grow(tree, Nodes.of(torch.tensor([1])), stated[:, :2], least=math.log(0.3))
+        again, _, _ = self.grow(
+            tree, Nodes.of(torch.tensor([1])), stated[:, :2], least=math.log(0.3)
+        )
         assert alive(again) == [[3]]
         assert tree.parents[:4].tolist() == [-1, 0, 0, 1]
 
@@ -354,20 +417,33 @@ class TestGrowLikely:
         for passes, wanted in ((8, [[1]]), (9, [[]])):
             tree, throughput = toy.TokenTree.root(9, 4), throughput_of(seconds=2.0)
             tree.passes.fill_(passes)
-            assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput)[0]) == wanted
+            assert (
+                alive(
+                    self.grow(
+                        tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput
+                    )[0]
+                )
+                == wanted
+            )
             assert float(throughput.drafting) == 2.0
 
     @each_backend
     def test_a_pass_that_costs_more_than_it_brings_is_not_drafted(self, backend):
         tree, throughput = toy.TokenTree.root(9, 4), throughput_of()
         throughput.prices.draft.fill_(9.0)
-        assert alive(self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput)[0]) == [[]]
+        assert alive(
+            self.grow(tree, tree.root_alone(), torch.tensor([[-0.5]]), throughput=throughput)[0]
+        ) == [[]]
 
     @each_backend
     def test_refusals(self, backend):
         tree = toy.TokenTree.root(9, 4)
         root, logits = tree.root_alone(), torch.tensor([[-1.0, -INF]])
-        for wrong in ((root, logits[0]), (root, logits.double()), (Nodes.of(torch.zeros(2).long()), logits)):
+        for wrong in (
+            (root, logits[0]),
+            (root, logits.double()),
+            (Nodes.of(torch.zeros(2).long()), logits),
+        ):
             with pytest.raises(InputError, match=r"^(frontier|logits): got"):
                 self.grow(tree, *wrong)
         with pytest.raises(InputError, match=r"^token_ids: got"):

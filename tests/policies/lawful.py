@@ -120,7 +120,11 @@ class World:
         draft = drafted(self.policy, self.drafter)
         assert draft.kept is not None
         path, chosen = self.walk(draft.tree)
-        self.policy.learn(Outcome(draft.grown, Nodes.of(draft.kept[torch.tensor(path)]), torch.tensor(chosen), None))
+        self.policy.learn(
+            Outcome(
+                draft.grown, Nodes.of(draft.kept[torch.tensor(path)]), torch.tensor(chosen), None
+            )
+        )
         return draft
 
     def walk(self, tree: TokenTree) -> tuple[list[int], list[int]]:
@@ -142,7 +146,11 @@ class World:
         return sum(chances)
 
     def children(self, tree: TokenTree, parent: int) -> dict[int, int]:
-        return {int(tree.tokens[node]): node for node in range(1, len(tree)) if int(tree.parents[node]) == parent}
+        return {
+            int(tree.tokens[node]): node
+            for node in range(1, len(tree))
+            if int(tree.parents[node]) == parent
+        }
 
     def choose(self, tree: TokenTree, parent: int) -> int:
         drawn = self.random.random()

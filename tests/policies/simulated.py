@@ -52,7 +52,9 @@ class Copies(Lawful):
         first = int(nodes.alive()[0])
         parents = [first, *range(len(tree), len(tree) + length - 1)]
         tokens = [50 + place for place in range(length)]
-        return Free(parents, tokens, [math.log(self.stated)] * length, [FREE] * length, [0] * length)
+        return Free(
+            parents, tokens, [math.log(self.stated)] * length, [FREE] * length, [0] * length
+        )
 
 
 ROWS: Rows = [[0.6, 0.2, 0.1]] * LEVELS
@@ -93,7 +95,11 @@ class Machine:
         """Return the seconds of a verification and of draft passes."""
         self.cycles += 1
         slower = self.slower(self.cycles)
-        verify = interpolated(self.costs.verify, rows) * slower * math.exp(self.random.gauss(0, self.noise))
+        verify = (
+            interpolated(self.costs.verify, rows)
+            * slower
+            * math.exp(self.random.gauss(0, self.noise))
+        )
         draft = sum(interpolated(self.costs.draft, width) for width in widths) * slower
         return verify, draft
 

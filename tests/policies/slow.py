@@ -29,9 +29,13 @@ DRAFTS = st.fixed_dictionaries(
 )
 
 
-def drafter(vocabulary: int, seed: int, *, concentration: float = 0.3, exact: float = 0.0) -> ToyDrafter:
+def drafter(
+    vocabulary: int, seed: int, *, concentration: float = 0.3, exact: float = 0.0
+) -> ToyDrafter:
     """A draft made of tables; its log-probabilities reach the policy as they are."""
-    draft = ToyDrafter(Tables(vocabulary, seed, concentration=concentration, exact=exact), normalized=True)
+    draft = ToyDrafter(
+        Tables(vocabulary, seed, concentration=concentration, exact=exact), normalized=True
+    )
     draft.begin([seed % vocabulary])
     return draft
 
@@ -42,7 +46,10 @@ def grow(policy: TreePolicy, draft: ToyDrafter) -> TokenTree:
 
 def paths(tree: TokenTree) -> Layer:
     """The tree's nodes as paths, the root's being empty."""
-    return {tuple(tree.path_tokens(node)): score for node, score in enumerate(tree.path_log_probs.numpy())}
+    return {
+        tuple(tree.path_tokens(node)): score
+        for node, score in enumerate(tree.path_log_probs.numpy())
+    }
 
 
 def layers(tree: TokenTree) -> list[Layer]:
@@ -66,7 +73,9 @@ def ranked(draft: ToyDrafter, parents: Layer) -> list[tuple[Path, np.float32]]:
     found = []
     for place, (path, score) in enumerate(parents.items()):
         row = draft.tables.logits([*draft.tokens, 0, *path]).numpy()
-        found += [(-child, place, -row[name[-1]], name) for name, child in children(draft, path, score)]
+        found += [
+            (-child, place, -row[name[-1]], name) for name, child in children(draft, path, score)
+        ]
     return [(name, np.float32(-score)) for score, _, _, name in sorted(found)]
 
 

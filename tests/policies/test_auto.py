@@ -32,7 +32,9 @@ from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted
 from tests.toy import CPU
 
-HELD = [float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)]  # that a table holds exactly
+HELD = [
+    float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)
+]  # that a table holds exactly
 CHEAP = PassCosts("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
 
 
@@ -59,7 +61,9 @@ def rows(draw: Any) -> Rows:
     found = list[list[float]]()
     for _ in range(LEVELS):
         row = list[float]()
-        for chance in sorted(draw(st.lists(st.sampled_from(HELD), min_size=1, max_size=3)), reverse=True):
+        for chance in sorted(
+            draw(st.lists(st.sampled_from(HELD), min_size=1, max_size=3)), reverse=True
+        ):
             if sum(row) + chance <= 1:
                 row.append(chance)
         found.append(row)
@@ -71,9 +75,15 @@ def costs(draw: Any, most: int, width: int, step: int | None) -> PassCosts:
     """Verification that rises more and more, or, with `step`, by so many nodes at once."""
     slope = draw(st.sampled_from([0.01, 0.03, 0.1, 0.3]))
     curved = 0.0 if step else draw(st.sampled_from([0.0, 0.2]))
-    counts = {n: (n - 1) // step * step / 2 if step else (n - 1) * (1 + curved * (n - 2)) for n in range(1, most + 1)}
+    counts = {
+        n: (n - 1) // step * step / 2 if step else (n - 1) * (1 + curved * (n - 2))
+        for n in range(1, most + 1)
+    }
     verify = {n: 1 + slope * count for n, count in counts.items()}
-    least, more = draw(st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.4, 1.0])), draw(st.sampled_from([0.0, 0.01, 0.05]))
+    least, more = (
+        draw(st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.4, 1.0])),
+        draw(st.sampled_from([0.0, 0.01, 0.05])),
+    )
     return PassCosts("drawn", verify, {1: least, width + 1: least + more * width})
 
 
@@ -120,7 +130,9 @@ def test_the_tree_of_the_most_tokens_per_time(step: int | None, bound: float) ->
     ],
     ids=["draft that costs too much", "draft that is never right"],
 )
-def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(given: PassCosts, law: Rows) -> None:
+def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(
+    given: PassCosts, law: Rows
+) -> None:
     policy = auto(given)
     world = World(policy, Lawful(law), lambda tree, node: 0.0)
     drafts = [world.cycle() for _ in range(150)]
@@ -131,14 +143,29 @@ def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(giv
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows(), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
+@given(
+    rows(),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
 def test_caps_hold_whatever_was_counted(
     law: Rows, budget: int, width: int, passes: int, rounds: int, seed: int
 ) -> None:
-    policy = auto(PassCosts("free", {1: 1.0}, {1: 0.0}), budget=budget, width=width, max_passes=passes, rounds=rounds)
+    policy = auto(
+        PassCosts("free", {1: 1.0}, {1: 0.0}),
+        budget=budget,
+        width=width,
+        max_passes=passes,
+        rounds=rounds,
+    )
     drafter, asked = Lawful(law), list[int]()
     step = drafter.step
-    drafter.step = lambda tree, frontier: asked.append(len(frontier.alive())) or step(tree, frontier)  # type: ignore
+    drafter.step = lambda tree, frontier: (
+        asked.append(len(frontier.alive())) or step(tree, frontier)
+    )  # type: ignore
     world = World(policy, drafter, lambda tree, node: math.exp(tree.log_probs[node]), seed)
     for _ in range(4):
         asked.clear()
@@ -183,11 +210,16 @@ def test_a_draft_that_becomes_worse_is_noticed() -> None:
     policy, chance = auto(given, budget=16, width=2, max_passes=6), [0.9]
     world = World(policy, Lawful([[0.5]] * LEVELS), lambda tree, node: chance[0], seed=3)
     for chance[0] in (0.9, 0.1):
-        best = max(found.rate for found in all_ways([chance] * LEVELS, given, budget=16, width=1, passes=6))
+        best = max(
+            found.rate for found in all_ways([chance] * LEVELS, given, budget=16, width=1, passes=6)
+        )
         lost = list[float]()
         for _ in range(600):
             draft = world.cycle()
-            time = float(state_of(policy).throughput.verify[len(draft.tree)] + state_of(policy).throughput.drafting)
+            time = float(
+                state_of(policy).throughput.verify[len(draft.tree)]
+                + state_of(policy).throughput.drafting
+            )
             lost.append(best * time - world.expected(draft.tree))
         assert min(lost) > -1e-4
         assert np.mean(lost[-60:]) < 0.03 * best < np.mean(lost[:20])
@@ -203,7 +235,11 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     assert policy.plan().reads_costs
     policy.begin(0, costs=lambda: thought)
     verify, draft = 3.0, 1 / 3
-    world = World(policy, Lawful([[0.7, 0.2]] * LEVELS), lambda tree, node: 0.7 if int(tree.tokens[node]) == 0 else 0.2)
+    world = World(
+        policy,
+        Lawful([[0.7, 0.2]] * LEVELS),
+        lambda tree, node: 0.7 if int(tree.tokens[node]) == 0 else 0.2,
+    )
     drafted_before = thought.table(64, 8, 0)
     used = collections.Counter[int]()
     for _ in range(12 * REPRICED):
@@ -218,19 +254,25 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
         policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], real, 1)))
     found = state_of(policy).throughput
     (rows, _), *_ = used.most_common()
-    assert math.isclose(float(found.verify[rows] / drafted_before.verify[rows]), verify, rel_tol=0.05)
+    assert math.isclose(
+        float(found.verify[rows] / drafted_before.verify[rows]), verify, rel_tol=0.05
+    )
     assert math.isclose(float(found.verify[1] / drafted_before.verify[1]), verify, rel_tol=0.15)
     assert math.isclose(float(found.draft[1] / drafted_before.draft[1]), draft, rel_tol=0.05)
     before = found.verify.clone()
     for _ in range(2 * REPRICED):  # whose parts nobody has timed
-        policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], Seconds(total=9.0, split=False), 1)))
+        policy.learn(
+            Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], Seconds(total=9.0, split=False), 1))
+        )
     assert torch.equal(found.verify, before)
 
 
 def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycle_takes() -> None:
     """Of 200 answers, whose other cycles stay on a device and take what was measured."""
     verify, draft, overhead = 0.0090, 0.0008, 0.0004
-    measured = PassCosts("graphs", {64: verify}, {8: draft}, measured=True, overhead=overhead, padded=True)
+    measured = PassCosts(
+        "graphs", {64: verify}, {8: draft}, measured=True, overhead=overhead, padded=True
+    )
     policy = auto(MEASURED)
     assert policy.plan().times
     tree = drafted(policy, Lawful([[0.7, 0.2]] * LEVELS)).tree
@@ -242,13 +284,17 @@ def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycl
             passes = number % 4
             tree.passes.fill_(passes)
             took = overhead + passes * draft
-            seconds = Seconds(draft=took, verify=verify, total=0.02, model=verify + took, captured=True)
+            seconds = Seconds(
+                draft=took, verify=verify, total=0.02, model=verify + took, captured=True
+            )
             counted = state_of(policy).counts.tries.clone() if number == 35 else None
             policy.learn(Outcome.of(Cycle(tree, [0], [ELSEWHERE], seconds, 1, learnt=True)))
             if counted is not None:  # inside the graph
                 assert torch.equal(state_of(policy).counts.tries, counted)
     corrections = policy._costs.corrections
-    assert [corrections.verify.factor, corrections.draft.factor] == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert [corrections.verify.factor, corrections.draft.factor] == pytest.approx(
+        [1.0, 1.0], abs=1e-3
+    )
     assert float(state_of(policy).throughput.verify[1]) == pytest.approx(verify, rel=1e-3)
     assert policy._pace._gain < 0.1  # one token of each cycle, whose passes brought nothing
 
@@ -267,7 +313,9 @@ def test_costs_that_stay_are_not_corrected() -> None:
     draft = drafted(policy, Lawful([[0.5]] * LEVELS))
     before = state_of(policy).throughput.verify.clone()
     for _ in range(2 * REPRICED):
-        policy.learn(Outcome.of(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1)))
+        policy.learn(
+            Outcome.of(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1))
+        )
     assert torch.equal(state_of(policy).throughput.verify, before)
 
 
@@ -294,7 +342,9 @@ class Freely(Lawful):
         first = int(nodes.alive()[0])
         parents = [first, *range(len(tree), len(tree) + length - 1)]
         tokens = [50 + i for i in range(length)]  # that the draft does not propose
-        return Free(parents, tokens, [math.log(self.stated)] * length, [FREE] * length, [0] * length)
+        return Free(
+            parents, tokens, [math.log(self.stated)] * length, [FREE] * length, [0] * length
+        )
 
 
 def sure(tree: TokenTree, node: int) -> float:
@@ -310,7 +360,9 @@ def test_free_continuations_are_hung_and_accepted_and_passes_left_out_where_they
     assert int(last.grown.passes) == 0
     assert last.tree.tokens.tolist() == [0, *range(50, 55)]
     assert world.expected(last.tree) == 6.0
-    cell = ops.worth.cells_of(torch.tensor([0]), torch.tensor([FREE]), torch.tensor([1]), torch.tensor([0]))
+    cell = ops.worth.cells_of(
+        torch.tensor([0]), torch.tensor([FREE]), torch.tensor([1]), torch.tensor([0])
+    )
     counts = state_of(policy).counts
     assert float(ops.chances(torch.tensor([0.9]).log(), cell, counts.table).exp()) > 0.95
     assert all(len(draft.grown) <= policy.capacity and len(draft.tree) <= 8 for draft in drafts)
@@ -328,9 +380,13 @@ def test_free_continuations_that_are_never_right_are_given_up() -> None:
     truth = [0.6, 0.2]
     law = Freely([truth] * LEVELS, 0.9, 5)
     world = World(
-        policy, law, lambda tree, node: 0.0 if int(tree.tokens[node]) >= 50 else truth[int(tree.tokens[node])]
+        policy,
+        law,
+        lambda tree, node: 0.0 if int(tree.tokens[node]) >= 50 else truth[int(tree.tokens[node])],
     )
-    verified = [sum(token >= 50 for token in world.cycle().tree.tokens.tolist()) for _ in range(400)]
+    verified = [
+        sum(token >= 50 for token in world.cycle().tree.tokens.tolist()) for _ in range(400)
+    ]
     assert np.mean(verified[-50:]) < 0.2 * np.mean(verified[:5])
 
 
@@ -345,12 +401,18 @@ def lookup(draft: str, target: HuggingFaceTarget) -> Drafter:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("draft", ["recycling", "small model"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
-def test_answers_are_those_of_plain_decoding(draft: str, captured: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"]
+)
+def test_answers_are_those_of_plain_decoding(
+    draft: str, captured: bool, options: dict[str, Any]
+) -> None:
     """Over three answers of one engine, so that what it has learnt shapes the trees of the later ones."""
     plain = Engine(HuggingFaceTarget(model()), None, None)
     target = HuggingFaceTarget(model(), captured=captured)
-    engine = Engine(target, lookup(draft, target), dataclasses.replace(toy.policy_for("auto"), budget=16))
+    engine = Engine(
+        target, lookup(draft, target), dataclasses.replace(toy.policy_for("auto"), budget=16)
+    )
     accepted = 0
     for prompt in (PROMPT, PROMPT[::-1], PROMPT):
         wanted = plain.generate(prompt, max_new_tokens=30, **options)

@@ -27,7 +27,9 @@ ALL_ARE_CHEAP = PassCosts("all are cheap", {1: 1.0, 16: 1.2}, {1: 0.02})
 
 def best_rate(laws: Sequence[Rows], given: PassCosts) -> float:
     """Return the most tokens per time that trees of all texts can bring, verified in one forward."""
-    by_rows = PassCosts("rows", {1: 1000.0, 64: 64000.0}, given.draft)  # a verification's time says how many
+    by_rows = PassCosts(
+        "rows", {1: 1000.0, 64: 64000.0}, given.draft
+    )  # a verification's time says how many
     ways = []
     for law in laws:
         found = dict[tuple[int, float], float]()
@@ -48,7 +50,9 @@ def texts(laws: Sequence[Rows], costs: PassCosts) -> list[World]:
     def world(law: Rows, seed: int) -> World:
         def truth(tree: TokenTree, node: int) -> float:
             parent = int(tree.parents[node])
-            return law[level(math.exp(tree.log_probs[parent])) if parent else 0][int(tree.tokens[node])]
+            return law[level(math.exp(tree.log_probs[parent])) if parent else 0][
+                int(tree.tokens[node])
+            ]
 
         return World(auto(costs, max_passes=PASSES, **SHAPE), Lawful(law), truth, seed)
 
@@ -63,7 +67,9 @@ def rate(worlds: Sequence[World], given: PassCosts) -> float:
     for cycle in range(CYCLES):
         found = [world.cycle() for world in worlds]
         if cycle >= CYCLES // 2:
-            tokens += sum(world.expected(draft.tree) for world, draft in zip(worlds, found, strict=True))
+            tokens += sum(
+                world.expected(draft.tree) for world, draft in zip(worlds, found, strict=True)
+            )
             spent += verify[sum(len(draft.tree) for draft in found)]
             spent += sum(passes[1] * int(draft.grown.passes) for draft in found)
     return tokens / spent
@@ -79,9 +85,15 @@ def together(laws: Sequence[Rows], given: PassCosts) -> list[World]:
     return worlds
 
 
-@pytest.mark.parametrize("given", [FEW_ARE_CHEAP, NONE_IS_CHEAP, ALL_ARE_CHEAP], ids=lambda given: str(given.name))
-@pytest.mark.parametrize("laws", [(EASY, HARD), (EASY, MIDDLING), (HARD, HARD)], ids=["far", "near", "hard"])
-def test_one_budget_comes_near_the_best_trees_of_all_texts(laws: tuple[Rows, ...], given: PassCosts) -> None:
+@pytest.mark.parametrize(
+    "given", [FEW_ARE_CHEAP, NONE_IS_CHEAP, ALL_ARE_CHEAP], ids=lambda given: str(given.name)
+)
+@pytest.mark.parametrize(
+    "laws", [(EASY, HARD), (EASY, MIDDLING), (HARD, HARD)], ids=["far", "near", "hard"]
+)
+def test_one_budget_comes_near_the_best_trees_of_all_texts(
+    laws: tuple[Rows, ...], given: PassCosts
+) -> None:
     best = best_rate(laws, given)
     assert 0.88 * best <= rate(together(laws, given), given) <= 1.001 * best
 
@@ -89,7 +101,10 @@ def test_one_budget_comes_near_the_best_trees_of_all_texts(laws: tuple[Rows, ...
 def test_one_budget_brings_more_than_texts_that_decide_alone() -> None:
     laws = EASY, HARD
     best = best_rate(laws, FEW_ARE_CHEAP)
-    alone, shared = rate(texts(laws, FEW_ARE_CHEAP), FEW_ARE_CHEAP), rate(together(laws, FEW_ARE_CHEAP), FEW_ARE_CHEAP)
+    alone, shared = (
+        rate(texts(laws, FEW_ARE_CHEAP), FEW_ARE_CHEAP),
+        rate(together(laws, FEW_ARE_CHEAP), FEW_ARE_CHEAP),
+    )
     assert alone < 0.93 * best  # the rows that one text takes are no longer cheap for the other one
     assert shared > 0.97 * best
 

@@ -41,7 +41,9 @@ class Router:
             if node and parent not in first:
                 row = {expert for expert in rows[parent] if self.random.random() < self.from_parent}
                 first.add(parent)
-            others = [expert for expert in self.random.permutation(ALL).tolist() if expert not in row]
+            others = [
+                expert for expert in self.random.permutation(ALL).tolist() if expert not in row
+            ]
             row |= set(others[: EACH - len(row)])
             found.append(len(row - seen))
             rows.append(row)
@@ -53,19 +55,25 @@ def learnt(from_parent: float, trees: int = 300) -> ExpertReads:
     reads, router = ExpertReads(EACH, ALL), Router(from_parent, 1)
     for seed in range(trees):
         tree = random_tree(seed, 2 + seed % 12, 60)
-        reads.learn(tree.parents.tolist(), tree.depths.tolist(), router.added(tree.parents.tolist()))
+        reads.learn(
+            tree.parents.tolist(), tree.depths.tolist(), router.added(tree.parents.tolist())
+        )
     return reads
 
 
 # ---- one tree
 
 
-def worth_of(tree: TokenTree, nodes: Sequence[int], reads: ExpertReads, row: float, expert: float) -> float:
+def worth_of(
+    tree: TokenTree, nodes: Sequence[int], reads: ExpertReads, row: float, expert: float
+) -> float:
     """Expected tokens of verifying these nodes, less the price of rows and of the experts that they add."""
     place = {node: i for i, node in enumerate(nodes)}
     parents = [0, *(place[int(tree.parents[node])] for node in nodes[1:])]
     added = predicted(reads, parents, [int(tree.depths[node]) for node in nodes])
-    return float(tree.path_log_probs[list(nodes)].exp().sum()) - row * len(nodes) - expert * sum(added)
+    return (
+        float(tree.path_log_probs[list(nodes)].exp().sum()) - row * len(nodes) - expert * sum(added)
+    )
 
 
 def best_of_all(tree: TokenTree, *prices: Any) -> float:
@@ -77,12 +85,16 @@ def best_of_all(tree: TokenTree, *prices: Any) -> float:
     return max(found)
 
 
-def chosen(tree: TokenTree, reads: ExpertReads, row: float, expert: float, *, related: bool) -> list[int]:
+def chosen(
+    tree: TokenTree, reads: ExpertReads, row: float, expert: float, *, related: bool
+) -> list[int]:
     """What `keep_likely` keeps at a rate of one token per second."""
     size, (counts, notes) = len(tree), fresh()
     books = throughput_of(nodes=size)
     least = reads.least(size) if related else by_rows(reads, size)
-    price = row * torch.arange(size + 1) + expert * torch.tensor([0.0, *itertools.accumulate(least)])
+    price = row * torch.arange(size + 1) + expert * torch.tensor(
+        [0.0, *itertools.accumulate(least)]
+    )
     books.verify.copy_(price)
     books.prices.verify.copy_(price)
     if related:
@@ -109,7 +121,9 @@ def test_trees_are_nearly_the_best_of_all(from_parent: float) -> None:
     for seed in range(60):
         tree = random_tree(seed, 9, 60)
         for size in range(1, len(tree)):  # chances that fall more slowly than random ones
-            tree.path_log_probs[size] = tree.path_log_probs[tree.parents[size]] + tree.log_probs[size] / 4
+            tree.path_log_probs[size] = (
+                tree.path_log_probs[tree.parents[size]] + tree.log_probs[size] / 4
+            )
         prices = reads, 0.01, (0.01, 0.03, 0.06)[seed % 3]
         best = best_of_all(tree, *prices)
         for related in left:
@@ -127,7 +141,9 @@ def test_without_extra_prices_the_trees_are_those_priced_by_rows() -> None:
     reads = ExpertReads(EACH, ALL)
     for seed in range(30):
         tree = random_tree(seed, 12, 60)
-        rows, experts = (chosen(tree, reads, 0.02, 0.01, related=related) for related in (False, True))
+        rows, experts = (
+            chosen(tree, reads, 0.02, 0.01, related=related) for related in (False, True)
+        )
         assert rows == experts
 
 
@@ -142,7 +158,9 @@ def costs(*, counted: bool, expert: float = EXPERT) -> PassCosts:
     """Costs as measured on rows whose experts are independent."""
     experts = {rows: independent(rows) for rows in POINTS}
     verify = {rows: seconds(rows, read, expert) for rows, read in experts.items()}
-    more: dict[str, Any] = {"experts": experts, "all_experts": ALL, "expert": expert} if counted else {}
+    more: dict[str, Any] = (
+        {"experts": experts, "all_experts": ALL, "expert": expert} if counted else {}
+    )
     return PassCosts("made up", verify, {1: PASS}, **more)
 
 
@@ -150,7 +168,15 @@ def seconds(rows: int, experts: float, expert: float = EXPERT) -> float:
     return 0.3 + 0.002 * rows + expert * experts
 
 
-def run(law: Rows, from_parent: float, *, counted: bool, cycles: int = 120, seeds: int = 1, **options: Any) -> float:
+def run(
+    law: Rows,
+    from_parent: float,
+    *,
+    counted: bool,
+    cycles: int = 120,
+    seeds: int = 1,
+    **options: Any,
+) -> float:
     """Return the tokens per second of cycles in worlds whose law the draft states, after the first third."""
     tokens = spent = 0.0
     for seed in range(seeds):
@@ -162,7 +188,9 @@ def run(law: Rows, from_parent: float, *, counted: bool, cycles: int = 120, seed
             draft = drafted(policy, drafter)
             tree, added = draft.tree, router.added(draft.tree.parents.tolist())
             path, chosen_tokens = world.walk(tree)
-            record = Cycle(tree, path, chosen_tokens, Seconds(), experts=torch.tensor(added, dtype=torch.int32))
+            record = Cycle(
+                tree, path, chosen_tokens, Seconds(), experts=torch.tensor(added, dtype=torch.int32)
+            )
             assert draft.kept is not None
             kept = Nodes.of(draft.kept[torch.tensor(path)])
             policy.learn(Outcome(draft.grown, kept, torch.tensor(chosen_tokens), record))
@@ -195,7 +223,9 @@ SURE, WIDE = [0.85, 0.08, 0.04], [0.65, 0.2, 0.1]
 
 
 @pytest.mark.parametrize(("row", "from_parent"), [(SURE, 0.9), (WIDE, 0.9), (WIDE, 0.0)])
-def test_it_comes_near_the_rate_of_the_best_tree_of_all(row: list[float], from_parent: float) -> None:
+def test_it_comes_near_the_rate_of_the_best_tree_of_all(
+    row: list[float], from_parent: float
+) -> None:
     best = best_rate(row, from_parent, 6)
     assert 0.95 * best < run([row] * 8, from_parent, counted=True, seeds=3, budget=6) < 1.03 * best
 
@@ -206,7 +236,9 @@ def test_where_children_share_experts_it_gains_over_prices_by_rows() -> None:
 
 
 def test_where_experts_are_as_measured_it_loses_nothing() -> None:
-    by_rows, by_experts = (run([WIDE] * 8, 0.0, counted=counted, seeds=3) for counted in (False, True))
+    by_rows, by_experts = (
+        run([WIDE] * 8, 0.0, counted=counted, seeds=3) for counted in (False, True)
+    )
     assert by_experts > 0.98 * by_rows
 
 

@@ -20,7 +20,10 @@ from tests.graphs.engines import PROMPT, model
 
 PAGES = Path(__file__).parents[2] / "docs" / "develop"
 TEXT = (PAGES / "policy.md").read_text() + (PAGES / "drafter.md").read_text()
-COMB, EMBEDDING = (text for _, text in re.findall(r'```python title="(specengine/[^"]+)"\n(.*?)```', TEXT, re.DOTALL))
+COMB, EMBEDDING = (
+    text
+    for _, text in re.findall(r'```python title="(specengine/[^"]+)"\n(.*?)```', TEXT, re.DOTALL)
+)
 BIGRAM = """
 from __future__ import annotations
 
@@ -82,7 +85,12 @@ def test_classes_in_files_are_used_by_name(files: Path) -> None:
     tokens, sizes, name = answer(embedding, comb, policy_options={"teeth": "2"})
     assert (tokens, sizes, name) == (plain, {9}, "embedding")
     engine = Engine.from_pretrained(model(), "ngram", comb)
-    assert engine.generate(PROMPT, max_new_tokens=16, policy=comb, policy_options={"teeth": 1}).token_ids == plain
+    assert (
+        engine.generate(
+            PROMPT, max_new_tokens=16, policy=comb, policy_options={"teeth": 1}
+        ).token_ids
+        == plain
+    )
     assert policies.find(comb) is policies.find(comb), "the file is run once"
     assert policies.name_of(policies.make(comb)) == "policy Comb"
 
@@ -92,7 +100,9 @@ def test_plug_ins_are_used_by_name(installed: None) -> None:
     tokens, sizes, name = answer("embedding", "comb-plugin", policy_options={"teeth": 2})
     assert (tokens, sizes, name) == (plain, {9}, "embedding")
     assert answer("bigram-plugin", None, draft_options={"smoothing": "0.5"})[0] == plain
-    with pytest.raises(InputError, match=r"draft my_drafts: unknown option 'smothing', .*did you mean smoothing"):
+    with pytest.raises(
+        InputError, match=r"draft my_drafts: unknown option 'smothing', .*did you mean smoothing"
+    ):
         loading.check_draft("bigram-plugin", LoadOptions(draft_options={"smothing": 1}))
 
 
@@ -106,9 +116,18 @@ def test_what_ships_comes_before_a_plug_in_of_its_name(installed: None) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("comb-plug", r"unknown name 'comb-plug', known are .*, comb-plugin, wrong; did you mean comb-plugin\?"),
-        ("broken", r"plug-in broken of my-shapes \(my_missing:Comb\) cannot be loaded: ModuleNotFoundError: No module"),
-        ("wrong", r"plug-in wrong of my-shapes .*: it is <function dataclass.*, accepted a subclass of .*TreePolicy"),
+        (
+            "comb-plug",
+            r"unknown name 'comb-plug', known are .*, comb-plugin, wrong; did you mean comb-plugin\?",
+        ),
+        (
+            "broken",
+            r"plug-in broken of my-shapes \(my_missing:Comb\) cannot be loaded: ModuleNotFoundError: No module",
+        ),
+        (
+            "wrong",
+            r"plug-in wrong of my-shapes .*: it is <function dataclass.*, accepted a subclass of .*TreePolicy",
+        ),
         ("comb-plugin/wide", r"policy comb-plugin: unknown preset 'wide'"),
     ],
 )
@@ -122,18 +141,25 @@ def test_faults_of_files_are_told(files: Path) -> None:
     (files / "other.py").write_text("class Other: pass")
     for name, message in (
         ("none.py:Comb", "there is no file .*none.py"),
-        ("comb.py:Comp", r"comb.py has None, accepted a subclass of specengine.policies.TreePolicy"),
+        (
+            "comb.py:Comp",
+            r"comb.py has None, accepted a subclass of specengine.policies.TreePolicy",
+        ),
         ("other.py:Other", r"other.py has class Other, accepted a subclass"),
         ("half.py:Comb", "half.py cannot be loaded: SyntaxError: invalid syntax"),
         ("comb.py:Comb/wide", "unknown preset 'wide'"),
     ):
         with pytest.raises(InputError, match=f"^policy.*{message}"):
             policies.make(f"{files}/{name}")
-    with pytest.raises(InputError, match=r"draft: .*comb.py:Comb: .*a subclass of specengine.drafters.Drafter"):
+    with pytest.raises(
+        InputError, match=r"draft: .*comb.py:Comb: .*a subclass of specengine.drafters.Drafter"
+    ):
         loading.check_draft(f"{files}/comb.py:Comb", LoadOptions())
 
 
-def test_the_command_line_and_ways_take_both(files: Path, installed: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_and_ways_take_both(
+    files: Path, installed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     comb, bigram = f"{files / 'comb.py'}:Comb", f"{files / 'bigram.py'}:Bigram"
     assert accepted(comb) == comb
     assert accepted("comb-plugin/x") == "comb-plugin/x"
@@ -152,7 +178,9 @@ def test_the_command_line_and_ways_take_both(files: Path, installed: None, capsy
     assert "did you mean comb-plugin?" in capsys.readouterr().err
 
 
-def test_inspect_lists_plug_ins_that_can_be_loaded(installed: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_plug_ins_that_can_be_loaded(
+    installed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["policies"]["comb-plugin"]["options"] == {"teeth": 3, "passes": 4}

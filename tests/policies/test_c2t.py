@@ -57,14 +57,19 @@ def grown(policy: C2t, draft: ToyDrafter) -> TokenTree:
 
 def confidences(policy: C2t, tree: TokenTree, draft: ToyDrafter) -> np.ndarray:
     """float64 [n]: of every node, from the features' definitions; +inf at the root."""
-    state = {name: tensor.double().numpy() for name, tensor in policy._learned.net.state_dict().items()}
+    state = {
+        name: tensor.double().numpy() for name, tensor in policy._learned.net.state_dict().items()
+    }
     found = [math.inf]
     for node in range(1, len(tree)):
         path = tree.path_tokens(node)
-        row = np.sort(draft.tables.probabilities([*draft.tokens, 0, *path[:-1]]))[::-1][: policy.top]
+        row = np.sort(draft.tables.probabilities([*draft.tokens, 0, *path[:-1]]))[::-1][
+            : policy.top
+        ]
         entropy = -sum(p * math.log(p) for p in row if p > 0)
         joint = math.prod(
-            float(draft.tables.probabilities([*draft.tokens, 0, *path[:i]])[token]) for i, token in enumerate(path)
+            float(draft.tables.probabilities([*draft.tokens, 0, *path[:i]])[token])
+            for i, token in enumerate(path)
         )
         features = np.array([joint, entropy, len(path) - 1 + policy._learned.facts["depth_base"]])
         hidden = np.maximum(state["hidden.weight"] @ features + state["hidden.bias"], 0)
@@ -83,7 +88,9 @@ options_of_a_policy = st.fixed_dictionaries(
         "top": st.sampled_from([1, 3, 1000]),
     }
 )
-a_draft = st.tuples(st.sampled_from([2, 5, 12]), st.integers(0, 10_000), st.sampled_from([0.05, 0.5, 2.0]))
+a_draft = st.tuples(
+    st.sampled_from([2, 5, 12]), st.integers(0, 10_000), st.sampled_from([0.05, 0.5, 2.0])
+)
 
 
 def drafter(setting: tuple[int, int, float], exact: float = 0.0) -> ToyDrafter:
@@ -112,13 +119,19 @@ def test_what_stays_is_confident_and_within_the_caps(
     if below.any():  # only to have something at level 1, and no more than that
         assert sizes[1] <= policy.min_level1
     if policy.hard_cap > 1 and policy.children >= policy.min_level1:
-        wanted = min(policy.min_level1, policy.hard_cap - 1, policy.layer or policy.hard_cap, setting[0])
+        wanted = min(
+            policy.min_level1, policy.hard_cap - 1, policy.layer or policy.hard_cap, setting[0]
+        )
         assert sizes[1] >= wanted
 
 
 @settings(deadline=None, max_examples=500)
-@given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([None, 1, 3, 10]), st.integers(0, 3))
-def test_a_higher_beta_never_adds_nodes_to_a_layer(seed: int, size: int, layer: int | None, least: int) -> None:
+@given(
+    st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([None, 1, 3, 10]), st.integers(0, 3)
+)
+def test_a_higher_beta_never_adds_nodes_to_a_layer(
+    seed: int, size: int, layer: int | None, least: int
+) -> None:
     """Given the same candidates, whatever the caps; the most confident stay, the earlier ones among equals."""
     random = np.random.default_rng(seed)
     values = random.choice([0.1, 0.4, 0.5, 0.75, -math.inf, random.random()], size)
@@ -147,10 +160,16 @@ def test_a_higher_beta_never_adds_nodes_to_a_layer(seed: int, size: int, layer: 
 def test_one_by_one_gives_what_all_at_once_gives(seed: int, size: int) -> None:
     net = with_net(C2t(), seed)._learned.net
     random = torch.Generator().manual_seed(seed)
-    paths, entropies = -5 * torch.rand(size, 1, generator=random), 8 * torch.rand(size, generator=random)
+    paths, entropies = (
+        -5 * torch.rand(size, 1, generator=random),
+        8 * torch.rand(size, generator=random),
+    )
     depth = torch.randint(0, 10, (1,), generator=random, dtype=torch.int32)
     together = ops.classify_paths(paths, entropies, depth, net.parts)
-    single = [ops.classify_paths(paths[i : i + 1], entropies[i : i + 1], depth, net.parts) for i in range(size)]
+    single = [
+        ops.classify_paths(paths[i : i + 1], entropies[i : i + 1], depth, net.parts)
+        for i in range(size)
+    ]
     features = c2t_features(paths.double()[:, 0], entropies.double(), depth.double(), 1)
     exact = net.double().logits(features.double()).sigmoid()
     for found in (together, torch.cat(single)):
@@ -159,13 +178,18 @@ def test_one_by_one_gives_what_all_at_once_gives(seed: int, size: int) -> None:
 
 def test_the_classifier_has_241_parameters() -> None:
     assert sum(parameter.numel() for parameter in C2t()._learned.net.parameters()) == 241
-    assert sum(parameter.numel() for parameter in Mlp(12, 128).parameters()) == 12 * 128 + 128 + 128 + 1
+    assert (
+        sum(parameter.numel() for parameter in Mlp(12, 128).parameters())
+        == 12 * 128 + 128 + 128 + 1
+    )
 
 
 def test_features_are_as_defined() -> None:
     rows = c2t_features(torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.5]]), torch.tensor([[3]]), 0)
     assert rows.shape == (1, 2, 3)
-    assert torch.allclose(rows[0], torch.tensor([[math.exp(-1), 1.5, 2.0], [math.exp(-2), 1.5, 2.0]]))
+    assert torch.allclose(
+        rows[0], torch.tensor([[math.exp(-1), 1.5, 2.0], [math.exp(-2), 1.5, 2.0]])
+    )
     assert c2t_features(torch.zeros(1), torch.zeros(1), torch.tensor([1]), 1)[0, 2] == 1
     rows = disco_features(torch.tensor([[0.7, 0.3]]), torch.tensor([0.6]), torch.tensor([2]), 0)
     assert torch.allclose(rows, torch.tensor([[0.7, 0.3, 0, 0, 0, 0, 0, 0, 0, 0, 0.6, 1.0]]))
@@ -173,9 +197,14 @@ def test_features_are_as_defined() -> None:
 
 def test_siblings_share_their_parents_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
-    policy, draft = with_net(C2t(beta=0.0, children=3, layer=4, max_depth=3), 1), drafter((12, 3, 0.5))
+    policy, draft = (
+        with_net(C2t(beta=0.0, children=3, layer=4, max_depth=3), 1),
+        drafter((12, 3, 0.5)),
+    )
     inner = ops.classify_paths
-    monkeypatch.setattr(ops, "classify_paths", lambda p, h, d, net: (seen.append(h), inner(p, h, d, net))[1])
+    monkeypatch.setattr(
+        ops, "classify_paths", lambda p, h, d, net: (seen.append(h), inner(p, h, d, net))[1]
+    )
     tree = grown(policy, draft)
     assert [len(entropies) for entropies in seen] == [1, 3, 4]
     for node in range(3):
@@ -183,18 +212,28 @@ def test_siblings_share_their_parents_entropy(monkeypatch: pytest.MonkeyPatch) -
         assert float(seen[1][node]) == pytest.approx(-(row * np.log(row)).sum(), abs=1e-4)
 
 
-def test_candidates_have_the_probability_of_their_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_have_the_probability_of_their_whole_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[torch.Tensor] = []
-    policy, draft = with_net(C2t(beta=0.0, children=2, layer=None, max_depth=4), 1), drafter((12, 3, 0.5))
+    policy, draft = (
+        with_net(C2t(beta=0.0, children=2, layer=None, max_depth=4), 1),
+        drafter((12, 3, 0.5)),
+    )
     inner = ops.classify_paths
-    monkeypatch.setattr(ops, "classify_paths", lambda p, h, d, net: (seen.append(p), inner(p, h, d, net))[1])
+    monkeypatch.setattr(
+        ops, "classify_paths", lambda p, h, d, net: (seen.append(p), inner(p, h, d, net))[1]
+    )
     tree = grown(policy, draft)
     assert len(tree) == 31
     assert torch.equal(torch.cat([paths.reshape(-1) for paths in seen]), tree.path_log_probs[1:])
 
 
 def test_a_chain_ends_before_the_first_token_of_low_confidence() -> None:
-    policy, draft = with_net(C2t(beta=0.6, children=1, layer=None, max_depth=8, min_level1=0), 2), drafter((12, 7, 0.1))
+    policy, draft = (
+        with_net(C2t(beta=0.6, children=1, layer=None, max_depth=8, min_level1=0), 2),
+        drafter((12, 7, 0.1)),
+    )
     tree = grown(policy, draft)
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
     longer = grown(with_net(replace(policy, beta=0.0), 2), draft)
@@ -210,7 +249,8 @@ def test_the_calibrated_beta_is_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in policies.presets() if name.split("/")[0] in ("c2t", "disco", "specdecpp")]
+    "name",
+    [name for name in policies.presets() if name.split("/")[0] in ("c2t", "disco", "specdecpp")],
 )
 def test_presets_grow(name: str) -> None:
     tree = draft_tree(0, drafter((30, 1, 0.3)), policies.make(name), Seconds(), CPU).tree
@@ -287,7 +327,16 @@ def test_files_that_say_something_else_are_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "fault", ["unused", "missing", "mis-shaped", "not finite", "not float32", "cannot be read", "no metadata"]
+    "fault",
+    [
+        "unused",
+        "missing",
+        "mis-shaped",
+        "not finite",
+        "not float32",
+        "cannot be read",
+        "no metadata",
+    ],
 )
 def test_damaged_files_are_refused(kind: str, fault: str, tmp_path: Path) -> None:
     file = written(tmp_path, kind)
@@ -332,7 +381,9 @@ def test_disco_follows_its_classifier(tmp_path: Path) -> None:
     torch.nn.init.constant_(never.output.bias, -100.0)
     for made, passes in ((always, 5), (never, 1)):
         _classifier.save(tmp_path / "f.safetensors", "disco", made, FACTS)
-        policy = policies.make("disco", classifier=str(tmp_path / "f.safetensors"), width=3, expansions=4)
+        policy = policies.make(
+            "disco", classifier=str(tmp_path / "f.safetensors"), width=3, expansions=4
+        )
         tree = draft_tree(0, drafter((12, 1, 0.5)), policy, Seconds(), CPU).tree
         assert int(tree.passes) == passes
 
@@ -351,7 +402,9 @@ def test_specdecpp_stops_when_a_rejection_is_likely(tmp_path: Path) -> None:
         policy = policies.make("specdecpp", classifier=str(file), width=2, expansions=6, **options)
         draft = drafter((12, 1, 0.5))
         step = draft.step
-        draft.step = lambda tree, nodes: replace(step(tree, nodes), hidden=torch.ones(len(nodes), 8))  # type: ignore[method-assign]
+        draft.step = lambda tree, nodes: replace(
+            step(tree, nodes), hidden=torch.ones(len(nodes), 8)
+        )  # type: ignore[method-assign]
         return draft_tree(0, draft, policy, Seconds(), CPU).tree.passes
 
     # the product after expansion i is 0.8**i: 0.8, 0.64, 0.512, ...
@@ -360,10 +413,16 @@ def test_specdecpp_stops_when_a_rejection_is_likely(tmp_path: Path) -> None:
     assert passes(threshold=0.0, minimum=0) == 2
 
 
-@pytest.mark.parametrize(("acceptances", "goes_on"), [((0.9, 0.1), True), ((0.1, 0.9), True), ((0.1, 0.1), False)])
-def test_the_surest_path_decides_whether_specdecpp_goes_on(acceptances: tuple[float, float], goes_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("acceptances", "goes_on"), [((0.9, 0.1), True), ((0.1, 0.9), True), ((0.1, 0.1), False)]
+)
+def test_the_surest_path_decides_whether_specdecpp_goes_on(
+    acceptances: tuple[float, float], goes_on: bool
+) -> None:
     policy = policies.make("specdecpp", width=2, expansions=6, threshold=0.3)
-    policy._learned = SimpleNamespace(facts={"hidden_size": 1}, on={CPU: lambda states: states[:, 0]})  # type: ignore[attr-defined]
+    policy._learned = SimpleNamespace(
+        facts={"hidden_size": 1}, on={CPU: lambda states: states[:, 0]}
+    )  # type: ignore[attr-defined]
     draft = drafter((12, 1, 0.5))
     step, states = draft.step, torch.tensor(acceptances)[:, None]
     draft.step = lambda tree, nodes: replace(step(tree, nodes), hidden=states)  # type: ignore[method-assign]
@@ -373,7 +432,10 @@ def test_the_surest_path_decides_whether_specdecpp_goes_on(acceptances: tuple[fl
 def test_specdecpp_says_which_drafts_it_can_read() -> None:
     policy, draft = policies.make("specdecpp"), drafter((12, 1, 0.5))
     step = draft.step
-    for hidden, message in ((None, "only EAGLE heads give"), (torch.zeros(1, 7), "width 576, this draft's have 7")):
+    for hidden, message in (
+        (None, "only EAGLE heads give"),
+        (torch.zeros(1, 7), "width 576, this draft's have 7"),
+    ):
         draft.step = lambda tree, nodes, hidden=hidden: replace(step(tree, nodes), hidden=hidden)  # type: ignore[method-assign]
         with pytest.raises(InputError, match=message):
             draft_tree(0, draft, policy, Seconds(), CPU)

@@ -36,19 +36,25 @@ def sizes_near(values: list[float], best: float) -> set[int]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 5), st.floats(0, 0.5), st.floats(0, 0.5))
+@given(
+    slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 5), st.floats(0, 0.5), st.floats(0, 0.5)
+)
 def test_verifies_the_budget_of_most_tokens_per_time(
     draft: dict[str, Any], steps: list[float], budget: int, block: int, cost: float, overhead: float
 ) -> None:
     """Of a draft that gives the block in one pass; the curve is any that does not fall."""
     costs = PassCosts("toy", verification(steps), {1: cost}, overhead=overhead)
     source = block_drafter(block=block, **draft)
-    found = best_products([source.marginal(position).tolist() for position in range(block)], budget - 1)
+    found = best_products(
+        [source.marginal(position).tolist() for position in range(block)], budget - 1
+    )
     values = ratios([score for score, _ in found], costs, cost + overhead)
     tree = slow.grow(CaDDTree(budget, block, costs=costs), source)
     assert len(tree) in sizes_near(values, max(values))
     assert int(tree.passes) == 1
-    kept = slow.paths(slow.grow(DDTree(max(len(tree), 2), block), block_drafter(block=block, **draft)))
+    kept = slow.paths(
+        slow.grow(DDTree(max(len(tree), 2), block), block_drafter(block=block, **draft))
+    )
     if len(tree) > 1:
         assert sorted(slow.paths(tree).values()) == sorted(kept.values())
 
@@ -63,7 +69,9 @@ def test_is_the_greedy_stop_where_costs_are_convex(
     found = best_products([source.marginal(position).tolist() for position in range(3)], budget - 1)
     values = ratios([score for score, _ in found], costs, cost)
     stopped = next((n for n in range(1, len(values)) if values[n] <= values[n - 1]), len(values))
-    assert math.isclose(values[stopped - 1], max(values), rel_tol=1e-9)  # it has one maximum, the paper's theorem
+    assert math.isclose(
+        values[stopped - 1], max(values), rel_tol=1e-9
+    )  # it has one maximum, the paper's theorem
     tree = slow.grow(CaDDTree(budget, 3, costs=costs), source)
     assert len(tree) == stopped or abs(values[len(tree) - 1] - values[stopped - 1]) < CLOSE
 
@@ -95,7 +103,9 @@ def slow_passes(policy: CaDDTree, source: Any) -> tuple[list[int], list[float], 
 
 
 @settings(deadline=None, max_examples=200)
-@given(slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 4), st.integers(2, 4), st.floats(0, 0.5))
+@given(
+    slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 4), st.integers(2, 4), st.floats(0, 0.5)
+)
 def test_further_passes_are_run_while_they_are_expected_to_pay(
     draft: dict[str, Any], steps: list[float], budget: int, block: int, width: int, cost: float
 ) -> None:
@@ -113,7 +123,10 @@ def test_further_passes_are_run_while_they_are_expected_to_pay(
 
 
 def test_prices_follow_the_costs_of_the_engine_and_its_context() -> None:
-    cheap, dear = PassCosts("cheap", {1: 1.0}, {1: 0.0}), PassCosts("dear", {1: 1.0, 2: 5.0}, {1: 0.0})
+    cheap, dear = (
+        PassCosts("cheap", {1: 1.0}, {1: 0.0}),
+        PassCosts("dear", {1: 1.0, 2: 5.0}, {1: 0.0}),
+    )
     growing = PassCosts("growing", {1: 1.0}, {1: 0.0}, verify_growth={1: 0.0, 2: 1.0})
 
     def size(tokens: int, costs: PassCosts) -> int:

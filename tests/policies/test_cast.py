@@ -35,10 +35,14 @@ RISES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 8)), min_size=1, ma
 
 @settings(deadline=None, max_examples=300)
 @given(RISES, st.integers(0, 4), st.integers(0, 5))
-def test_the_last_maximum_is_what_algorithm_1_finds(rises: list[tuple[int, int]], threshold: int, padding: int) -> None:
+def test_the_last_maximum_is_what_algorithm_1_finds(
+    rises: list[tuple[int, int]], threshold: int, padding: int
+) -> None:
     """Whole numbers, so that nothing is rounded; utility need not be concave."""
     utility, costs = (np.cumsum([pair[i] for pair in rises]).tolist() for i in range(2))
-    worth = torch.tensor([u - threshold * c for u, c in zip(utility, costs, strict=True)] + [1e9] * padding)
+    worth = torch.tensor(
+        [u - threshold * c for u, c in zip(utility, costs, strict=True)] + [1e9] * padding
+    )
     found = int(last_best(worth.double(), torch.tensor([len(rises)], dtype=torch.int32)))
     assert found == algorithm_1(utility, costs, threshold)
 
@@ -118,7 +122,9 @@ def test_shapes_trees_as_the_rule_does(drafts: list[dict[str, Any]], policy: Cas
 
 @settings(deadline=None, max_examples=50)
 @given(slow.DRAFTS, st.integers(1, 4), st.integers(2, 20))
-def test_without_thresholds_it_is_eagles_beam(draft: dict[str, Any], width: int, budget: int) -> None:
+def test_without_thresholds_it_is_eagles_beam(
+    draft: dict[str, Any], width: int, budget: int
+) -> None:
     costs = PassCosts("toy", {1: 1.0, 20: 2.0}, {1: 0.1, 4: 0.2})
     free = Cast(budget, width, width, 4, breadth=0.0, deeper=0.0, verified=0.0, costs=costs)
     assert slow.paths(slow.grow(free, slow.drafter(**draft))) == slow.paths(
@@ -127,7 +133,11 @@ def test_without_thresholds_it_is_eagles_beam(draft: dict[str, Any], width: int,
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6, unique=True), st.integers(1, 6), st.floats(0.001, 1.0))
+@given(
+    st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6, unique=True),
+    st.integers(1, 6),
+    st.floats(0.001, 1.0),
+)
 def test_linear_costs_and_a_threshold_of_the_last_node_give_the_top_k(
     confidences: list[float], k: int, slope: float
 ) -> None:

@@ -37,7 +37,9 @@ NAMES = [name for name in policies.names() if name != "plain"]
 CONTRACT = [*NAMES, "random"]
 
 
-def drafter(vocabulary: int, seed: int, *, concentration: float = 0.3, exact: float = 0.3, **kind: Any) -> ToyDrafter:
+def drafter(
+    vocabulary: int, seed: int, *, concentration: float = 0.3, exact: float = 0.3, **kind: Any
+) -> ToyDrafter:
     draft = ToyDrafter(Tables(vocabulary, seed, concentration=concentration, exact=exact), **kind)
     draft.begin([seed % vocabulary, 1 % vocabulary])
     return draft
@@ -67,7 +69,9 @@ def edge(policy: TreePolicy, stated: Tensor) -> Tensor:
     """Return a policy's own edge value for the draft's log-probability: auto counts chances."""
     if not isinstance(policy, Auto):
         return stated
-    return ops.chances(stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].counts.table)[0]
+    return ops.chances(
+        stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].counts.table
+    )[0]
 
 
 # ---------------------------------------------------------------------------------------------------- the contract
@@ -99,7 +103,10 @@ def test_contract(name: str, draft: dict[str, Any]) -> None:
         context = [*source.tokens, 0, *behind(policy, source, tree, node)]
         stated = source.tables.logits(context)[tree.tokens[node]]
         expected = edge(policy, stated)
-        assert math.isclose(float(tree.log_probs[node]), float(expected), abs_tol=1e-4) or expected == -math.inf
+        assert (
+            math.isclose(float(tree.log_probs[node]), float(expected), abs_tol=1e-4)
+            or expected == -math.inf
+        )
         assert not (draft["normalized"] and expected == -math.inf)
 
     again, _ = grown(even(policy_for(name, draft["seed"])), drafter(**draft))
@@ -145,8 +152,12 @@ def test_equal_instances_shape_equal_trees_over_a_whole_generation(name: str) ->
 
     def trees() -> list[list[int]]:
         tables = Tables(6, 1)
-        engine = Engine(ToyTarget(tables), ToyDrafter(Tables(6, 2, like=tables, share=0.7)), policy_for(name, 3))
-        return [piece.cycle.tree.tokens.tolist() for piece in engine.stream([0, 1], max_new_tokens=24)]
+        engine = Engine(
+            ToyTarget(tables), ToyDrafter(Tables(6, 2, like=tables, share=0.7)), policy_for(name, 3)
+        )
+        return [
+            piece.cycle.tree.tokens.tolist() for piece in engine.stream([0, 1], max_new_tokens=24)
+        ]
 
     assert trees() == trees()
 
@@ -191,12 +202,19 @@ def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    listed = run("-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])")
+    listed = run(
+        "-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])"
+    )
     assert json.loads(listed)["policies"]["comb"]["about"].startswith("The draft's likeliest path")
     tests = [
         "tests/policies/test_contract.py",
@@ -212,7 +230,9 @@ def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path
 # ---------------------------------------------------------------------------------------------------- eagle
 
 
-def slow_eagle(policy: Eagle, draft: ToyDrafter, root: int) -> tuple[int, list[tuple[list[int], np.float32]]]:
+def slow_eagle(
+    policy: Eagle, draft: ToyDrafter, root: int
+) -> tuple[int, list[tuple[list[int], np.float32]]]:
     """The number of candidates; paths and path log-probabilities of the kept ones."""
     candidates: list[tuple[list[int], np.float32]] = [([], np.float32(0.0))]
 
@@ -230,7 +250,9 @@ def slow_eagle(policy: Eagle, draft: ToyDrafter, root: int) -> tuple[int, list[t
         for index in beam:
             candidates.extend(children(*candidates[index]))
         beam = best(list(range(first, len(candidates))), policy.width)
-    return len(candidates) - 1, [candidates[index] for index in best(list(range(len(candidates))), policy.budget)]
+    return len(candidates) - 1, [
+        candidates[index] for index in best(list(range(len(candidates))), policy.budget)
+    ]
 
 
 class TiedTables(Tables):
@@ -288,9 +310,16 @@ def test_eagle_verifies_the_optimal_tree_when_the_beam_is_wide_enough() -> None:
     budget = 4
     tables = Tables(4, 8, concentration=1.0)
     tree, _ = grown(Eagle(budget - 1, budget - 2, budget), ToyDrafter(tables))
-    paths = [[a, b, c][:length] for a in range(4) for b in range(4) for c in range(4) for length in (1, 2, 3)]
+    paths = [
+        [a, b, c][:length]
+        for a in range(4)
+        for b in range(4)
+        for c in range(4)
+        for length in (1, 2, 3)
+    ]
     values = {
-        tuple(path): math.prod(tables.probabilities([0, *path[:i]])[t] for i, t in enumerate(path)) for path in paths
+        tuple(path): math.prod(tables.probabilities([0, *path[:i]])[t] for i, t in enumerate(path))
+        for path in paths
     }
     best = sorted(values.values(), reverse=True)[: budget - 1]
     assert math.isclose(float(tree.path_log_probs[1:].exp().sum()), sum(best), rel_tol=1e-5)
@@ -340,15 +369,25 @@ def test_shapes_wider_than_the_vocabulary_take_all_of_it() -> None:
         ("eagle", {"width": 0}, r"policy eagle\.width: got 0, accepted 1 or more"),
         ("eagle", {"expansions": -1}, r"policy eagle\.expansions: got -1, accepted 0 or more"),
         ("eagle", {"budget": 0}, r"policy eagle\.budget: got 0, accepted 1 or more"),
-        ("eagle", {"depth": 5}, r"policy eagle: unknown option 'depth', known are width, expansions, budget"),
-        ("fixed", {"branching": (3, 0)}, r"policy fixed\.branching: got \(3, 0\), accepted one count of 1 or more"),
+        (
+            "eagle",
+            {"depth": 5},
+            r"policy eagle: unknown option 'depth', known are width, expansions, budget",
+        ),
+        (
+            "fixed",
+            {"branching": (3, 0)},
+            r"policy fixed\.branching: got \(3, 0\), accepted one count of 1 or more",
+        ),
         ("fixed", {"branching": ()}, r"policy fixed\.branching: got \(\), accepted one count"),
         ("fixed", {"branching": "3,x"}, r"policy fixed\.branching: got '3,x', expected tuple"),
         ("fixed", {"branching": 3}, r"policy fixed\.branching: got 3, expected"),
         ("Eagle", {}, r"policy: unknown name 'Eagle', known are .*chain, .*eagle.*fixed"),
     ],
 )
-def test_wrong_options_say_what_is_accepted(name: str, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_say_what_is_accepted(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         policies.make(name, **options)
 
@@ -358,11 +397,16 @@ def test_each_policy_refuses_unknown_options_and_lists_its_own(name: str) -> Non
     fields = [field.name for field in dataclasses.fields(policies.make(name)) if field.init]  # type: ignore[arg-type]
     with pytest.raises(InputError) as refused:
         policies.make(name, no_such_option=1)
-    assert str(refused.value) == f"policy {name}: unknown option 'no_such_option', known are {', '.join(fields)}"
+    assert (
+        str(refused.value)
+        == f"policy {name}: unknown option 'no_such_option', known are {', '.join(fields)}"
+    )
 
 
 def test_options_may_be_strings_as_a_command_line_gives_them() -> None:
-    assert policies.make("eagle", width="4", budget="8") == policies.make("eagle", width=4, budget=8)
+    assert policies.make("eagle", width="4", budget="8") == policies.make(
+        "eagle", width=4, budget=8
+    )
     assert policies.make("fixed", branching="4,2") == policies.make("fixed", branching=[4, 2])
 
 
@@ -389,14 +433,18 @@ def test_option_types(given: dict[str, Any], expected: Sample) -> None:
     assert registry.build(Sample, given, "sample") == expected
 
 
-@pytest.mark.parametrize(("name", "value"), [("flag", "maybe"), ("limit", "7.5"), ("share", "half"), ("shape", "1,b")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("flag", "maybe"), ("limit", "7.5"), ("share", "half"), ("shape", "1,b")]
+)
 def test_option_types_are_checked(name: str, value: str) -> None:
     with pytest.raises(InputError, match=rf"sample\.{name}: got '{value}', expected"):
         registry.build(Sample, {name: value}, "sample")
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_file_must_hold_exactly_one_policy(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_must_hold_exactly_one_policy(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / f"policies_with_{count}"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -405,7 +453,9 @@ def test_a_file_must_hold_exactly_one_policy(count: int, tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     found = importlib.import_module(package.name)
     assert registry.names(found) == ["mine"]
-    with pytest.raises(InputError, match=f"mine must define exactly one TreePolicy, it has {count}"):
+    with pytest.raises(
+        InputError, match=f"mine must define exactly one TreePolicy, it has {count}"
+    ):
         registry.find(found, TreePolicy, "mine", "policy")
 
 

@@ -10,8 +10,12 @@ import torch
 from specengine.costs import PassCosts
 from specengine.policies.auto.costs import CostModel
 
-DENSE = PassCosts("dense", {1: 0.01, 8: 0.02, 64: 0.3}, {1: 0.001, 8: 0.003}, measured=True, overhead=0.002)
-MIXTURE = dataclasses.replace(DENSE, name="mixture", experts={1: 8.0, 8: 40.0, 64: 60.0}, all_experts=64, expert=0.0001)
+DENSE = PassCosts(
+    "dense", {1: 0.01, 8: 0.02, 64: 0.3}, {1: 0.001, 8: 0.003}, measured=True, overhead=0.002
+)
+MIXTURE = dataclasses.replace(
+    DENSE, name="mixture", experts={1: 8.0, 8: 40.0, 64: 60.0}, all_experts=64, expert=0.0001
+)
 PADDED = dataclasses.replace(DENSE, name="padded", padded=True)
 
 

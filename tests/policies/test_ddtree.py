@@ -35,15 +35,21 @@ class BlockDrafter(ToyDrafter):
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         step = super().step(tree, frontier)
-        rows = torch.stack([self.marginal(int(tree.depths[node])) for node in frontier.alive().tolist()])
+        rows = torch.stack(
+            [self.marginal(int(tree.depths[node])) for node in frontier.alive().tolist()]
+        )
         given = replace(step, logits=rows)
         if self.block == 1:
             return given
         first = int(tree.depths[frontier.ids[0]]) + 1
-        return replace(given, further=torch.stack([self.marginal(first + i) for i in range(self.block - 1)]))
+        return replace(
+            given, further=torch.stack([self.marginal(first + i) for i in range(self.block - 1)])
+        )
 
 
-def block_drafter(vocabulary: int, seed: int, block: int, *, concentration: float = 0.3, exact: float = 0.0) -> Any:
+def block_drafter(
+    vocabulary: int, seed: int, block: int, *, concentration: float = 0.3, exact: float = 0.0
+) -> Any:
     draft = BlockDrafter(Tables(vocabulary, seed, concentration=concentration, exact=exact), block)
     draft.begin([seed % vocabulary])
     return draft
@@ -66,7 +72,9 @@ def best_products(rows: list[list[float]], count: int) -> list[tuple[float, tupl
 
 @settings(deadline=None, max_examples=300)
 @given(slow.DRAFTS, st.integers(2, 16), st.integers(1, 5), st.sampled_from([1, 2, 5]))
-def test_keeps_the_best_path_products(draft: dict[str, Any], budget: int, block: int, given: int) -> None:
+def test_keeps_the_best_path_products(
+    draft: dict[str, Any], budget: int, block: int, given: int
+) -> None:
     source = block_drafter(block=given, **draft)
     rows = [source.marginal(position).tolist() for position in range(block)]
     tree = slow.grow(DDTree(budget, block), source)
@@ -76,7 +84,9 @@ def test_keeps_the_best_path_products(draft: dict[str, Any], budget: int, block:
         [score for score, _ in expected], abs=1e-4
     )
     for path, score in slow.paths(tree).items():
-        assert float(score) == pytest.approx(sum(rows[i][token] for i, token in enumerate(path)), abs=1e-4)
+        assert float(score) == pytest.approx(
+            sum(rows[i][token] for i, token in enumerate(path)), abs=1e-4
+        )
     assert int(tree.passes) == -(-block // given)
 
 
@@ -86,7 +96,9 @@ def test_agrees_with_all_paths(seed: int, budget: int) -> None:
     source = block_drafter(4, seed, 3)
     rows = [source.marginal(position).tolist() for position in range(3)]
     paths = [path for length in (1, 2, 3) for path in product(range(4), repeat=length)]
-    scores = sorted((math.fsum(rows[i][token] for i, token in enumerate(path)) for path in paths), reverse=True)
+    scores = sorted(
+        (math.fsum(rows[i][token] for i, token in enumerate(path)) for path in paths), reverse=True
+    )
     tree = slow.grow(DDTree(budget, 3), source)
     assert tree.path_log_probs[1:].sort(descending=True).values.tolist() == pytest.approx(
         scores[: budget - 1], abs=1e-4
@@ -107,14 +119,21 @@ def test_a_draft_of_one_position_per_pass_is_asked_along_its_likeliest_path(
     assert int(tree.passes) == len(source.paths) == block
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("name", ["ddtree", "caddtree"])
-def test_answers_of_drafts_that_give_blocks_are_those_of_plain_decoding(name: str, options: dict[str, Any]) -> None:
+def test_answers_of_drafts_that_give_blocks_are_those_of_plain_decoding(
+    name: str, options: dict[str, Any]
+) -> None:
     tables = Tables(8, 5)
     source = BlockDrafter(Tables(8, 6, like=tables, share=0.6), 4)
     engine = Engine(ToyTarget(tables), source, policy_for(name))
     found = engine.generate([1, 2], max_new_tokens=32, **options)
-    assert found.token_ids == engine.generate([1, 2], max_new_tokens=32, policy="plain", **options).token_ids
+    assert (
+        found.token_ids
+        == engine.generate([1, 2], max_new_tokens=32, policy="plain", **options).token_ids
+    )
     assert found.stats.num_spec_steps < 32
 
 
@@ -135,7 +154,10 @@ def test_the_noise_of_a_sampled_answer_is_that_of_each_position() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"budget": 1}, r"budget: got 1, accepted 2 or more"), ({"block": 0}, r"block: got 0, accepted 1 or more")],
+    [
+        ({"budget": 1}, r"budget: got 1, accepted 2 or more"),
+        ({"block": 0}, r"block: got 0, accepted 1 or more"),
+    ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=r"policy ddtree\." + message):

@@ -24,7 +24,9 @@ from specengine.records import Cycle, Outcome, Seconds
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle
 
-BEAM = slow.options(width=st.integers(1, 4), expansions=st.integers(0, 5), budget=st.integers(1, 30))
+BEAM = slow.options(
+    width=st.integers(1, 4), expansions=st.integers(0, 5), budget=st.integers(1, 30)
+)
 
 
 def same(one: TokenTree, other: TokenTree) -> bool:
@@ -36,11 +38,15 @@ def beams(draft: Any, beam: dict[str, int], passes: int) -> list[list[tuple[slow
     found, level = [], {(): 0.0}
     for _ in range(passes):
         per_parent = [
-            sorted(slow.children(draft, path, score), key=lambda child: (-child[1], child[0]))[: beam["width"]]
+            sorted(slow.children(draft, path, score), key=lambda child: (-child[1], child[0]))[
+                : beam["width"]
+            ]
             for path, score in level.items()
         ]
         level = dict(
-            sorted((child for group in per_parent for child in group), key=lambda child: -child[1])[: beam["width"]]
+            sorted((child for group in per_parent for child in group), key=lambda child: -child[1])[
+                : beam["width"]
+            ]
         )
         found.append(list(level.items()))
     return found
@@ -51,12 +57,18 @@ def beams(draft: Any, beam: dict[str, int], passes: int) -> list[list[tuple[slow
     slow.DRAFTS,
     BEAM,
     st.one_of(
-        st.builds(Ddd, checks=st.lists(st.integers(0, 5), max_size=4).map(tuple), threshold=st.floats(-3, 0.5)),
+        st.builds(
+            Ddd,
+            checks=st.lists(st.integers(0, 5), max_size=4).map(tuple),
+            threshold=st.floats(-3, 0.5),
+        ),
         st.builds(Svip, factor=st.floats(0.01, 2), threshold=st.floats(0, 2)),
         st.integers(1, 6).map(lambda height: Gammatune(height=height)),
     ),
 )
-def test_is_the_eagle_beam_of_the_height_it_stops_at(draft: dict[str, Any], beam: dict[str, int], rule: Any) -> None:
+def test_is_the_eagle_beam_of_the_height_it_stops_at(
+    draft: dict[str, Any], beam: dict[str, int], rule: Any
+) -> None:
     values = {name: getattr(rule, name) for name in vars(rule) if not name.startswith("_")} | beam
     if isinstance(rule, Gammatune):
         values["height"] = min(values["height"], beam["expansions"] + 1)
@@ -82,14 +94,18 @@ def test_ddd_asks_the_mass_of_the_beam_at_its_checks(
         math.log(math.fsum(math.exp(score) for _, score in beam))
         for beam in beams(slow.drafter(**draft), {"width": width}, 6)
     ]
-    expected = next((done for done in range(6) if done in checks and masses[done] < threshold), 5) + 1
+    expected = (
+        next((done for done in range(6) if done in checks and masses[done] < threshold), 5) + 1
+    )
     if all(abs(mass - threshold) > 1e-5 for mass in masses):
         assert stops_at(policy, draft) == expected
 
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, st.integers(1, 3), st.floats(0.05, 1.0))
-def test_svip_asks_the_entropy_behind_the_best_node(draft: dict[str, Any], width: int, threshold: float) -> None:
+def test_svip_asks_the_entropy_behind_the_best_node(
+    draft: dict[str, Any], width: int, threshold: float
+) -> None:
     draft = {**draft, "exact": 0.0}
     policy, source = Svip(width, 5, 40, factor=0.5, threshold=threshold), slow.drafter(**draft)
     roots = []
@@ -167,11 +183,19 @@ def test_observe_of_the_beam_takes_cycles_without_drafts() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ddd", {"checks": (1, -1)}, r"ddd\.checks: got \(1, -1\), accepted expansions of 0 or more"),
+        (
+            "ddd",
+            {"checks": (1, -1)},
+            r"ddd\.checks: got \(1, -1\), accepted expansions of 0 or more",
+        ),
         ("ddd", {"threshold": math.nan}, r"ddd\.threshold: got nan"),
         ("svip", {"factor": 0}, r"svip\.factor: got 0\.0, accepted above 0"),
         ("svip", {"threshold": -1}, r"svip\.threshold: got -1\.0, accepted 0 or more"),
-        ("gammatune", {"height": 14}, r"gammatune\.height: got 14, accepted 1 to expansions \+ 1 = 13"),
+        (
+            "gammatune",
+            {"height": 14},
+            r"gammatune\.height: got 14, accepted 1 to expansions \+ 1 = 13",
+        ),
         ("gammatune", {"rate": 0}, r"gammatune\.rate: got 0\.0, accepted above 0"),
         ("dymax", {"length": 0}, r"dymax\.length: got 0, accepted 1 or more"),
         ("dyjoint", {"threshold": 2}, r"dyjoint\.threshold: got 2\.0, accepted 0 to 1"),

@@ -46,7 +46,9 @@ def slow_dynatree(policy: DynaTree, draft: Any) -> list[slow.Path]:
         depth = len(path) - 1  # the paper's: its first drafted token has depth 0
         lowest = max(policy.stop, policy.least) if policy.prune == "expand" else policy.stop
         deep_enough = depth < policy.base_depth or score >= torch.tensor(log(policy.deep))
-        if path and not (depth < policy.max_depth and score >= torch.tensor(log(lowest)) and deep_enough):
+        if path and not (
+            depth < policy.max_depth and score >= torch.tensor(log(lowest)) and deep_enough
+        ):
             continue
         row = draft.tables.logits([*draft.tokens, 0, *path])
         order = sorted(range(len(row)), key=lambda token: (-row[token], token))
@@ -106,7 +108,8 @@ def cycle(accepted: int, height: int) -> Cycle:
 
 @settings(deadline=None, max_examples=500)
 @given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=80), st.sampled_from(["banded", "proportional"])
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=80),
+    st.sampled_from(["banded", "proportional"]),
 )
 def test_history_stays_in_its_ranges(lengths: list[tuple[int, int]], law: Any) -> None:
     policy = DynaTree(window=5, law=law)
@@ -118,9 +121,12 @@ def test_history_stays_in_its_ranges(lengths: list[tuple[int, int]], law: Any) -
 
 
 @pytest.mark.parametrize(
-    ("rate", "base", "high", "deep"), [(1.0, 6, 0.85, 0.45), (0.0, 4, 0.95, 0.55), (0.7, 5, 0.9, 0.5)]
+    ("rate", "base", "high", "deep"),
+    [(1.0, 6, 0.85, 0.45), (0.0, 4, 0.95, 0.55), (0.7, 5, 0.9, 0.5)],
 )
-def test_one_window_moves_each_setting_once(rate: float, base: int, high: float, deep: float) -> None:
+def test_one_window_moves_each_setting_once(
+    rate: float, base: int, high: float, deep: float
+) -> None:
     policy = DynaTree()
     for _ in range(policy.window):
         assert (policy._base_depth, policy._high, policy._deep) == (5, 0.9, 0.5)
@@ -130,7 +136,9 @@ def test_one_window_moves_each_setting_once(rate: float, base: int, high: float,
 
 
 @pytest.mark.parametrize(("accepted", "settings"), [(10, (6, 0.85, 0.45)), (0, (4, 0.95, 0.55))])
-def test_the_next_tree_follows_what_has_moved(accepted: int, settings: tuple[int, float, float]) -> None:
+def test_the_next_tree_follows_what_has_moved(
+    accepted: int, settings: tuple[int, float, float]
+) -> None:
     base, high, deep = settings
     limits: dict[str, Any] = {"stop": 0.0, "least": 0.0, "nodes": 200}
     moved, fresh = DynaTree(**limits), DynaTree(base_depth=base, high=high, deep=deep, **limits)

@@ -70,15 +70,22 @@ def grown(policy: Ltd | Eagle, draft: ToyDrafter) -> tuple[TokenTree, TokenTree]
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 2), st.booleans())
-def test_under_constant_decisions_the_tree_is_eagles(seed: int, depth: int, size: int, sparse: bool) -> None:
+def test_under_constant_decisions_the_tree_is_eagles(
+    seed: int, depth: int, size: int, sparse: bool
+) -> None:
     """Sections 3.2 and 4: only depth and size differ; V leaves the root out, EAGLE's budget counts it."""
-    tree, all_of_it = grown(steered_policy(SMALL, Constant(depth, size)), drafter(seed, normalized=sparse))
+    tree, all_of_it = grown(
+        steered_policy(SMALL, Constant(depth, size)), drafter(seed, normalized=sparse)
+    )
     beam = Eagle(SMALL.width, depth, SMALL.sizes[size] + 1)
     expected, expected_all = grown(beam, drafter(seed, normalized=sparse))
     for array in ("tokens", "parents", "log_probs"):
         assert torch.equal(getattr(tree, array), getattr(expected, array))
     assert (len(all_of_it), int(tree.passes)) == (len(expected_all), int(expected.passes))
-    fixed, _ = grown(steered_policy(SMALL, Constant(0, 0), depth, SMALL.sizes[size]), drafter(seed, normalized=sparse))
+    fixed, _ = grown(
+        steered_policy(SMALL, Constant(0, 0), depth, SMALL.sizes[size]),
+        drafter(seed, normalized=sparse),
+    )
     assert torch.equal(fixed.tokens, expected.tokens)
 
 
@@ -111,11 +118,15 @@ def test_constant_networks_give_eagles_tree(tmp_path: Path, action: int, expansi
 def test_when_the_depth_network_is_asked(least: int, every: int, asked: list[int]) -> None:
     """The paper forces the first expansion and closes the episode at the most; the released code checks every third."""
     decisions = Constant(9, 0)
-    tree, _ = grown(steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    tree, _ = grown(
+        steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter()
+    )
     assert [expansions for expansions, _ in decisions.asked] == asked
     assert int(tree.passes) == 1 + SMALL.expansions
     decisions = Constant(0, 0)
-    tree, _ = grown(steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter())
+    tree, _ = grown(
+        steered_policy(replace(SMALL, least=least, check_every=every), decisions), drafter()
+    )
     assert int(tree.passes) == 1 + asked[0], "it stops at the first question"
     assert len(decisions.sized) == 1
 
@@ -137,7 +148,10 @@ def test_layout_against_a_slow_one() -> None:
     policy.begin(250)
     _, tree = grown(policy, drafter(7))
     scores = tree.path_log_probs.tolist()
-    by_level = [[s for s, d in zip(scores, tree.depths.tolist(), strict=True) if d == level] for level in range(1, 5)]
+    by_level = [
+        [s for s, d in zip(scores, tree.depths.tolist(), strict=True) if d == level]
+        for level in range(1, 5)
+    ]
     assert [len(level) for level in by_level] == [3, 9, 9, 9]
     for expansions, seen in decisions.asked:
         expected = [*by_level[expansions], *[0.25] * 14, *[expansions / 10] * 14]
@@ -155,12 +169,18 @@ def laid(tree: TokenTree, shape: LtdShape) -> Tensor:
 def test_candidates_stand_parent_by_parent() -> None:
     tree = TokenTree.root(0, 8)
     tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]))
-    tree.add(torch.tensor([2, 2, 1, 1]), torch.tensor([5, 6, 5, 6]), torch.tensor([-0.5, -3.0, -0.1, -30.0]))
+    tree.add(
+        torch.tensor([2, 2, 1, 1]),
+        torch.tensor([5, 6, 5, 6]),
+        torch.tensor([-0.5, -3.0, -0.1, -30.0]),
+    )
     shape = LtdShape(width=2, expansions=2, sizes=(2,))
     assert laid(tree, shape).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -20, *[-20] * 4]), (
         "nothing is below the pad"
     )
-    assert laid(tree, replace(shape, pad=0.0)).tolist() == pytest.approx([-1, -2, -2.5, -5, -1.1, -31, *[0] * 4])
+    assert laid(tree, replace(shape, pad=0.0)).tolist() == pytest.approx(
+        [-1, -2, -2.5, -5, -1.1, -31, *[0] * 4]
+    )
 
 
 def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
@@ -181,12 +201,19 @@ def test_levels_that_the_draft_did_not_fill_keep_their_places() -> None:
     pad=st.sampled_from([-20.0, -3.0, 0.0]),
     part=st.sampled_from([0.3, 1]),
 )
-def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: float, part: float) -> None:
+def test_a_running_beam_is_observed_as_a_logged_one(
+    seed: int, width: int, pad: float, part: float
+) -> None:
     """By every backend, also where the draft left places vacant, at every depth."""
-    draw, shape = torch.Generator().manual_seed(seed), LtdShape(width=width, expansions=3, sizes=(1,), least=0, pad=pad)
+    draw, shape = (
+        torch.Generator().manual_seed(seed),
+        LtdShape(width=width, expansions=3, sizes=(1,), least=0, pad=pad),
+    )
     tree = TokenTree.root(0, 1 + shape.candidates)
     for expansions in range(shape.expansions + 1):
-        parents = (tree.depths[: len(tree)] == expansions).nonzero()[:width, 0].repeat_interleave(width)
+        parents = (
+            (tree.depths[: len(tree)] == expansions).nonzero()[:width, 0].repeat_interleave(width)
+        )
         parents = parents[torch.rand(len(parents), generator=draw) < part]
         edges = torch.randn(len(parents), generator=draw) * 9 - 9
         edges[torch.rand(len(parents), generator=draw) < 0.1] = -math.inf
@@ -196,7 +223,10 @@ def test_a_running_beam_is_observed_as_a_logged_one(seed: int, width: int, pad: 
             for backend in ops.backends()["beam_observation"].available:
                 with pytest.MonkeyPatch.context() as patch:
                     choose(patch, backend)
-                    context, done = torch.tensor([1234]), torch.tensor([expansions], dtype=torch.int32)
+                    context, done = (
+                        torch.tensor([1234]),
+                        torch.tensor([expansions], dtype=torch.int32),
+                    )
                     assert torch.equal(observed(which, tree, context, done, shape), expected)
 
 
@@ -206,11 +236,17 @@ def test_observations_of_many_trees_are_those_of_each() -> None:
         for observe in (depth_observation, size_observation):
             together = observe(laid, contexts, expansions, SMALL)
             for row in range(5):
-                assert torch.equal(together[row], observe(laid[row], int(contexts[row]), expansions, SMALL))
+                assert torch.equal(
+                    together[row], observe(laid[row], int(contexts[row]), expansions, SMALL)
+                )
     first = depth_observation(laid, contexts, 0, SMALL)
     assert torch.equal(first[:, :3], laid[:, :3])
-    assert (first[:, 3:9] == SMALL.pad).all(), "before the first expansion a level has `width` candidates"
-    assert (size_observation(laid, contexts, 1, SMALL)[:, 3 + 9 : SMALL.candidates] == SMALL.pad).all()
+    assert (first[:, 3:9] == SMALL.pad).all(), (
+        "before the first expansion a level has `width` candidates"
+    )
+    assert (
+        size_observation(laid, contexts, 1, SMALL)[:, 3 + 9 : SMALL.candidates] == SMALL.pad
+    ).all()
 
 
 def test_the_context_is_the_prompts_and_what_was_committed() -> None:
@@ -293,7 +329,13 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) ->
     file = tmp_path / "pair.safetensors"
     _ltd.save(file, Networks(SMALL, HIDDEN), {})
     state = load_file(file)
-    facts = {"format": 1, "kind": "ltd", "shape": asdict(SMALL), "hidden": HIDDEN, "activation": "relu"}
+    facts = {
+        "format": 1,
+        "kind": "ltd",
+        "shape": asdict(SMALL),
+        "hidden": HIDDEN,
+        "activation": "relu",
+    }
     change(state, facts)
     save_file(state, file, metadata={"specengine": json.dumps(facts)})
     with pytest.raises(InputError, match=message):
@@ -303,7 +345,9 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) ->
 # ---------------------------------------------------------------------------------------------------- released networks
 
 
-def released(file: Path, which: str, actions: int, zipped: bool = True, **more: Tensor) -> dict[str, Tensor]:
+def released(
+    file: Path, which: str, actions: int, zipped: bool = True, **more: Tensor
+) -> dict[str, Tensor]:
     """A policy in the names of Stable-Baselines3, critic included."""
     inputs, hidden = LtdShape().inputs[which], [16] if which == "depth" else [16, 8]
     sizes = [inputs, *hidden]
@@ -313,7 +357,10 @@ def released(file: Path, which: str, actions: int, zipped: bool = True, **more: 
             state[f"mlp_extractor.{part}.{2 * layer}.weight"] = torch.randn(b, a) * 0.1
             state[f"mlp_extractor.{part}.{2 * layer}.bias"] = torch.randn(b)
     for head, outputs in (("action_net", actions), ("value_net", 1)):
-        state[f"{head}.weight"], state[f"{head}.bias"] = torch.randn(outputs, sizes[-1]), torch.randn(outputs)
+        state[f"{head}.weight"], state[f"{head}.bias"] = (
+            torch.randn(outputs, sizes[-1]),
+            torch.randn(outputs),
+        )
     state |= more
     if not zipped:
         torch.save(state, file)
@@ -334,7 +381,11 @@ def test_released_networks_load(tmp_path: Path, actions: int, sizes: range) -> N
     policy = policies.make("ltd", networks=f"{depth},{size}")
     assert policy.budget == 241
     networks = _ltd.load(f"{depth},{size}").networks
-    assert (networks.shape.sizes, networks.shape.pad, networks.activation) == (tuple(sizes), 0.0, "tanh")
+    assert (networks.shape.sizes, networks.shape.pad, networks.activation) == (
+        tuple(sizes),
+        0.0,
+        "tanh",
+    )
     seen = torch.randn(3, 1268)
     hidden = seen
     for layer in ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2"):
@@ -366,7 +417,10 @@ def test_other_released_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"networks": "/nowhere/pair"}, "networks: /nowhere/pair is not a file, known are cpu, paper"),
+        (
+            {"networks": "/nowhere/pair"},
+            "networks: /nowhere/pair is not a file, known are cpu, paper",
+        ),
         ({"depth": 13}, "depth: got 13, accepted 0 to 12"),
         ({"size": 0}, "size: got 0, accepted 1 or more"),
         ({"check_every": 0}, "check_every: got 0"),
@@ -401,4 +455,6 @@ def test_what_ships() -> None:
     assert policies.make("ltd") == policies.make("ltd/paper")
     assert sum(file.stat().st_size for file in _ltd.FOLDER.glob("*")) < 4_000_000
     for trained in (paper, cpu):
-        assert trained.facts["ground"]["costs"]["source"], "it is said what machine they were trained for"
+        assert trained.facts["ground"]["costs"]["source"], (
+            "it is said what machine they were trained for"
+        )

@@ -18,7 +18,9 @@ from tests.policies import slow
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, st.integers(1, 16), st.sampled_from([1, 2, 5, 20]))
-def test_finds_the_optimal_tree_of_its_height(draft: dict[str, Any], nodes: int, max_depth: int) -> None:
+def test_finds_the_optimal_tree_of_its_height(
+    draft: dict[str, Any], nodes: int, max_depth: int
+) -> None:
     tree = slow.grow(OptTree(nodes, threshold=0.0, max_depth=max_depth), slow.drafter(**draft))
     expected = slow.best_value(slow.drafter(**draft), nodes, max_depth)
     assert math.isclose(slow.value(tree), expected, rel_tol=1e-5, abs_tol=1e-6)
@@ -39,7 +41,9 @@ def slow_opt_tree(policy: OptTree, draft: Any) -> tuple[int, list[float]]:
     while True:
         layers.append(dict(slow.ranked(draft, layers[-1])[: policy.nodes]))
         counted = layers[1 : len(layers) - policy.lag]
-        scores = sorted((score for layer in counted for score in layer.values()), reverse=True)[: policy.nodes]
+        scores = sorted((score for layer in counted for score in layer.values()), reverse=True)[
+            : policy.nodes
+        ]
         values.append(math.fsum(math.exp(score) for score in scores))
         compared = len(values) - policy.lag >= 2
         gained = not compared or values[-1] - values[-2] > policy.threshold
@@ -48,7 +52,13 @@ def slow_opt_tree(policy: OptTree, draft: Any) -> tuple[int, list[float]]:
 
 
 @settings(deadline=None, max_examples=500)
-@given(slow.DRAFTS, st.integers(1, 12), st.sampled_from([0.03, 0.2, 0.5]), st.integers(2, 8), st.booleans())
+@given(
+    slow.DRAFTS,
+    st.integers(1, 12),
+    st.sampled_from([0.03, 0.2, 0.5]),
+    st.integers(2, 8),
+    st.booleans(),
+)
 def test_stops_where_a_layer_gains_too_little(
     draft: dict[str, Any], nodes: int, threshold: float, max_depth: int, lag: bool
 ) -> None:

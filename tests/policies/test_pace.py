@@ -22,7 +22,9 @@ from tests import toy
 from tests.graphs.engines import PROMPT, model
 
 
-def ran(pace: Pace, cycles: int, chance: float, dearer: float, draw: random.Random, told: float = 1.0) -> list[int]:
+def ran(
+    pace: Pace, cycles: int, chance: float, dearer: float, draw: random.Random, told: float = 1.0
+) -> list[int]:
     """Tokens per cycle; 0 of a plain one. A cycle with trees brings a second token by this chance, and takes more."""
     found = []
     for _ in range(cycles):
@@ -34,7 +36,9 @@ def ran(pace: Pace, cycles: int, chance: float, dearer: float, draw: random.Rand
     return found
 
 
-@pytest.mark.parametrize("told", [0.9, 1.0, 1.15], ids=["told too little", "told right", "told too much"])
+@pytest.mark.parametrize(
+    "told", [0.9, 1.0, 1.15], ids=["told too little", "told right", "told too much"]
+)
 @pytest.mark.parametrize("dearer", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize("chance", [0.0, 0.03, 0.1, 0.3, 0.8])
 def test_little_is_lost_whatever_trees_bring(chance: float, dearer: float, told: float) -> None:
@@ -108,12 +112,16 @@ def test_rests_are_bounded_and_trees_come_between(seed: int, chance: float, dear
     assert all(length <= MAX_REST for length in rests)
 
 
-def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = HuggingFaceTarget(model())
     policy = toy.policy_for("auto")
     assert isinstance(policy, Auto)
     policy = dataclasses.replace(policy, costs="measured", budget=16)
-    cheap = PassCosts("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)  # whatever this machine would say
+    cheap = PassCosts(
+        "cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True
+    )  # whatever this machine would say
     monkeypatch.setattr(stored, "find", lambda *_: cheap)
     drafter = Lookup(Recycling())
     engine, plain = Engine(target, drafter, policy), Engine(target, None, None)
@@ -129,7 +137,9 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(monkeypatch: 
     engine.generate(PROMPT, max_new_tokens=12)
     assert asked
     for options in ({}, {"temperature": 1.0, "seed": 3}):
-        monkeypatch.setattr(Pace, "begin", lambda self: vars(self).update(resting=8, state=PaceState.RESTING))
+        monkeypatch.setattr(
+            Pace, "begin", lambda self: vars(self).update(resting=8, state=PaceState.RESTING)
+        )
         asked.clear()
         found = list[int]()
         for number, piece in enumerate(engine.stream(PROMPT, max_new_tokens=20, **options)):

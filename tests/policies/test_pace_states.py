@@ -13,7 +13,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "develop" / "policy.md"
 
 def drawn() -> set[tuple[str, str]]:
     """Return the transitions of the page's table, as pairs of states."""
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", PAGE.read_text().partition("## When `auto` rests")[2], re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$",
+        PAGE.read_text().partition("## When `auto` rests")[2],
+        re.M,
+    )
     return {(state, other) for state, others in rows for other in re.findall(r"`(\w+)`", others)}
 
 

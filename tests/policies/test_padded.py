@@ -27,7 +27,9 @@ BEAM = {"width": st.integers(1, 5), "expansions": st.integers(0, 5), "budget": s
 THRESHOLD = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]))
 CHAIN = slow.options(length=st.integers(1, 8), threshold=THRESHOLD)
 COSTS = st.builds(
-    lambda verify, draft: PassCosts("toy", {1: 1.0, 12: 1.0 + verify}, {1: draft}), st.floats(0, 2), st.floats(0, 0.3)
+    lambda verify, draft: PassCosts("toy", {1: 1.0, 12: 1.0 + verify}, {1: draft}),
+    st.floats(0, 2),
+    st.floats(0, 0.3),
 )
 OPTIONS: dict[str, Any] = {
     "auto": slow.options(
@@ -40,7 +42,11 @@ OPTIONS: dict[str, Any] = {
     "eagle": slow.options(**BEAM),
     "chain": slow.options(length=st.integers(1, 6)),
     "fixed": slow.options(branching=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)),
-    "ddd": slow.options(**BEAM, checks=st.lists(st.integers(0, 5), max_size=4).map(tuple), threshold=st.floats(-3, 0)),
+    "ddd": slow.options(
+        **BEAM,
+        checks=st.lists(st.integers(0, 5), max_size=4).map(tuple),
+        threshold=st.floats(-3, 0),
+    ),
     "svip": slow.options(**BEAM, factor=st.floats(0.05, 1), threshold=st.floats(0, 1)),
     "disco": slow.options(**BEAM, threshold=st.floats(0.1, 0.9)),
     "specdecpp": slow.options(**BEAM, threshold=st.floats(0.2, 1), minimum=st.just(0)),
@@ -62,9 +68,15 @@ OPTIONS: dict[str, Any] = {
         root=st.sampled_from(["known", "paper"]),
         prune=st.sampled_from(["leaf", "expand", "none"]),
     ),
-    "talon": slow.options(budget=st.integers(2, 14), width=st.integers(1, 5), mu=st.floats(0.01, 1)),
-    "salf": slow.options(budget=st.integers(2, 14), batch=st.integers(1, 5), threshold=st.floats(0, 0.9)),
-    "gammatune": slow.options(width=st.integers(1, 4), expansions=st.just(4), height=st.integers(1, 5)),
+    "talon": slow.options(
+        budget=st.integers(2, 14), width=st.integers(1, 5), mu=st.floats(0.01, 1)
+    ),
+    "salf": slow.options(
+        budget=st.integers(2, 14), batch=st.integers(1, 5), threshold=st.floats(0, 0.9)
+    ),
+    "gammatune": slow.options(
+        width=st.integers(1, 4), expansions=st.just(4), height=st.integers(1, 5)
+    ),
     "ltd": slow.options(networks=st.just("cpu")),
     "smart": slow.options(
         budget=st.integers(1, 14),
@@ -75,7 +87,9 @@ OPTIONS: dict[str, Any] = {
         costs=COSTS,
     ),
     "ddtree": slow.options(budget=st.integers(2, 14), block=st.integers(1, 4)),
-    "caddtree": slow.options(budget=st.integers(2, 14), block=st.integers(1, 4), width=st.integers(1, 4), costs=COSTS),
+    "caddtree": slow.options(
+        budget=st.integers(2, 14), block=st.integers(1, 4), width=st.integers(1, 4), costs=COSTS
+    ),
     "cast": slow.options(
         budget=st.integers(1, 14),
         children=st.integers(1, 4),
@@ -87,7 +101,9 @@ OPTIONS: dict[str, Any] = {
         recent=st.integers(1, 3),
         costs=COSTS,
     ),
-    "c2t": slow.options(children=st.integers(1, 4), layer=st.integers(1, 5), max_depth=st.integers(1, 4)),
+    "c2t": slow.options(
+        children=st.integers(1, 4), layer=st.integers(1, 5), max_depth=st.integers(1, 4)
+    ),
 }
 DRAFTS = st.fixed_dictionaries(
     {
@@ -132,7 +148,9 @@ def outcome(tree: TokenTree, width: int | None = None) -> tuple[Nodes, torch.Ten
     chosen = [*tree.tokens[path[1:]].tolist(), size % 3]
     padding = [0] * (0 if width is None else width - len(path))
     ids = torch.tensor([*path, *padding])
-    return Nodes(ids, torch.tensor([len(path)], dtype=torch.int32)), torch.tensor([*chosen, *padding])
+    return Nodes(ids, torch.tensor([len(path)], dtype=torch.int32)), torch.tensor(
+        [*chosen, *padding]
+    )
 
 
 class Padded:
@@ -151,7 +169,9 @@ class Padded:
         tree.passes.zero_()
         frontier = tree.root_alone()
         if self.policy.plan().patience:
-            frontier = on_a_device(self.policy.grow, tree, frontier.where(False), Step(tree.log_probs[:0, None]))
+            frontier = on_a_device(
+                self.policy.grow, tree, frontier.where(False), Step(tree.log_probs[:0, None])
+            )
         for _ in range(self.policy.passes + 2):
             tree.passes += frontier.live > 0
             step = self._step(frontier)
@@ -168,7 +188,12 @@ class Padded:
         self._outcome = Outcome(tree, *outcome(tree, self.policy.passes + 2), None)
         if self.policy.state_on(CPU):
             on_a_device(self.policy.learn, self._outcome)
-        return Grown(tree.tokens[:size].tolist(), tree.parents[:size].tolist(), kept.tolist(), int(tree.passes))
+        return Grown(
+            tree.tokens[:size].tolist(),
+            tree.parents[:size].tolist(),
+            kept.tolist(),
+            int(tree.passes),
+        )
 
     def _path(self, node: int) -> list[int]:
         found = []
@@ -182,7 +207,9 @@ class Padded:
         assert columns is not None
         rows = torch.full((len(frontier.ids), len(columns)), math.nan)
         for row, node in enumerate(frontier.alive().tolist()):
-            rows[row] = self.draft.tables.logits([*self.draft.tokens, 0, *self._path(node)])[columns]
+            rows[row] = self.draft.tables.logits([*self.draft.tokens, 0, *self._path(node)])[
+                columns
+            ]
         return Step(rows, columns, hidden=hidden_states(rows))
 
 
@@ -210,7 +237,9 @@ def test_padding_changes_no_tree(name: str) -> None:
     def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
         ours, theirs = (policies.make(name, **options) for _ in range(2))
         padded = Padded(ours, drafter(**draft))
-        for _ in range(6 if learns(theirs) else 2):  # what the last tree left behind does not matter
+        for _ in range(
+            6 if learns(theirs) else 2
+        ):  # what the last tree left behind does not matter
             expected, cycle = exactly(theirs, drafter(**draft))
             assert padded.grow() == expected
             if not ours.state_on(CPU):
@@ -231,11 +260,16 @@ def test_padding_changes_no_tree(name: str) -> None:
         ("opt_tree", {"nodes": 5, "max_depth": 6}, (0.0, 0.2)),
     ],
 )
-def test_rules_end_trees_at_many_heights(name: str, options: dict[str, Any], thresholds: tuple[float, float]) -> None:
+def test_rules_end_trees_at_many_heights(
+    name: str, options: dict[str, Any], thresholds: tuple[float, float]
+) -> None:
     """So that the trees above are not all of one."""
     least, most = thresholds
     passes = {
-        Padded(policies.make(name, **options, threshold=least + (most - least) * part / 8), drafter(16, seed, 0.3))
+        Padded(
+            policies.make(name, **options, threshold=least + (most - least) * part / 8),
+            drafter(16, seed, 0.3),
+        )
         .grow()
         .passes
         for part in range(9)

@@ -33,7 +33,9 @@ class Recorded(Salf):
         if len(drafted):
             self.masses.append(math.fsum(tree.path_log_probs[drafted].double().exp().tolist()))
             kept = tree.path_log_probs[self.keep(tree).alive()]
-            assert len(kept) < self.budget or bool((tree.path_log_probs[drafted] > kept.min()).all())
+            assert len(kept) < self.budget or bool(
+                (tree.path_log_probs[drafted] > kept.min()).all()
+            )
             assert len(drafted) <= self.batch
         return nodes
 
@@ -56,7 +58,9 @@ def test_without_a_threshold_it_finds_the_optimal_tree(
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, OPTIONS)
-def test_the_mass_of_the_batches_never_grows(draft: dict[str, Any], options: dict[str, Any]) -> None:
+def test_the_mass_of_the_batches_never_grows(
+    draft: dict[str, Any], options: dict[str, Any]
+) -> None:
     """Theorem 1; strictly falling where every token has a probability and the batch is smaller than the vocabulary."""
     policy, tree = searched(draft, **options)
     assert len(tree) <= policy.budget
@@ -69,18 +73,31 @@ def test_the_mass_of_the_batches_never_grows(draft: dict[str, Any], options: dic
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, st.integers(2, 24), st.integers(1, 8))
-def test_the_mass_falls_strictly_under_the_theorems_conditions(draft: dict[str, Any], budget: int, batch: int) -> None:
+def test_the_mass_falls_strictly_under_the_theorems_conditions(
+    draft: dict[str, Any], budget: int, batch: int
+) -> None:
     draft = {**draft, "exact": 0.0, "concentration": 2.0}
-    policy, tree = searched(draft, budget=budget, batch=min(batch, draft["vocabulary"] - 1), threshold=0.0)
-    assume(not bool((tree.log_probs[1:] > -1e-3).any()))  # a token so sure leaves the others no mass that float32 sees
-    assume(len(tree.path_log_probs.unique()) == len(tree))  # of two equal paths one may be taken after the other
+    policy, tree = searched(
+        draft, budget=budget, batch=min(batch, draft["vocabulary"] - 1), threshold=0.0
+    )
+    assume(
+        not bool((tree.log_probs[1:] > -1e-3).any())
+    )  # a token so sure leaves the others no mass that float32 sees
+    assume(
+        len(tree.path_log_probs.unique()) == len(tree)
+    )  # of two equal paths one may be taken after the other
     assert all(later < earlier for earlier, later in pairwise([1.0, *policy.masses]))
 
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, OPTIONS)
-def test_a_lower_threshold_costs_passes_and_gains_probability(draft: dict[str, Any], options: dict[str, Any]) -> None:
-    found = [searched(draft, **{**options, "threshold": threshold})[1] for threshold in (0.0, 0.2, 0.5, 0.8)]
+def test_a_lower_threshold_costs_passes_and_gains_probability(
+    draft: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = [
+        searched(draft, **{**options, "threshold": threshold})[1]
+        for threshold in (0.0, 0.2, 0.5, 0.8)
+    ]
     for lower, higher in pairwise(found):
         assert lower.passes >= higher.passes
         assert slow.value(lower) >= slow.value(higher) - 1e-5
@@ -88,7 +105,9 @@ def test_a_lower_threshold_costs_passes_and_gains_probability(draft: dict[str, A
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, OPTIONS)
-def test_fill_adds_scored_nodes_and_no_passes(draft: dict[str, Any], options: dict[str, Any]) -> None:
+def test_fill_adds_scored_nodes_and_no_passes(
+    draft: dict[str, Any], options: dict[str, Any]
+) -> None:
     _, bare = searched(draft, **{**options, "fill": False})
     _, filled = searched(draft, **{**options, "fill": True})
     assert bare.passes == filled.passes
@@ -100,24 +119,40 @@ def test_fill_adds_scored_nodes_and_no_passes(draft: dict[str, Any], options: di
 
 def test_a_tree_does_not_depend_on_the_one_before() -> None:
     """Whose queues were full of better nodes: those of a certain draft bound nothing in a tree of an unsure one."""
-    policy, unsure = policies.make("salf", budget=8, batch=2), {"vocabulary": 9, "concentration": 2.0}
+    policy, unsure = (
+        policies.make("salf", budget=8, batch=2),
+        {"vocabulary": 9, "concentration": 2.0},
+    )
     for seed in range(4):
-        expected = slow.paths(slow.grow(policies.make("salf", budget=8, batch=2), slow.drafter(seed=seed, **unsure)))
+        expected = slow.paths(
+            slow.grow(policies.make("salf", budget=8, batch=2), slow.drafter(seed=seed, **unsure))
+        )
         slow.grow(policy, slow.drafter(9, seed, concentration=0.05))
         assert slow.paths(slow.grow(policy, slow.drafter(seed=seed, **unsure))) == expected
 
 
-@pytest.mark.parametrize(("budget", "batch"), [(1, 1), (1, 9), (2, 1), (9, 9), (9, 64), (60, 10), (256, 256)])
+@pytest.mark.parametrize(
+    ("budget", "batch"), [(1, 1), (1, 9), (2, 1), (9, 9), (9, 64), (60, 10), (256, 256)]
+)
 def test_ends_at_the_corners(budget: int, batch: int) -> None:
     for exact in (0.0, 1.0):
-        _, tree = searched({"vocabulary": 3, "seed": 1, "exact": exact}, budget=budget, batch=batch, threshold=0.0)
+        _, tree = searched(
+            {"vocabulary": 3, "seed": 1, "exact": exact}, budget=budget, batch=batch, threshold=0.0
+        )
         assert 1 <= len(tree) <= budget
         assert int(tree.passes) <= budget
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("budget", 0), ("batch", 0), ("threshold", 1.0), ("threshold", -0.1), ("threshold", math.nan), ("max_depth", 0)],
+    [
+        ("budget", 0),
+        ("batch", 0),
+        ("threshold", 1.0),
+        ("threshold", -0.1),
+        ("threshold", math.nan),
+        ("max_depth", 0),
+    ],
 )
 def test_options_out_of_range(field: str, value: float) -> None:
     with pytest.raises(InputError, match=rf"policy salf\.{field}: got {value}, accepted"):

@@ -65,7 +65,11 @@ def slow_smart(policy: Smart, draft: Any) -> tuple[slow.Layer, list[Choice], int
             for path, score in active.items()
         }
         for path, score in slow.ranked(draft, active):
-            if path not in best[path[:-1]] or len(layer) == policy.width or len(tree) == policy.budget:
+            if (
+                path not in best[path[:-1]]
+                or len(layer) == policy.width
+                or len(tree) == policy.budget
+            ):
                 continue
 
             def time(nodes: int, width: int, more: bool = more, spent: float = spent) -> float:
@@ -109,7 +113,9 @@ def test_each_node_raises_the_speedup_of_the_tree(draft: dict[str, Any], policy:
 def test_dear_nodes_are_left_out_and_free_ones_taken() -> None:
     draft = {"vocabulary": 5, "seed": 3, "concentration": 0.3}
     dear = Smart(costs=PassCosts("dear", {1: 1.0, 2: 9.0}, {1: 0.1}))
-    free = Smart(budget=9, children=3, width=3, passes=4, costs=PassCosts("free", {1: 1.0}, {1: 0.0}))
+    free = Smart(
+        budget=9, children=3, width=3, passes=4, costs=PassCosts("free", {1: 1.0}, {1: 0.0})
+    )
     assert len(slow.grow(dear, slow.drafter(**draft))) == 1
     tree = slow.grow(free, slow.drafter(**draft))
     assert (len(tree), int(tree.passes)) == (9, 3)
@@ -119,7 +125,11 @@ def test_the_first_node_of_a_layer_pays_for_the_next_pass() -> None:
     """So a tree ends where the likeliest node cannot."""
     chain = {"vocabulary": 9, "seed": 0, "concentration": 2.0}
     heights = [
-        int(slow.grow(Smart(costs=PassCosts("toy", {1: 1.0}, {1: cost})), slow.drafter(**chain)).passes)
+        int(
+            slow.grow(
+                Smart(costs=PassCosts("toy", {1: 1.0}, {1: cost})), slow.drafter(**chain)
+            ).passes
+        )
         for cost in (0.01, 0.1, 0.5)
     ]
     assert heights == sorted(heights, reverse=True)

@@ -34,7 +34,11 @@ def slow_talon(policy: Talon, draft: Any) -> list[slow.Layer]:
             taken = candidates[: policy.width]
         else:
             anchor = max((score for _, score in candidates), default=np.float32(0.0))
-            taken = [(path, score) for path, score in candidates if score >= anchor + np.float32(math.log(policy.mu))]
+            taken = [
+                (path, score)
+                for path, score in candidates
+                if score >= anchor + np.float32(math.log(policy.mu))
+            ]
         found.append(dict(taken[:room]))
         room -= len(found[-1])
     return [layer for layer in found if layer]
@@ -84,7 +88,9 @@ def test_a_gate_of_one_grows_a_chain_below_level_1(draft: dict[str, Any], budget
 
 @settings(deadline=None, max_examples=500)
 @given(slow.DRAFTS, st.integers(2, 30))
-def test_an_open_gate_fills_the_budget_with_the_best_of_each_layer(draft: dict[str, Any], budget: int) -> None:
+def test_an_open_gate_fills_the_budget_with_the_best_of_each_layer(
+    draft: dict[str, Any], budget: int
+) -> None:
     source = slow.drafter(**{**draft, "exact": 0.0})
     found = slow.layers(slow.grow(Talon(budget=budget, width=4, mu=1e-30), source))
     for depth in range(2, len(found) - 1):
@@ -101,7 +107,15 @@ def test_a_certain_draft_gives_one_long_chain_and_max_depth_cuts_it() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("budget", 0), ("width", 0), ("mu", 0.0), ("mu", 1.5), ("mu", math.nan), ("robust_layers", -1), ("max_depth", 0)],
+    [
+        ("budget", 0),
+        ("width", 0),
+        ("mu", 0.0),
+        ("mu", 1.5),
+        ("mu", math.nan),
+        ("robust_layers", -1),
+        ("max_depth", 0),
+    ],
 )
 def test_options_out_of_range(field: str, value: float) -> None:
     with pytest.raises(InputError, match=rf"policy talon\.{field}: got {value}, accepted"):

@@ -32,7 +32,9 @@ sys.stdin.read()
 def cluster(cpus: int) -> Iterator[str]:
     """Its address."""
     command = [sys.executable, "-c", HEAD, str(cpus)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as head:
         assert head.stdout is not None
         address = head.stdout.readline().strip()
         assert address, "Ray did not start"

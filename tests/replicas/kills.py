@@ -21,7 +21,9 @@ REPLICAS = (1, 2, 4)
 PROMPTS = 84
 
 
-def interrupted(folder: Path, model: Path, prompts: Path, address: str, number: int, draw: random.Random) -> str:
+def interrupted(
+    folder: Path, model: Path, prompts: Path, address: str, number: int, draw: random.Random
+) -> str:
     """Write one file through one to three kills; returns what was done."""
     replicas = REPLICAS[number % len(REPLICAS)]
     out = folder / f"{number}.jsonl"

@@ -32,16 +32,23 @@ class Replicated:
     def metric(self, name: str) -> float:
         """0 where nothing was counted under this label yet."""
         lines = self.client.get("/metrics").text.splitlines()
-        return next((float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}")), 0.0)
+        return next(
+            (float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}")),
+            0.0,
+        )
 
 
 @contextlib.contextmanager
-def replicated(model: Path, address: str, replicas: int = 2, **settings: Any) -> Iterator[Replicated]:
+def replicated(
+    model: Path, address: str, replicas: int = 2, **settings: Any
+) -> Iterator[Replicated]:
     chosen = Settings(name=NAME, **settings)
     scale = Scale(replicas, threads=1, address=address)
     front = Front(chosen, replicas)
     opened = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(front.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        front.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     with cluster.running(scale):

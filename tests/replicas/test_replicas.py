@@ -44,13 +44,17 @@ CHATS = 100
 
 
 @pytest.mark.slow
-def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tmp_path: Path) -> None:
+def test_a_batch_loses_nothing_to_workers_that_end(
+    model: Path, address: str, tmp_path: Path
+) -> None:
     """One prompt ends whichever process has it."""
     entries = [*files.lines(20), {"id": "deadly", "prompt": DEADLY}, *files.lines(27)[20:]]
     items = lines.read(files.write(tmp_path / "in.jsonl", entries), {"max_new_tokens": 12}).items
     expected = list(
         answering.answered(
-            EngineArguments(str(model)).load, [item for item in items if item.id != "deadly"], lambda _: None
+            EngineArguments(str(model)).load,
+            [item for item in items if item.id != "deadly"],
+            lambda _: None,
         )
     )
     scale = Scale(2, threads=1, address=address)
@@ -58,10 +62,15 @@ def test_a_batch_loses_nothing_to_workers_that_end(model: Path, address: str, tm
     with cluster.running(scale):
         spreading = spread.Spread(Deadly(str(model), threads=1).load, scale, loaded.append)
         found = list(spread.in_order(spreading.answered(items), 0))
-    assert [answered.line for answered in found if answered.line["id"] != "deadly"] == [each.line for each in expected]
+    assert [answered.line for answered in found if answered.line["id"] != "deadly"] == [
+        each.line for each in expected
+    ]
     assert [answered.place for answered in found] == list(range(len(items)))
     error = found[20].line["error"]
-    assert (error["type"], error["message"]) == ("ReplicaError", "the process that answered it ended, 3 times")
+    assert (error["type"], error["message"]) == (
+        "ReplicaError",
+        "the process that answered it ended, 3 times",
+    )
     assert all(facts == loaded[0] for facts in loaded)
     # each of the three that ended had loaded; whether a fourth has, before the rest is answered, the machine decides
     assert len(loaded) > scale.replicas, "replicas that have ended are replaced"
@@ -75,7 +84,9 @@ def test_a_cluster_without_room_is_refused_and_a_model_that_is_not_there_is_name
     on = ("--ray-address", address, "--replicas")
     assert files.batch(file, tmp_path / "1.jsonl", model, *on, "9", "--threads", "2") == 2
     assert "9 replicas need 18 CPUs, accepted up to 4" in capsys.readouterr().err
-    assert files.batch(file, tmp_path / "2.jsonl", tmp_path / "none", *on, "2", "--threads", "1") == 2
+    assert (
+        files.batch(file, tmp_path / "2.jsonl", tmp_path / "none", *on, "2", "--threads", "1") == 2
+    )
     assert "replicas" not in (said := capsys.readouterr().err), said
 
 
@@ -88,10 +99,24 @@ def test_ctrl_c_ends_a_batch_of_replicas_which_goes_on(
     prompts, out, whole = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "whole"))
     files.write(prompts, files.lines(42))
     more = ("--max-new-tokens", "60")
-    command = [sys.executable, "-m", "specengine", "batch", str(prompts), "--out", str(out), "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "specengine",
+        "batch",
+        str(prompts),
+        "--out",
+        str(out),
+        "--model",
+        str(model),
+    ]
     on = ("--replicas", "2", "--threads", "1", "--ray-address", address)
     with subprocess.Popen(
-        [*command, *more, *on], stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path(__file__).parents[2]
+        [*command, *more, *on],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
     ) as run:
         until(lambda: beside(out).exists() and kills.length(out) >= lines_before, 120)
         os.killpg(run.pid, signal.SIGINT)
@@ -102,7 +127,11 @@ def test_ctrl_c_ends_a_batch_of_replicas_which_goes_on(
         f"specengine: stopped; {out} keeps what was done so far, and the same command goes on from there\n"
     )
     assert kills.length(out) < 42
-    assert files.batch(prompts, out, model, *more, *on) == files.batch(prompts, whole, model, *more) == 1
+    assert (
+        files.batch(prompts, out, model, *more, *on)
+        == files.batch(prompts, whole, model, *more)
+        == 1
+    )
     assert kills.is_same(out, whole)
 
 
@@ -125,7 +154,9 @@ def test_answers_are_put_in_order_as_early_as_can_be() -> None:
 def chat(text: str, *more: str, **options: Any) -> dict[str, Any]:
     """A conversation of which `text` is the first turn, and `more` the turns behind it, the model's and the user's."""
     roles = ("user", "assistant")
-    messages = [{"role": roles[place % 2], "content": said} for place, said in enumerate((text, *more))]
+    messages = [
+        {"role": roles[place % 2], "content": said} for place, said in enumerate((text, *more))
+    ]
     return {"model": NAME, "messages": messages, "max_tokens": 16, **options}
 
 
@@ -152,8 +183,12 @@ def _second_turns_go_where_the_first_was(server: Replicated) -> None:
 
 
 def _streams_are_the_same(server: Replicated) -> None:
-    whole = server.client.post("/v1/chat/completions", json=chat("a stream", return_token_ids=True)).json()
-    text = server.client.post("/v1/chat/completions", json=chat("a stream", stream=True, return_token_ids=True)).text
+    whole = server.client.post(
+        "/v1/chat/completions", json=chat("a stream", return_token_ids=True)
+    ).json()
+    text = server.client.post(
+        "/v1/chat/completions", json=chat("a stream", stream=True, return_token_ids=True)
+    ).text
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     assert f'"finish_reason":"{whole["choices"][0]["finish_reason"]}"' in events[-2]
@@ -176,14 +211,19 @@ def _who_goes_away_is_not_answered(server: Replicated) -> None:
 def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None:
     """A hundred clients meanwhile: each is answered rightly, or told to come again."""
     engine = Engine.from_pretrained(str(model))
-    expected = {number: engine.generate(chat(f"c{number}")["messages"], max_new_tokens=16).text for number in range(9)}
+    expected = {
+        number: engine.generate(chat(f"c{number}")["messages"], max_new_tokens=16).text
+        for number in range(9)
+    }
     counted = server.metric("generation_tokens_total")
     done: list[tuple[int, httpx.Response]] = []
 
     async def crowd() -> None:
         limits = httpx.Limits(max_connections=CHATS)
         headers = server.client.headers
-        async with httpx.AsyncClient(base_url=server.address, timeout=120, limits=limits, headers=headers) as client:
+        async with httpx.AsyncClient(
+            base_url=server.address, timeout=120, limits=limits, headers=headers
+        ) as client:
 
             async def ask(number: int) -> None:
                 answer = await client.post("/v1/chat/completions", json=chat(f"c{number % 9}"))
@@ -206,7 +246,9 @@ def _one_of_two_is_killed(server: Replicated, model: Path, address: str) -> None
             assert int(answer.headers["Retry-After"]) >= 1
     assert len(done) == CHATS
     assert server.client.post("/v1/chat/completions", json=chat("after")).status_code == 200
-    assert server.metric("generation_tokens_total") >= counted, "what a lost replica had counted stays"
+    assert server.metric("generation_tokens_total") >= counted, (
+        "what a lost replica had counted stays"
+    )
 
 
 @pytest.mark.slow
@@ -214,18 +256,29 @@ def test_each_replica_answers_several_at_once(model: Path, address: str) -> None
     engine = Engine.from_pretrained(str(model))
     messages = [chat(f"c{number}")["messages"] for number in range(24)]
     long: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
-    expected = [engine.generate(asked, max_new_tokens=300, eos_token_id=[]).token_ids for asked in messages]
-    with replicated(model, address, parallel=2, queue=CHATS) as server, ThreadPoolExecutor(24) as many:
+    expected = [
+        engine.generate(asked, max_new_tokens=300, eos_token_id=[]).token_ids for asked in messages
+    ]
+    with (
+        replicated(model, address, parallel=2, queue=CHATS) as server,
+        ThreadPoolExecutor(24) as many,
+    ):
 
         def ask(number: int) -> tuple[list[int], int]:
-            answer = server.client.post("/v1/chat/completions", json=chat(f"c{number}", **long)).json()
-            return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"]["num_spec_steps"]
+            answer = server.client.post(
+                "/v1/chat/completions", json=chat(f"c{number}", **long)
+            ).json()
+            return answer["choices"][0]["token_ids"], answer["metrics"]["speculative_decoding"][
+                "num_spec_steps"
+            ]
 
         jobs = [many.submit(ask, number) for number in range(24)]
         until(lambda: server.metric("num_requests_running") == 4)
         tokens, cycles = zip(*(job.result() for job in jobs), strict=True)
         assert list(tokens) == expected
-        assert server.metric("iteration_tokens_total_count") < 0.8 * sum(cycles), "one pass serves several"
+        assert server.metric("iteration_tokens_total_count") < 0.8 * sum(cycles), (
+            "one pass serves several"
+        )
 
 
 # ---- without a cluster
@@ -253,8 +306,13 @@ def test_an_answer_that_breaks_off_is_refused_before_its_first_piece_and_ends_be
         assert (error.value.status, error.value.headers, sent) == (503, {"Retry-After": "1"}, [])
     else:
         asyncio.run(front._pass(coming(), send))
-        assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
-        assert (b"replica_lost" in sent[-1]["body"], sent[-1]["more_body"]) == (kind != b"application/json", False)
+        assert [message["type"] for message in sent] == ["http.response.start"] + [
+            "http.response.body"
+        ] * 2
+        assert (b"replica_lost" in sent[-1]["body"], sent[-1]["more_body"]) == (
+            kind != b"application/json",
+            False,
+        )
 
 
 def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
@@ -301,11 +359,19 @@ def test_a_conversation_is_known_by_its_beginning() -> None:
     assert start != of({"messages": [system, *chat("one")["messages"]]})
     assert of({"prompt": "a" * 300}) == of({"prompt": "a" * 256 + "b"}) != of({"prompt": "b"})
     item = {"role": "user", "content": "one"}
-    assert of({"input": "one"}) == of({"input": [item, {"type": "function_call"}]}) != of({"input": "two"})
+    assert (
+        of({"input": "one"})
+        == of({"input": [item, {"type": "function_call"}]})
+        != of({"input": "two"})
+    )
     assert of({"input": "one", "instructions": "be kind"}) != of({"input": "one"})
     messages = chat("one")["messages"]
     assert of({"messages": messages, "system": "be kind"}) != of({"messages": messages}) == start
-    assert of({"input_prefix": "a" * 300, "input_suffix": "b"}) == of({"input_prefix": "a" * 256}) is not None
+    assert (
+        of({"input_prefix": "a" * 300, "input_suffix": "b"})
+        == of({"input_prefix": "a" * 256})
+        is not None
+    )
     for nothing in ({}, {"prompt": 3}, {"messages": []}, {"input": 3}, {"input": []}):
         assert of(nothing) is None
     assert conversation_of(b"{") is conversation_of(b"[1]") is None
@@ -340,7 +406,9 @@ def test_a_scale_out_of_range_is_refused(given: dict[str, Any], named: str) -> N
 
 
 @pytest.mark.parametrize(("lost", "status"), [(1, 200), (2, 503)])
-def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lost: int, status: int) -> None:
+def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(
+    lost: int, status: int
+) -> None:
     asked: list[Any] = []
 
     class Handle:
@@ -358,7 +426,11 @@ def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lo
             return self._answer(len(asked) <= lost)
 
         async def _answer(self, ends: bool) -> Any:
-            yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            yield {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"application/json")],
+            }
             if ends:
                 raise ActorDiedError
             yield {"type": "http.response.body", "body": b"{}", "more_body": False}
@@ -377,7 +449,9 @@ def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(lo
 
 
 @pytest.mark.parametrize("ending", ["answer", "refusal", "lost"])
-def test_a_stream_that_waits_for_a_replica_is_told_its_place(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_waits_for_a_replica_is_told_its_place(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(front, "PLACE_SECONDS", 0.02)
     free = asyncio.Event()
 
@@ -399,7 +473,11 @@ def test_a_stream_that_waits_for_a_replica_is_told_its_place(ending: str, monkey
             if second and ending == "lost":
                 raise ActorDiedError
             refused, kind = second and ending == "refusal", (b"content-type", b"text/event-stream")
-            yield {"type": "http.response.start", "status": 400 if refused else 200, "headers": [kind]}
+            yield {
+                "type": "http.response.start",
+                "status": 400 if refused else 200,
+                "headers": [kind],
+            }
             body = b'{"error": {"message": "no"}}' if refused else b"data: [DONE]\n\n"
             yield {"type": "http.response.body", "body": body, "more_body": False}
 
@@ -410,7 +488,10 @@ def test_a_stream_that_waits_for_a_replica_is_told_its_place(ending: str, monkey
         transport = httpx.ASGITransport(made.app(), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies = chat("one"), chat("two") | {"stream": True, "return_cycles": True}
-            coming = [asyncio.ensure_future(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            coming = [
+                asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
+                for body in bodies
+            ]
             await asyncio.sleep(0.2)
             free.set()
             return await asyncio.gather(*coming)
@@ -420,7 +501,9 @@ def test_a_stream_that_waits_for_a_replica_is_told_its_place(ending: str, monkey
     assert two.status_code == 200
     places, rest = two.text.split("data: ", 1)
     assert set(places.split("\n\n")) == {": 1 before", ""}
-    said = {"answer": "[DONE]", "refusal": '{"error":{"message":"no"}}', "lost": '"replica_lost"'}[ending]
+    said = {"answer": "[DONE]", "refusal": '{"error":{"message":"no"}}', "lost": '"replica_lost"'}[
+        ending
+    ]
     assert said in rest
     assert not made._under_way
 

@@ -31,7 +31,18 @@ Schema = dict[str, Any]
 tokenizer = cache(byte_tokenizer)
 END = 257
 CHECKER = Draft202012Validator.FORMAT_CHECKER
-FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+FORMATS = [
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+]
 INTEGER_FORMATS = ["int8", "int32", "int64", "uint8", "uint32", "uint64"]
 EDGES = [2**31, 2**53 - 1, 2**53, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 10**15]
 PATTERNS = ["^[a-z]{1,3}$", "^\\d{2}-\\d{2}$", "ab", "^(x|yy)+$", "^[^a]$"]
@@ -82,7 +93,13 @@ def text(chance: random.Random) -> Schema:
         schema["maxLength"] = chance.randint(0, 8)
         schema["minLength"] = chance.randint(0, schema["maxLength"])
     else:
-        return {"enum": [chance.choice(WORDS), number_bound(chance), chance.choice([None, True, [], {"a": 1.5}])]}
+        return {
+            "enum": [
+                chance.choice(WORDS),
+                number_bound(chance),
+                chance.choice([None, True, [], {"a": 1.5}]),
+            ]
+        }
     return schema
 
 
@@ -94,23 +111,37 @@ def any_schema(chance: random.Random, depth: int = 2) -> Schema:
     if kind == 2:
         return text(chance)
     if kind == 3:
-        return chance.choice([{"type": "null"}, {"type": "boolean"}, {"const": number_bound(chance)}])
+        return chance.choice(
+            [{"type": "null"}, {"type": "boolean"}, {"const": number_bound(chance)}]
+        )
     inner = any_schema(chance, depth - 1)
     other = any_schema(chance, depth - 1)
     if kind == 4:
         low = chance.randint(0, 2)
-        return {"type": "array", "items": inner, "minItems": low, "maxItems": low + chance.randint(0, 2)}
+        return {
+            "type": "array",
+            "items": inner,
+            "minItems": low,
+            "maxItems": low + chance.randint(0, 2),
+        }
     if kind == 5:
         return {"anyOf": [inner, other]}
     if kind == 6:
         return {"type": "array", "prefixItems": [inner, other], "items": False, "minItems": 2}
     if kind == 7:
-        beside = {key: value for key, value in number(chance).items() if key not in ("type", "format")}
+        beside = {
+            key: value for key, value in number(chance).items() if key not in ("type", "format")
+        }
         return {"allOf": [number(chance), beside]}
     names = chance.sample(WORDS, 2)
-    schema = {"type": "object", "properties": dict(zip(names, (inner, {"$ref": "#/$defs/other"}), strict=True))}
+    schema = {
+        "type": "object",
+        "properties": dict(zip(names, (inner, {"$ref": "#/$defs/other"}), strict=True)),
+    }
     schema |= {"required": names[: chance.randint(0, 2)], "$defs": {"other": other}}
-    schema |= chance.choice([{"additionalProperties": False}, {"additionalProperties": inner, "maxProperties": 3}])
+    schema |= chance.choice(
+        [{"additionalProperties": False}, {"additionalProperties": inner, "maxProperties": 3}]
+    )
     return schema
 
 
@@ -129,7 +160,9 @@ def definitions_lifted(schema: Schema) -> Schema:
             definitions[name] = None
             definitions[name] = lifted(node.pop("$defs")["other"])
             properties = {
-                key: {"$ref": f"#/$defs/{name}"} if value == {"$ref": "#/$defs/other"} else lifted(value)
+                key: {"$ref": f"#/$defs/{name}"}
+                if value == {"$ref": "#/$defs/other"}
+                else lifted(value)
                 for key, value in node["properties"].items()
             }
             rest = {key: lifted(value) for key, value in node.items() if key != "properties"}
@@ -173,9 +206,9 @@ def broken(schema: Schema, answer: str) -> str | None:
     written = json.dumps(schema)
     for kind in (Decimal, float):
         try:
-            Draft202012Validator(json.loads(written, parse_float=kind), format_checker=CHECKER).validate(
-                json.loads(answer, parse_float=kind)
-            )
+            Draft202012Validator(
+                json.loads(written, parse_float=kind), format_checker=CHECKER
+            ).validate(json.loads(answer, parse_float=kind))
         except ValidationError as error:
             if kind is float and error.validator == "multipleOf":
                 continue  # in float64 0.3 is no multiple of 0.1
@@ -187,7 +220,9 @@ def judged(seed: int, answers: int) -> tuple[Counter[str], list[dict[str, Any]],
     """Return the counts of one schema, its answers that break it, and why it is refused."""
     schema, counts = random_schema(seed), Counter[str](schemas=1)
     try:
-        constraint = vocabularies().constraint("json_schema", compiled("json_schema", schema), [END])
+        constraint = vocabularies().constraint(
+            "json_schema", compiled("json_schema", schema), [END]
+        )
     except InputError as error:
         return counts + Counter(refused=1), [], str(error)
     wrong = []
@@ -195,7 +230,9 @@ def judged(seed: int, answers: int) -> tuple[Counter[str], list[dict[str, Any]],
         answer = random_answer(constraint, random.Random(f"{seed} {turn}"))
         counts["unfinished" if answer is None else "finished"] += 1
         if answer is not None and (why := broken(schema, answer)) is not None:
-            wrong.append({"record": "broken", "seed": seed, "schema": schema, "answer": answer, "why": why})
+            wrong.append(
+                {"record": "broken", "seed": seed, "schema": schema, "answer": answer, "why": why}
+            )
     return counts + Counter(broken=len(wrong)), wrong, None
 
 
@@ -220,7 +257,9 @@ def main() -> None:
     counts, reasons, wrong = Counter[str](), Counter[str](), list[dict[str, Any]]()
     seeds = range(args.seed, args.seed + args.count)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for one, found, why in pool.imap(partial(judged, answers=args.answers), seeds, chunksize=50):
+        for one, found, why in pool.imap(
+            partial(judged, answers=args.answers), seeds, chunksize=50
+        ):
             counts += one
             wrong += found
             if why is not None:
@@ -231,7 +270,10 @@ def main() -> None:
     rows = [provenance("python -m tests.request.random_schemas", sys.argv[1:]) | libraries]
     names = ("schemas", "refused", "finished", "unfinished", "broken")
     rows += [{"record": "random schemas", **{name: counts[name] for name in names}}]
-    rows += [{"record": "refused", "reason": why, "schemas": count} for why, count in reasons.most_common()]
+    rows += [
+        {"record": "refused", "reason": why, "schemas": count}
+        for why, count in reasons.most_common()
+    ]
     print(json.dumps(rows[1]))
     if args.out:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows + wrong))

@@ -7,13 +7,54 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-WORDS = ["[UNK]", "it", "do", "'", "s", "n", "t", "ve", "re", "m", "##ing", "##s", ".", ",", "?", "!", "a", "b"]
-LETTERS = ["<unk>", "<pad>", "|", "a", "b", "'", "s", " ", ".", "ab", "ba", "aa", "  ", "▁", "▁a", "b</w>", "</w>"]
+WORDS = [
+    "[UNK]",
+    "it",
+    "do",
+    "'",
+    "s",
+    "n",
+    "t",
+    "ve",
+    "re",
+    "m",
+    "##ing",
+    "##s",
+    ".",
+    ",",
+    "?",
+    "!",
+    "a",
+    "b",
+]
+LETTERS = [
+    "<unk>",
+    "<pad>",
+    "|",
+    "a",
+    "b",
+    "'",
+    "s",
+    " ",
+    ".",
+    "ab",
+    "ba",
+    "aa",
+    "  ",
+    "▁",
+    "▁a",
+    "b</w>",
+    "</w>",
+]
 
 
-def fast(decoder: Any, vocabulary: Sequence[str], kind: Any = models.WordLevel, **options: Any) -> Any:
+def fast(
+    decoder: Any, vocabulary: Sequence[str], kind: Any = models.WordLevel, **options: Any
+) -> Any:
     """Make a tokenizer of these tokens; each is a token id by its place."""
-    core = Tokenizer(kind({token: place for place, token in enumerate(vocabulary)}, unk_token=vocabulary[0]))
+    core = Tokenizer(
+        kind({token: place for place, token in enumerate(vocabulary)}, unk_token=vocabulary[0])
+    )
     core.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=core, **options)
 
@@ -63,7 +104,9 @@ class Shouting(PreTrainedTokenizerFast):
 
 
 def shouting() -> Any:
-    core = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    core = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token=WORDS[0])
+    )
     return Shouting(tokenizer_object=core)
 
 
@@ -73,13 +116,21 @@ def in_sequence(*parts: Any) -> Any:
 
 MADE: dict[str, Callable[[], Any]] = {
     "wordpiece, cleaned by transformers": lambda: fast(
-        decoders.WordPiece(prefix="##", cleanup=True), WORDS, models.WordPiece, clean_up_tokenization_spaces=True
+        decoders.WordPiece(prefix="##", cleanup=True),
+        WORDS,
+        models.WordPiece,
+        clean_up_tokenization_spaces=True,
     ),
-    "wordpiece, cleaned by its decoder": lambda: fast(decoders.WordPiece(cleanup=True), WORDS, models.WordPiece),
+    "wordpiece, cleaned by its decoder": lambda: fast(
+        decoders.WordPiece(cleanup=True), WORDS, models.WordPiece
+    ),
     "wordpiece": lambda: fast(decoders.WordPiece(cleanup=False), WORDS, models.WordPiece),
     "words, cleaned": lambda: fast(None, WORDS, clean_up_tokenization_spaces=True),
     "fused before it is cleaned": lambda: fast(
-        in_sequence(decoders.Replace("a", " ' "), decoders.Fuse(), decoders.WordPiece(cleanup=True)), WORDS
+        in_sequence(
+            decoders.Replace("a", " ' "), decoders.Fuse(), decoders.WordPiece(cleanup=True)
+        ),
+        WORDS,
     ),
     "ctc": lambda: fast(decoders.CTC(), LETTERS),
     "ctc, cleaned": lambda: fast(decoders.CTC(), LETTERS, clean_up_tokenization_spaces=True),
@@ -88,19 +139,30 @@ MADE: dict[str, Callable[[], Any]] = {
     "metaspace, never first": lambda: fast(decoders.Metaspace(prepend_scheme="never"), LETTERS),
     "strip": lambda: fast(decoders.Strip("a", 1, 0), LETTERS),
     "fused strip": lambda: fast(in_sequence(decoders.Fuse(), decoders.Strip(" ", 2, 0)), LETTERS),
-    "fused strip of letters": lambda: fast(in_sequence(decoders.Fuse(), decoders.Strip("a", 0, 1)), LETTERS),
+    "fused strip of letters": lambda: fast(
+        in_sequence(decoders.Fuse(), decoders.Strip("a", 0, 1)), LETTERS
+    ),
     "replace": lambda: fast(decoders.Replace("ab", "c"), LETTERS),
-    "fused replace": lambda: fast(in_sequence(decoders.Fuse(), decoders.Replace("ab", "c")), LETTERS),
+    "fused replace": lambda: fast(
+        in_sequence(decoders.Fuse(), decoders.Replace("ab", "c")), LETTERS
+    ),
     "fused replaces": lambda: fast(
-        in_sequence(decoders.Fuse(), decoders.Replace("aba", "b"), decoders.Replace("b's", "xyz")), LETTERS
+        in_sequence(decoders.Fuse(), decoders.Replace("aba", "b"), decoders.Replace("b's", "xyz")),
+        LETTERS,
     ),
     "fused replace of a regex": lambda: fast(
         in_sequence(decoders.Fuse(), decoders.Replace(Regex("a+b"), "c")), LETTERS
     ),
-    "replace after bytes": lambda: fast(in_sequence(decoders.ByteLevel(), decoders.Replace("ab", "é")), LETTERS),
-    "in Python": lambda: InPython(lambda words: " ".join(words).replace(" ##", "").replace(" ' ", "'")),
+    "replace after bytes": lambda: fast(
+        in_sequence(decoders.ByteLevel(), decoders.Replace("ab", "é")), LETTERS
+    ),
+    "in Python": lambda: InPython(
+        lambda words: " ".join(words).replace(" ##", "").replace(" ' ", "'")
+    ),
     "in Python, cleaned": lambda: InPython(" ".join, clean_up_tokenization_spaces=True),
-    "in Python, stripped": lambda: InPython(lambda words: "".join(words).replace("it", " it ").strip()),
+    "in Python, stripped": lambda: InPython(
+        lambda words: "".join(words).replace("it", " it ").strip()
+    ),
     "a class of its own": shouting,
     "bare": Bare,
 }

@@ -13,7 +13,12 @@ Schema = dict[str, Any]
 def closed(given: Schema | None = None, /, **named: Schema) -> Schema:
     """An object with just these properties."""
     properties = {**(given or {}), **named}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def nested(depth: int, inner: Schema, wrap: Callable[[Schema], Schema]) -> Schema:
@@ -132,7 +137,14 @@ KEYWORDS: dict[str, Schema] = {
     "needs_false": closed(a=False),
     "items_false": {"type": "array", "items": False},
     "bound_text": {"type": "integer", "minimum": "3"},
-    "annotations": {"enum": [1], "title": "t", "description": "d", "default": 2, "examples": [3], "deprecated": True},
+    "annotations": {
+        "enum": [1],
+        "title": "t",
+        "description": "d",
+        "default": 2,
+        "examples": [3],
+        "deprecated": True,
+    },
     "dialect": {"$schema": "https://json-schema.org/draft/2020-12/schema", "enum": [1]},
     "old_dialect": {"$schema": "http://json-schema.org/draft-04/schema#", "id": "x", "enum": [1]},
     "other_dialect": {"$schema": "https://example.com/mine", "enum": [1]},
@@ -147,7 +159,10 @@ KEYWORDS: dict[str, Schema] = {
 REFERENCES: dict[str, Schema] = {
     "itself": {"$ref": "#"},
     "itself_named": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-    "each_other": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "each_other": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    },
     "each_other_or": {
         "$ref": "#/$defs/a",
         "$defs": {
@@ -159,11 +174,20 @@ REFERENCES: dict[str, Schema] = {
     "endless_items": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "tree": {
         "$ref": "#/$defs/t",
-        "$defs": {"t": closed(l={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/t"}]}, v={"enum": [1, 2]})},
+        "$defs": {
+            "t": closed(l={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/t"}]}, v={"enum": [1, 2]})
+        },
     },
     "list": closed(next={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
-    "all_itself": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}}},
-    "beside": {"$ref": "#/$defs/a", "maximum": 1, "$defs": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}},
+    "all_itself": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}},
+    },
+    "beside": {
+        "$ref": "#/$defs/a",
+        "maximum": 1,
+        "$defs": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    },
     "escaped": {"$ref": "#/$defs/a~1b~0c", "$defs": {"a/b~c": SMALL}},
     "percent": {"$ref": "#/$defs/a%20b", "$defs": {"a b": SMALL}},
     "anchor": {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "enum": [1]}}},
@@ -178,7 +202,8 @@ REFERENCES: dict[str, Schema] = {
     "nested_chain": {
         "$ref": "#/$defs/0",
         "$defs": {
-            str(n): nested(20, {"$ref": f"#/$defs/{n + 1}"}, lambda x: {"items": x, "maxItems": 1}) for n in range(100)
+            str(n): nested(20, {"$ref": f"#/$defs/{n + 1}"}, lambda x: {"items": x, "maxItems": 1})
+            for n in range(100)
         }
         | {"100": {}},
     },
@@ -213,7 +238,11 @@ SIZES: dict[str, Schema] = {
     "properties_1400": {"type": "object", "properties": {f"k{n}": SMALL for n in range(1400)}},
     "properties_2000": {"type": "object", "properties": {f"k{n}": SMALL for n in range(2000)}},
     "patterns_51": {"type": "object", "patternProperties": {f"^k{n}$": SMALL for n in range(51)}},
-    "any_of_any": {"allOf": [{"anyOf": [{"properties": {f"k{n}_{m}": SMALL}} for m in range(3)]} for n in range(20)]},
+    "any_of_any": {
+        "allOf": [
+            {"anyOf": [{"properties": {f"k{n}_{m}": SMALL}} for m in range(3)]} for n in range(20)
+        ]
+    },
     "text": {"const": "x" * 300_000},
 }
 
@@ -231,7 +260,8 @@ def hostile() -> dict[str, Any]:
         }
     made |= {f"bound_{name}": schema for name, schema in BOUNDS.items()}
     made |= {
-        f"pattern_{place}": {"type": "string", "pattern": text, "maxLength": 40} for place, text in enumerate(PATTERNS)
+        f"pattern_{place}": {"type": "string", "pattern": text, "maxLength": 40}
+        for place, text in enumerate(PATTERNS)
     }
     made |= {f"format_{name}": {"type": "string", "format": name} for name in FORMATS}
     made |= {f"keyword_{name}": schema for name, schema in KEYWORDS.items()}
@@ -291,7 +321,11 @@ def hostile() -> dict[str, Any]:
             "additionalProperties": False,
         },
         "additional": {"type": "object", "additionalProperties": SMALL, "maxProperties": 1},
-        "additional_beside": {**closed(a=SMALL), "additionalProperties": {"type": "null"}, "maxProperties": 2},
+        "additional_beside": {
+            **closed(a=SMALL),
+            "additionalProperties": {"type": "null"},
+            "maxProperties": 2,
+        },
         "key_patterns": {
             "type": "object",
             "patternProperties": {"^x[0-9]$": SMALL},
@@ -310,8 +344,18 @@ def hostile() -> dict[str, Any]:
             "patternProperties": {"^a": SMALL, "b$": {"type": "null"}},
             "additionalProperties": False,
         },
-        "tuple": {"type": "array", "prefixItems": [{"const": 1}, SMALL], "items": False, "minItems": 2},
-        "tuple_open": {"type": "array", "prefixItems": [{"const": 1}], "items": SMALL, "maxItems": 3},
+        "tuple": {
+            "type": "array",
+            "prefixItems": [{"const": 1}, SMALL],
+            "items": False,
+            "minItems": 2,
+        },
+        "tuple_open": {
+            "type": "array",
+            "prefixItems": [{"const": 1}],
+            "items": SMALL,
+            "maxItems": 3,
+        },
         "old_tuple": {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "type": "array",
@@ -320,7 +364,11 @@ def hostile() -> dict[str, Any]:
             "minItems": 2,
             "maxItems": 2,
         },
-        "lists": {"type": "array", "items": {"type": "array", "items": SMALL, "maxItems": 2}, "maxItems": 2},
+        "lists": {
+            "type": "array",
+            "items": {"type": "array", "items": SMALL, "maxItems": 2},
+            "maxItems": 2,
+        },
         "no_items": {"type": "array", "maxItems": 0},
         "keys_counted": {
             "type": "object",
@@ -428,15 +476,24 @@ REFUSED = {
 
 def any_schema(random: random.Random, depth: int = 2) -> Schema:
     """A small one, of what answers end within a few dozen letters."""
-    kinds = ["enum", "integer", "null", "boolean"] + (["object", "array", "any", "pattern"] if depth else [])
+    kinds = ["enum", "integer", "null", "boolean"] + (
+        ["object", "array", "any", "pattern"] if depth else []
+    )
     kind = random.choice(kinds)
     if kind == "enum":
-        return {"enum": random.sample([*TEXTS.values(), 0, -1.5, None, True, [], {}][2:], random.randint(1, 3))}
+        return {
+            "enum": random.sample(
+                [*TEXTS.values(), 0, -1.5, None, True, [], {}][2:], random.randint(1, 3)
+            )
+        }
     if kind == "integer":
         low = random.randint(-120, 120)
         return {"type": "integer", "minimum": low, "maximum": low + random.randint(0, 200)}
     if kind == "pattern":
-        return {"type": "string", "pattern": "^" + "".join(random.choices(["a", "[0-9]", "b?", "(c|dd)"], k=3)) + "$"}
+        return {
+            "type": "string",
+            "pattern": "^" + "".join(random.choices(["a", "[0-9]", "b?", "(c|dd)"], k=3)) + "$",
+        }
     if kind == "array":
         low = random.randint(0, 2)
         return {
@@ -451,5 +508,10 @@ def any_schema(random: random.Random, depth: int = 2) -> Schema:
         keys = random.sample(["a", "ab", "key", "é", '"', "<"], random.randint(0, 2))
         required = [key for key in keys if random.random() < 0.6]
         made = {key: any_schema(random, depth - 1) for key in keys}
-        return {"type": "object", "properties": made, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": made,
+            "required": required,
+            "additionalProperties": False,
+        }
     return {"type": kind}

@@ -66,9 +66,16 @@ def byte_level() -> PreTrainedTokenizerFast:
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Make a tokenizer like SentencePiece's: a blank begins a word; unknown characters are written as bytes."""
     pieces = ["<unk>", "▁", "▁a", "a", "b", ".", *(f"<0x{byte:02X}>" for byte in range(256))]
-    core = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[]))
+    core = Tokenizer(
+        models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[])
+    )
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>", "<|y|>"]})

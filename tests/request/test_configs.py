@@ -20,17 +20,25 @@ from tests.toy import tiny
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Unfeasible length constraints"),  # of transformers, which goes on as we do
+    pytest.mark.filterwarnings(
+        "ignore:Unfeasible length constraints"
+    ),  # of transformers, which goes on as we do
 ]
 
 COUNT = 8
 
 
-def theirs(config: GenerationConfig, prompt: list[int] = PROMPT, **options: Any) -> list[int] | None:
+def theirs(
+    config: GenerationConfig, prompt: list[int] = PROMPT, **options: Any
+) -> list[int] | None:
     """Return the answer of transformers with this config as the model's own; None if it raises."""
     model, ids = untouched(), torch.tensor([prompt])
     before, model.generation_config = model.generation_config, config
-    options = {"max_new_tokens": COUNT, "return_dict_in_generate": False, "output_scores": False} | options
+    options = {
+        "max_new_tokens": COUNT,
+        "return_dict_in_generate": False,
+        "output_scores": False,
+    } | options
     try:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     except (ValueError, TypeError, RuntimeError, IndexError):
@@ -54,26 +62,72 @@ def ours(config: GenerationConfig, prompt: list[int] = PROMPT, **options: Any) -
 
 FIRST = 3  # tokens that the model says early
 NO_EFFECT: list[dict[str, Any]] = [
-    {"chat_format": "chatml", "max_window_size": 6144, "user_token_id": 195, "seed": 3, "presence_penalty": 2.0},
-    {"trust_remote_code": True, "attn_implementation": "sdpa", "prediction": 3, "policy": "none", "raw": 1},
+    {
+        "chat_format": "chatml",
+        "max_window_size": 6144,
+        "user_token_id": 195,
+        "seed": 3,
+        "presence_penalty": 2.0,
+    },
+    {
+        "trust_remote_code": True,
+        "attn_implementation": "sdpa",
+        "prediction": 3,
+        "policy": "none",
+        "raw": 1,
+    },
     {"renormalize_logits": True, "remove_invalid_values": True},
-    {"output_scores": True, "output_attentions": True, "output_hidden_states": True, "output_logits": True},
-    {"bad_words_ids": None, "suppress_tokens": [], "begin_suppress_tokens": [], "forced_bos_token_id": 5},
-    {"num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1.0, "diversity_penalty": 0.0, "num_beam_groups": 1},
+    {
+        "output_scores": True,
+        "output_attentions": True,
+        "output_hidden_states": True,
+        "output_logits": True,
+    },
+    {
+        "bad_words_ids": None,
+        "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+        "forced_bos_token_id": 5,
+    },
+    {
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "guidance_scale": 1.0,
+        "diversity_penalty": 0.0,
+        "num_beam_groups": 1,
+    },
     {"eos_token_id": -1, "pad_token_id": -1},
     {"eos_token_id": [-1, -2]},
-    {"top_k": -1, "top_p": 0.0, "min_p": -3, "typical_p": 0, "temperature": 0.0, "epsilon_cutoff": 0.3, "top_h": 0.5},
-    {"max_length": 3, "cache_implementation": "static", "max_cache_len": 1 << 30, "use_cache": True},
-    {"length_penalty": 0.5, "early_stopping": True, "assistant_ensemble_weight": 0.5, "token_healing": False},
+    {
+        "top_k": -1,
+        "top_p": 0.0,
+        "min_p": -3,
+        "typical_p": 0,
+        "temperature": 0.0,
+        "epsilon_cutoff": 0.3,
+        "top_h": 0.5,
+    },
+    {
+        "max_length": 3,
+        "cache_implementation": "static",
+        "max_cache_len": 1 << 30,
+        "use_cache": True,
+    },
+    {
+        "length_penalty": 0.5,
+        "early_stopping": True,
+        "assistant_ensemble_weight": 0.5,
+        "token_healing": False,
+    },
 ]
 
 
 @pytest.mark.parametrize("fields", NO_EFFECT, ids=lambda fields: next(iter(fields)))
 def test_what_changes_no_token_is_no_hindrance(fields: dict[str, Any]) -> None:
     assert ours(GenerationConfig(**fields)) == theirs(GenerationConfig(), eos_token_id=None)
-    assert ours(GenerationConfig(), generation_config=GenerationConfig(**_without_outputs(fields))) == ours(
-        GenerationConfig()
-    )
+    assert ours(
+        GenerationConfig(), generation_config=GenerationConfig(**_without_outputs(fields))
+    ) == ours(GenerationConfig())
 
 
 def _without_outputs(fields: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +152,11 @@ def answer() -> list[int]:
         lambda said: {"begin_suppress_tokens": [said[0]], "suppress_tokens": [said[1]]},
         lambda said: {"eos_token_id": said[2], "min_new_tokens": 5, "repetition_penalty": 1.2},
         lambda said: {"eos_token_id": said[2], "min_new_tokens": 50},
-        lambda said: {"bad_words_ids": [[said[0]]], "sequence_bias": {(said[1],): -5.0}, "no_repeat_ngram_size": 2},
+        lambda said: {
+            "bad_words_ids": [[said[0]]],
+            "sequence_bias": {(said[1],): -5.0},
+            "no_repeat_ngram_size": 2,
+        },
     ],
 )
 def test_what_changes_tokens_changes_them_as_in_transformers(fields: Any) -> None:
@@ -118,13 +176,21 @@ def test_a_forced_beginning_is_that_of_a_prompt_of_one_token() -> None:
 
 
 @pytest.mark.sliced(2)
-@pytest.mark.parametrize("fields", [{"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.3}, {}])
-def test_cutoffs_of_a_config_leave_the_tokens_that_transformers_leaves(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.3}, {}]
+)
+def test_cutoffs_of_a_config_leave_the_tokens_that_transformers_leaves(
+    fields: dict[str, Any],
+) -> None:
     config = GenerationConfig(do_sample=True, temperature=2.0, **fields)
     torch.manual_seed(0)
     drawn = {token for _ in range(60) for token in theirs(config, max_new_tokens=1) or ()}
-    found = {token for seed in range(60) for token in ours(config, max_new_tokens=1, seed=seed) or ()}
-    likely = set(untouched()(input_ids=torch.tensor([PROMPT])).logits[0, -1].topk(50).indices.tolist())
+    found = {
+        token for seed in range(60) for token in ours(config, max_new_tokens=1, seed=seed) or ()
+    }
+    likely = set(
+        untouched()(input_ids=torch.tensor([PROMPT])).logits[0, -1].topk(50).indices.tolist()
+    )
     assert found <= likely
     if fields:
         assert found & drawn
@@ -143,14 +209,21 @@ def test_cutoffs_of_a_config_leave_the_tokens_that_transformers_leaves(fields: d
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_the_call_has_a_way_round_what_is_refused(fields: dict[str, Any], remedy: dict[str, Any]) -> None:
+def test_the_call_has_a_way_round_what_is_refused(
+    fields: dict[str, Any], remedy: dict[str, Any]
+) -> None:
     model = tiny("llama")
     model.generation_config = GenerationConfig(**fields)
     engine = Engine.from_pretrained(model, "none")
     name = next(iter(fields))
-    with pytest.raises(InputError, match=rf"generation_config\.{name}: .* not supported .*GenerationConfig\({name}="):
+    with pytest.raises(
+        InputError,
+        match=rf"generation_config\.{name}: .* not supported .*GenerationConfig\({name}=",
+    ):
         engine.generate(PROMPT, max_new_tokens=2)
-    assert engine.generate(PROMPT, max_new_tokens=2, generation_config=GenerationConfig(**remedy)).token_ids
+    assert engine.generate(
+        PROMPT, max_new_tokens=2, generation_config=GenerationConfig(**remedy)
+    ).token_ids
 
 
 def test_every_way_round_is_one_that_transformers_takes() -> None:
@@ -162,7 +235,9 @@ def test_every_way_round_is_one_that_transformers_takes() -> None:
         try:
             engine.generate(PROMPT, max_new_tokens=2)
         except InputError as error:
-            if (found := re.search(r"generation_config=GenerationConfig\((\w+)=(\w+)\)", str(error))) is not None:
+            if (
+                found := re.search(r"generation_config=GenerationConfig\((\w+)=(\w+)\)", str(error))
+            ) is not None:
                 config = GenerationConfig(**{found[1]: ast.literal_eval(found[2])})
                 assert engine.generate(PROMPT, max_new_tokens=2, generation_config=config).token_ids
                 named.append(found[1])
@@ -183,10 +258,16 @@ def test_no_share_of_the_tokens_is_the_likeliest_one(fields: dict[str, Any], by_
 @pytest.mark.parametrize("fields", [{"top_p": 1.5}, {"top_p": 100}, {"typical_p": 2.0}])
 def test_more_than_all_tokens_are_all_of_them(fields: dict[str, Any]) -> None:
     config = {"do_sample": True, "temperature": 3.0}
-    assert ours(GenerationConfig(**config, **fields), seed=3) == ours(GenerationConfig(**config), seed=3) is not None
+    assert (
+        ours(GenerationConfig(**config, **fields), seed=3)
+        == ours(GenerationConfig(**config), seed=3)
+        is not None
+    )
 
 
-@pytest.mark.parametrize("fields", [{"top_p": -0.5}, {"top_k": -3}, {"min_p": 1.5}, {"typical_p": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [{"top_p": -0.5}, {"top_k": -3}, {"min_p": 1.5}, {"typical_p": 0.0}]
+)
 def test_a_value_of_the_models_own_is_named_so(fields: dict[str, Any]) -> None:
     (name,) = fields
     model = tiny("llama")
@@ -219,7 +300,9 @@ def test_nonsense_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(fields))):
         engine_of("llama", "none").generate(PROMPT, generation_config=GenerationConfig(**fields))
     with pytest.raises(InputError, match=r"generation_config\.max_length: got"):
-        engine_of("llama", "none").generate(PROMPT, generation_config=GenerationConfig(max_length="long"))
+        engine_of("llama", "none").generate(
+            PROMPT, generation_config=GenerationConfig(max_length="long")
+        )
 
 
 def test_the_model_does_not_say_what_comes_back() -> None:
@@ -235,18 +318,25 @@ def test_the_model_does_not_say_what_comes_back() -> None:
 
 
 def test_sampling_asked_for_draws_from_the_likeliest_as_in_transformers() -> None:
-    likely = set(untouched()(input_ids=torch.tensor([PROMPT])).logits[0, -1].topk(50).indices.tolist())
+    likely = set(
+        untouched()(input_ids=torch.tensor([PROMPT])).logits[0, -1].topk(50).indices.tolist()
+    )
     hot: dict[str, Any] = {"temperature": 30.0, "max_new_tokens": 1}
 
     def drawn(config: GenerationConfig, **options: Any) -> set[int]:
         return {token for seed in range(16) for token in ours(config, seed=seed, **options) or ()}
 
-    asked, hidden = GenerationConfig(do_sample=True), GenerationConfig(do_sample=True, temperature=30.0)
+    asked, hidden = (
+        GenerationConfig(do_sample=True),
+        GenerationConfig(do_sample=True, temperature=30.0),
+    )
     assert drawn(GenerationConfig(), do_sample=True, **hot) <= likely
     assert drawn(asked, **hot) <= likely
     assert drawn(hidden, max_new_tokens=1) <= likely
     assert drawn(GenerationConfig(), generation_config=hidden, max_new_tokens=1) <= likely
-    assert not drawn(GenerationConfig(), **hot) <= likely  # implied: nobody asked for transformers' own
+    assert (
+        not drawn(GenerationConfig(), **hot) <= likely
+    )  # implied: nobody asked for transformers' own
     assert not drawn(asked, top_k=0, **hot) <= likely
     assert not drawn(GenerationConfig(do_sample=True, top_k=0), **hot) <= likely
 
@@ -285,13 +375,22 @@ def test_the_file_of_a_folder_may_begin_with_a_mark_and_may_be_refused(tmp_path:
     file, end = tmp_path / "generation_config.json", answer()[3]
     for mark in (b"", b"\xef\xbb\xbf"):
         file.write_bytes(mark + json.dumps({"eos_token_id": end, "chat_format": "raw"}).encode())
-        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
-        assert (found.token_ids, found.finish_reason) == (answer()[: answer().index(end) + 1], "stop")
+        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(
+            PROMPT, max_new_tokens=COUNT
+        )
+        assert (found.token_ids, found.finish_reason) == (
+            answer()[: answer().index(end) + 1],
+            "stop",
+        )
     for fields in ({"max_new_tokens": -3}, {"early_stopping": "soon"}, {"max_new_tokens": "many"}):
         file.write_text(json.dumps(fields))
         with pytest.raises(SpecEngineError, match=r"generation.config"):
-            Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
+            Engine.from_pretrained(tmp_path, "none", backend="native").generate(
+                PROMPT, max_new_tokens=COUNT
+            )
     for text in ("", "{"):
         file.write_text(text)
-        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(PROMPT, max_new_tokens=COUNT)
+        found = Engine.from_pretrained(tmp_path, "none", backend="native").generate(
+            PROMPT, max_new_tokens=COUNT
+        )
         assert found.token_ids == answer()

@@ -19,9 +19,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_custom_generate_equals_generate(policy: str) -> None:
     engine = engine_of("llama", "small_model", policy, tokenizer())
     ids = torch.tensor([PROMPT])
-    common = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False, "max_new_tokens": 24}
+    common = {
+        "attention_mask": torch.ones_like(ids),
+        "pad_token_id": 0,
+        "do_sample": False,
+        "max_new_tokens": 24,
+    }
     eos = plainly("llama", PROMPT, 12)[11]
-    for options in ({}, {"repetition_penalty": 1.3}, {"eos_token_id": eos}, {"logits_processor": [DependsOnThePath()]}):
+    for options in (
+        {},
+        {"repetition_penalty": 1.3},
+        {"eos_token_id": eos},
+        {"logits_processor": [DependsOnThePath()]},
+    ):
         custom = engine.as_custom_generate()
         ours = engine.target.model.generate(ids, custom_generate=custom, **common, **options)
         theirs = untouched("llama").generate(ids, **common, **options)
@@ -36,26 +46,41 @@ def test_custom_generate_with_stop_strings_streamer_dict_and_seed() -> None:
 
     text = tokenizer().decode(plainly("llama", PROMPT, 24))
     # as a criterion: transformers hands stop_strings= no tokenizer where custom_generate is a function
-    stop = {"stopping_criteria": [StopStringCriteria(tokenizer(), [text[8:10]])], "do_sample": False}
+    stop = {
+        "stopping_criteria": [StopStringCriteria(tokenizer(), [text[8:10]])],
+        "do_sample": False,
+    }
     streamer = RecordingStreamer()
-    ours = model.generate(ids, custom_generate=engine.as_custom_generate(streamer), **common, **stop)
+    ours = model.generate(
+        ids, custom_generate=engine.as_custom_generate(streamer), **common, **stop
+    )
     assert torch.equal(ours, untouched("llama").generate(ids, **common, **stop))
     assert ours.shape[1] < len(PROMPT) + 24
     assert streamer.puts[0] == PROMPT
-    assert [token for tokens in streamer.puts[1:] for token in tokens] == ours[0, len(PROMPT) :].tolist()
+    assert [token for tokens in streamer.puts[1:] for token in tokens] == ours[
+        0, len(PROMPT) :
+    ].tolist()
     assert streamer.ended == 1
 
     sampled = {"do_sample": True, "temperature": 0.9, "top_k": 0}
-    once = model.generate(ids, custom_generate=engine.as_custom_generate(seed=5), **common, **sampled)
+    once = model.generate(
+        ids, custom_generate=engine.as_custom_generate(seed=5), **common, **sampled
+    )
     again = engine.generate(PROMPT, max_new_tokens=24, temperature=0.9, seed=5)
     assert once[0, len(PROMPT) :].tolist() == again.token_ids
     torch.manual_seed(8)
     first = model.generate(ids, custom_generate=engine.as_custom_generate(), **common, **sampled)
     torch.manual_seed(8)
-    assert torch.equal(first, model.generate(ids, custom_generate=engine.as_custom_generate(), **common, **sampled))
+    assert torch.equal(
+        first, model.generate(ids, custom_generate=engine.as_custom_generate(), **common, **sampled)
+    )
 
     output = model.generate(
-        ids, custom_generate=engine.as_custom_generate(), return_dict_in_generate=True, do_sample=False, **common
+        ids,
+        custom_generate=engine.as_custom_generate(),
+        return_dict_in_generate=True,
+        do_sample=False,
+        **common,
     )
     assert isinstance(output, SpeculativeOutput)
     assert output.token_ids == plainly("llama", PROMPT, 24)
@@ -83,7 +108,10 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams: 2 is not supported"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: 2 is not supported"),
+        (
+            {"num_return_sequences": 2, "do_sample": True},
+            "num_return_sequences: 2 is not supported",
+        ),
         ({"position_ids": torch.arange(len(PROMPT))[None] + 3}, "position_ids: accepted 0, 1, 2"),
         ({"past_key_values": DynamicCache()}, "past_key_values: not supported"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: the engine drafts"),
@@ -92,7 +120,11 @@ def test_custom_generate_refuses_what_it_cannot_do() -> None:
 def test_custom_generate_names_what_it_cannot_do(options: dict[str, Any], message: str) -> None:
     engine = engine_of("llama", "none")
     model, ids = engine.target.model, torch.tensor([PROMPT])
-    common = {"custom_generate": engine.as_custom_generate(), "pad_token_id": 0, "max_new_tokens": 4}
+    common = {
+        "custom_generate": engine.as_custom_generate(),
+        "pad_token_id": 0,
+        "max_new_tokens": 4,
+    }
     with pytest.raises(InputError, match=message):
         model.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
 
@@ -101,7 +133,10 @@ def test_custom_generate_takes_positions_that_are_the_usual_ones() -> None:
     engine = engine_of("llama", "none")
     model, ids = engine.target.model, torch.tensor([PROMPT])
     options = {"pad_token_id": 0, "max_new_tokens": 4, "do_sample": False, "use_cache": False}
-    given = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(len(PROMPT))[None]}
+    given = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(len(PROMPT))[None],
+    }
     ours = model.generate(ids, custom_generate=engine.as_custom_generate(), **given, **options)
     assert ours[0, len(PROMPT) :].tolist() == plainly("llama", PROMPT, 4)
 
@@ -109,9 +144,17 @@ def test_custom_generate_takes_positions_that_are_the_usual_ones() -> None:
 def test_custom_generate_takes_tokens_and_no_other_inputs() -> None:
     engine = engine_of("llama", "none")
     model, ids = engine.target.model, torch.tensor([PROMPT])
-    common = {"custom_generate": engine.as_custom_generate(), "pad_token_id": 0, "max_new_tokens": 4}
+    common = {
+        "custom_generate": engine.as_custom_generate(),
+        "pad_token_id": 0,
+        "max_new_tokens": 4,
+    }
     with pytest.raises(InputError, match="inputs_embeds: not supported"):
-        model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=torch.ones_like(ids), **common)
+        model.generate(
+            inputs_embeds=model.get_input_embeddings()(ids),
+            attention_mask=torch.ones_like(ids),
+            **common,
+        )
     with pytest.raises(InputError, match="token_type_ids: not supported"):
         engine.as_custom_generate()(model, ids, token_type_ids=torch.ones_like(ids))
 

@@ -23,7 +23,9 @@ FIELDS = {name: each for name, each in declarations().items() if each.field is n
 def generate_parser() -> argparse.ArgumentParser:
     from specengine.cli.commands import make_parser
 
-    action = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    action = next(
+        each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
     return action.choices["generate"]
 
 
@@ -39,7 +41,9 @@ def test_the_file_ends_with_the_options_and_each_has_a_text() -> None:
     assert isinstance(last, ast.ClassDef)
     fields, texts = last.body[1::2], last.body[2::2]
     assert [field.target.id for field in fields] == list(declarations())  # type: ignore[attr-defined]
-    assert all(isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) for text in texts)
+    assert all(
+        isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) for text in texts
+    )
     assert len(fields) == len(texts)
 
 
@@ -107,7 +111,8 @@ def test_options_made_of_objects_or_of_the_clock_are_none_of_a_batch_line() -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "accepted"), [(0, False), (1e-9, True), (1, True), (1.5, False), (True, False), ("1", False)]
+    ("value", "accepted"),
+    [(0, False), (1e-9, True), (1, True), (1.5, False), (True, False), ("1", False)],
 )
 def test_a_reader_keeps_to_its_range(value: object, accepted: bool) -> None:
     reader = number(0, 1, "above 0, at most 1", open_low=True)
@@ -122,7 +127,9 @@ def test_a_reader_keeps_to_its_range(value: object, accepted: bool) -> None:
 def test_a_declaration_keeps_what_it_was_given() -> None:
     @dataclasses.dataclass
     class Own(DeclaredOptions):
-        share: float | None = option(number(0, 1, "0 to 1"), help="a share", field=RequestField("portion"))
+        share: float | None = option(
+            number(0, 1, "0 to 1"), help="a share", field=RequestField("portion")
+        )
 
     field = next(field for field in dataclasses.fields(Own) if field.name == "share")
     made = dataclasses.replace(field.metadata["declaration"], name="share")

@@ -91,13 +91,17 @@ def theirs(fields: dict[str, Any]) -> list[int]:
     config = GenerationConfig(**{"max_new_tokens": COUNT} | fields)
     return (
         untouched()
-        .generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(PROMPT) :]
+        .generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
+            0, len(PROMPT) :
+        ]
         .tolist()
     )
 
 
 def own(engine: Engine, fields: dict[str, Any]) -> list[int]:
-    return engine.generate(PROMPT, generation_config=GenerationConfig(**{"max_new_tokens": COUNT} | fields)).token_ids
+    return engine.generate(
+        PROMPT, generation_config=GenerationConfig(**{"max_new_tokens": COUNT} | fields)
+    ).token_ids
 
 
 def inside(engine: Engine, fields: dict[str, Any]) -> list[int]:
@@ -113,7 +117,12 @@ def inside(engine: Engine, fields: dict[str, Any]) -> list[int]:
 def test_every_field_has_its_place() -> None:
     """A field of a newer transformers is none of these, and refused."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    places = [set(CHANGES), set(SAME) | set(WITHOUT_EFFECT) - set(REFUSED), set(REFUSED), set(ELSEWHERE)]
+    places = [
+        set(CHANGES),
+        set(SAME) | set(WITHOUT_EFFECT) - set(REFUSED),
+        set(REFUSED),
+        set(ELSEWHERE),
+    ]
     assert fields <= set().union(*places)
     twice = [name for name in fields if sum(name in place for place in places) > 1]
     assert twice == ["max_length"]
@@ -149,7 +158,9 @@ def test_a_field_is_refused_by_name(name: str) -> None:
     if name in PROCESSED:
         assert inside(engine, fields) == theirs(fields)
         return
-    with pytest.raises((InputError, ValueError, ImportError)):  # by transformers itself, or by name as above
+    with pytest.raises(
+        (InputError, ValueError, ImportError)
+    ):  # by transformers itself, or by name as above
         inside(engine, fields)
 
 
@@ -163,7 +174,9 @@ def test_an_unknown_field_of_another_version_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(GenerationConfig, "__init__", newer)
     engine = engine_of("llama", "ngram")
     for answer in (own, inside):
-        with pytest.raises(InputError, match=r"generation_config\.thinks_first: True is not supported"):
+        with pytest.raises(
+            InputError, match=r"generation_config\.thinks_first: True is not supported"
+        ):
             answer(engine, {"thinks_first": True})
 
 

@@ -52,18 +52,42 @@ def integer(**bounds: Any) -> dict[str, Any]:
             ["100.1", "100.48"],
             ["100", "100.5", "100." + "0" * 30],
         ),
-        (number(exclusiveMinimum=-0.5, exclusiveMaximum=0), ["-0.1"], ["-0", "0", "-0.5", "-0." + "0" * 20 + "1"]),
-        (number(exclusiveMinimum=0, exclusiveMaximum=1e-40), ["0." + "0" * 41 + "5"], ["0", "0." + "0" * 39 + "2"]),
-        (number(minimum=0.1, maximum=0.3), ["0.1", "0.3", "0.25"], ["0.0999", "0.30000000000000000001"]),
+        (
+            number(exclusiveMinimum=-0.5, exclusiveMaximum=0),
+            ["-0.1"],
+            ["-0", "0", "-0.5", "-0." + "0" * 20 + "1"],
+        ),
+        (
+            number(exclusiveMinimum=0, exclusiveMaximum=1e-40),
+            ["0." + "0" * 41 + "5"],
+            ["0", "0." + "0" * 39 + "2"],
+        ),
+        (
+            number(minimum=0.1, maximum=0.3),
+            ["0.1", "0.3", "0.25"],
+            ["0.0999", "0.30000000000000000001"],
+        ),
         (number(exclusiveMaximum=1, minimum=0), ["0", "0.98", "0.9990"], ["1", "0." + "9" * 30]),
         (integer(exclusiveMinimum=0, maximum=3), ["1", "3"], ["0", "4"]),
         (integer(minimum=2.5, exclusiveMaximum=5.0), ["3", "4"], ["2", "5"]),
-        (integer(minimum=2**53, maximum=2**53 + 2), [str(2**53 + 1)], [str(2**53 - 1), str(2**53 + 3)]),
+        (
+            integer(minimum=2**53, maximum=2**53 + 2),
+            [str(2**53 + 1)],
+            [str(2**53 - 1), str(2**53 + 3)],
+        ),
         (INT64, ["0", str(2**63 - 1), str(-(2**63) + 1024)], [str(2**63), str(-(2**63) - 1)]),
         ({"const": 2**63 - 1}, [str(2**63 - 1)], [str(2**63 - 2)]),
         ({"allOf": [number(minimum=1), number(exclusiveMaximum=2)]}, ["1", "1.5"], ["2", "0.5"]),
-        ({"$ref": "#/$defs/a", "$defs": {"a": number(exclusiveMinimum=0, maximum=0.5)}}, ["0.5"], ["0"]),
-        ({"items": number(exclusiveMinimum=0, maximum=0.5), "type": "array"}, ["[0.5, 0.1]"], ["[0.5, 0]"]),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": number(exclusiveMinimum=0, maximum=0.5)}},
+            ["0.5"],
+            ["0"],
+        ),
+        (
+            {"items": number(exclusiveMinimum=0, maximum=0.5), "type": "array"},
+            ["[0.5, 0.1]"],
+            ["[0.5, 0]"],
+        ),
         (
             {"additionalProperties": number(exclusiveMinimum=0, maximum=0.5), "type": "object"},
             ['{"a": 0.5}'],
@@ -89,11 +113,17 @@ def test_numbers_are_kept_exactly(schema: Any, met: list[str], unmet: list[str])
     ("schema", "words"),
     [
         (integer(minimum=2**53 + 1, maximum=2**53 + 7), "minimum: 9007199254740993 cannot be kept"),
-        (integer(minimum=-(2**63), maximum=-(2**63) + 2), "maximum: -9223372036854775806 cannot be kept"),
+        (
+            integer(minimum=-(2**63), maximum=-(2**63) + 2),
+            "maximum: -9223372036854775806 cannot be kept",
+        ),
         (integer(minimum=2**64), "minimum: 18446744073709551616 cannot be kept"),
         ({"const": 2**53 + 1}, "const: 9007199254740993 cannot be kept"),
         ({"enum": [1, [{"a": -(2**63)}]]}, "enum: -9223372036854775808 cannot be kept"),
-        ('{"type": "number", "maximum": 0.12345678901234567891}', "maximum: 0.12345678901234567891 cannot be kept"),
+        (
+            '{"type": "number", "maximum": 0.12345678901234567891}',
+            "maximum: 0.12345678901234567891 cannot be kept",
+        ),
         ('{"const": 1e99999999999999999999}', "exponent"),
         (number(multipleOf=0), "multipleOf: 0 cannot be kept"),
         (integer(multipleOf=1000003), "multipleOf: accepted are up to"),
@@ -101,7 +131,10 @@ def test_numbers_are_kept_exactly(schema: Any, met: list[str], unmet: list[str])
         (integer(format="int33"), "format: 'int33' is unknown"),
         ({"type": "string", "format": "int32"}, "format: 'int32' is unknown"),
         ({"$ref": "#/enum/0", "enum": [integer(minimum=2**53 + 1)]}, "leads to a value"),
-        ({"patternProperties": {"a": {"anyOf": [integer(maximum=2**53 + 1)]}}}, "maximum: 9007199254740993 cannot"),
+        (
+            {"patternProperties": {"a": {"anyOf": [integer(maximum=2**53 + 1)]}}},
+            "maximum: 9007199254740993 cannot",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_kept_are_refused_by_name(schema: Any, words: str) -> None:
@@ -120,7 +153,11 @@ def test_schemas_in_grammars_are_kept_as_well() -> None:
 @pytest.mark.parametrize(
     ("name", "met", "unmet"),
     [
-        ("date", ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"]),
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "1999-12-31"],
+            ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"],
+        ),
         (
             "date-time",
             ["2024-02-29T23:59:59.5Z", "1999-01-01T00:00:00+23:59"],
@@ -144,7 +181,12 @@ def test_a_format_beside_a_pattern_is_kept() -> None:
 
 
 def test_a_schema_that_needs_no_rewrite_stays_as_it_is() -> None:
-    schema = {"type": "object", "properties": {"minimum": integer(minimum=1)}, "default": {"a": 0.5}, "x": [None, True]}
+    schema = {
+        "type": "object",
+        "properties": {"minimum": integer(minimum=1)},
+        "default": {"a": 0.5},
+        "x": [None, True],
+    }
     assert schemas.rewritten(schemas.parsed(json.dumps(schema))) == schema
 
 
@@ -158,7 +200,11 @@ def test_answers_to_random_schemas_meet_them(seed: int) -> None:
 def test_the_other_checker_finds_what_the_library_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemas, "rewritten", lambda schema: schema)
     monkeypatch.setattr(schemas, "parsed", json.loads)
-    monkeypatch.setattr(random_schemas, "random_schema", lambda seed: number(exclusiveMinimum=0, exclusiveMaximum=1e-8))
+    monkeypatch.setattr(
+        random_schemas,
+        "random_schema",
+        lambda seed: number(exclusiveMinimum=0, exclusiveMaximum=1e-8),
+    )
     compiled.__globals__["_compiled"].cache_clear()
     wrong = [row for seed in range(20) for row in random_schemas.judged(seed, 3)[1]]
     compiled.__globals__["_compiled"].cache_clear()

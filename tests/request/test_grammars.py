@@ -24,7 +24,10 @@ from tests.toy import POLICIES
 
 SCHEMA = {
     "type": "object",
-    "properties": {"first_name": {"enum": ["Ada", "Alan"]}, "year": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "properties": {
+        "first_name": {"enum": ["Ada", "Alan"]},
+        "year": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
     "required": ["first_name", "year"],
     "additionalProperties": False,
 }
@@ -54,7 +57,9 @@ def test_a_tree_changes_nothing(policy: str, draft: str, way: int) -> None:
 
 def test_forced_tokens_cut_cycles_without_a_pass() -> None:
     engine = engine_of(draft="ngram", policy="auto", tokenizer=tokenizer())
-    found = engine.generate([7], grammar='start: "the only answer that there is"', max_new_tokens=64)
+    found = engine.generate(
+        [7], grammar='start: "the only answer that there is"', max_new_tokens=64
+    )
     assert found.text == "the only answer that there is"
     assert found.finish_reason == "stop"
     assert found.stats.num_spec_steps < len(found.token_ids) / 3
@@ -98,7 +103,9 @@ def test_cut_short_an_answer_is_the_beginning_of_one(count: int) -> None:
 
 
 MANY = {"type": "object", "properties": {f"k{place}": {} for place in range(1000)}}
-DEAD_END = {"anyOf": [{"const": "x"}, closed(a={"enum": [1, 2]}, b=MANY)]}  # the library gives up behind the comma
+DEAD_END = {
+    "anyOf": [{"const": "x"}, closed(a={"enum": [1, 2]}, b=MANY)]
+}  # the library gives up behind the comma
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
@@ -107,11 +114,16 @@ def test_where_the_library_gives_up_midway_the_option_is_named(draft: str) -> No
     bias = [[tokenizer()("{")["input_ids"], 100.0]]
     with pytest.raises(InputError, match=r"^json_schema: .*behind \d+ tokens: .*Current row"):
         engine.generate(PROMPT, json_schema=DEAD_END, max_new_tokens=64, sequence_bias=bias)
-    assert engine.generate(PROMPT, json_schema=SCHEMA, max_new_tokens=64).token_ids == plain_answer(0).token_ids
+    assert (
+        engine.generate(PROMPT, json_schema=SCHEMA, max_new_tokens=64).token_ids
+        == plain_answer(0).token_ids
+    )
 
 
 def test_a_constraint_stands_behind_any_beginning_after_the_library_gave_up() -> None:
-    constraint = Vocabularies(tokenizer(), 260).constraint("json_schema", compiled("json_schema", DEAD_END), [])
+    constraint = Vocabularies(tokenizer(), 260).constraint(
+        "json_schema", compiled("json_schema", DEAD_END), []
+    )
     ids = tokenizer()('{"a": 1, "b": {')["input_ids"]
     before = [constraint.allowed(ids[:place]) for place in range(8)]
     assert all(allowed.any() for allowed in before)
@@ -132,12 +144,25 @@ def test_what_takes_long_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     ("field", "value", "words"),
     [
         ("json_schema", {"const": "x" * MAX_TEXT}, "characters, accepted up to"),
-        ("json_schema", {"properties": {str(place): {} for place in range(1501)}}, "1501 properties"),
-        ("json_schema", {"patternProperties": {str(place): {} for place in range(51)}}, "51 patternProperties"),
-        ("grammar", 'start: "a" | b\nb: %json {"patternProperties": {' + '"": {}, ' * 2 + "}}", "is not accepted"),
+        (
+            "json_schema",
+            {"properties": {str(place): {} for place in range(1501)}},
+            "1501 properties",
+        ),
+        (
+            "json_schema",
+            {"patternProperties": {str(place): {} for place in range(51)}},
+            "51 patternProperties",
+        ),
         (
             "grammar",
-            "start: %json " + json.dumps({"patternProperties": {str(place): {} for place in range(51)}}),
+            'start: "a" | b\nb: %json {"patternProperties": {' + '"": {}, ' * 2 + "}}",
+            "is not accepted",
+        ),
+        (
+            "grammar",
+            "start: %json "
+            + json.dumps({"patternProperties": {str(place): {} for place in range(51)}}),
             "51 patternProperties",
         ),
     ],
@@ -150,7 +175,9 @@ def test_what_is_too_large_is_refused(field: str, value: Any, words: str) -> Non
 def test_marks_tell_what_is_forced_from_what_else_is_free() -> None:
     drafter = Lookup(NGram(longest=2, shortest=1))
     drafter.begin([1, 2, 3])
-    constraint = Vocabularies(tokenizer(), 260).constraint("grammar", compiled("grammar", 'start: "ab" /[a-z]/'), [])
+    constraint = Vocabularies(tokenizer(), 260).constraint(
+        "grammar", compiled("grammar", 'start: "ab" /[a-z]/'), []
+    )
     tree = TokenTree(8)
     found = Guided(drafter, constraint, []).free(tree, tree.root_alone(), 4, -1.0)
     assert found is not None

@@ -34,7 +34,9 @@ def engine(draft: str) -> Engine:
 
 
 def answer(draft: str, schema: Any) -> Any:
-    return engine(draft).generate(PROMPT, json_schema=schema, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=1)
+    return engine(draft).generate(
+        PROMPT, json_schema=schema, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=1
+    )
 
 
 def check(schema: Any) -> bool:

@@ -33,13 +33,24 @@ def plain_forward(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits[:-1].float().log_softmax(-1).cpu()
 
 
-def check(model: Any, prompt: list[int], tokens: list[int], logprobs: Any, count: int, tolerance: float = 1e-5) -> None:
+def check(
+    model: Any,
+    prompt: list[int],
+    tokens: list[int],
+    logprobs: Any,
+    count: int,
+    tolerance: float = 1e-5,
+) -> None:
     rated = plain_forward(model, [*prompt, *tokens])[len(prompt) - 1 :]
     assert [given.token for given in logprobs] == tokens
     for row, token, given in zip(rated, tokens, logprobs, strict=True):
         assert given.logprob == pytest.approx(float(row[token]), abs=tolerance)
-        assert [value for _, value in given.top] == pytest.approx(row.topk(count).values.tolist(), abs=tolerance)
-        assert [value for _, value in given.top] == pytest.approx([float(row[i]) for i, _ in given.top], abs=tolerance)
+        assert [value for _, value in given.top] == pytest.approx(
+            row.topk(count).values.tolist(), abs=tolerance
+        )
+        assert [value for _, value in given.top] == pytest.approx(
+            [float(row[i]) for i, _ in given.top], abs=tolerance
+        )
         assert len({likely for likely, _ in given.top}) == count
 
 
@@ -60,13 +71,17 @@ def test_of_an_answer_of_every_family(family: str) -> None:
     check(untouched(family), PROMPT, result.token_ids, result.logprobs, 2)
 
 
-@pytest.mark.parametrize("way", [GREEDY, {"temperature": 1.0, "seed": 5}, SAMPLED], ids=["greedy", "drawn", "walked"])
+@pytest.mark.parametrize(
+    "way", [GREEDY, {"temperature": 1.0, "seed": 5}, SAMPLED], ids=["greedy", "drawn", "walked"]
+)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3", "ngram", "none"])
 def test_of_captured_cycles(draft: str, way: dict[str, Any]) -> None:
     engine = padded.engine_of(draft, "talon", captured=True)
     result = engine.generate(PROMPT, max_new_tokens=16, logprobs=3, **way)
     again = engine.generate(PROMPT, max_new_tokens=16, **way)  # the cycles stay on the device
-    check(padded.model(), PROMPT, result.token_ids, result.logprobs, 3, tolerance=1e-4)  # padded sums are others
+    check(
+        padded.model(), PROMPT, result.token_ids, result.logprobs, 3, tolerance=1e-4
+    )  # padded sums are others
     assert (again.token_ids, again.logprobs) == (result.token_ids, None)
     assert result.stats.num_accepted_draft_tokens > 0 or draft != "small_model"
 
@@ -82,7 +97,10 @@ def test_of_the_native_forward(draft: str, way: dict[str, Any]) -> None:
     result = engine.generate(PROMPT, max_new_tokens=16, logprobs=3, **way)
     assert result.token_ids == engine.generate(PROMPT, max_new_tokens=16, **way).token_ids
     text = [*PROMPT, *result.token_ids] * 5
-    for model, tolerance in ((lm, 1e-5), (lm.model, 1e-3)):  # which sums otherwise, and the model is deep
+    for model, tolerance in (
+        (lm, 1e-5),
+        (lm.model, 1e-3),
+    ):  # which sums otherwise, and the model is deep
         check(model, PROMPT, result.token_ids, result.logprobs, 3, tolerance)
         check(model, text[:1], text[1:], list(engine.score(text, top=3)), 3, tolerance)
 
@@ -91,7 +109,11 @@ def test_they_end_where_the_answer_ends() -> None:
     engine = engine_of("llama", tokenizer=tokenizer())
     whole = engine.generate(PROMPT, max_new_tokens=24)
     ends = [whole.token_ids[7]]
-    for options in ({"eos_token_id": ends}, {"stop_strings": [whole.text[9:11]]}, {"max_new_tokens": 5}):
+    for options in (
+        {"eos_token_id": ends},
+        {"stop_strings": [whole.text[9:11]]},
+        {"max_new_tokens": 5},
+    ):
         given = {"max_new_tokens": 24, **options}
         stream = engine.stream(PROMPT, logprobs=1, **given)
         streamed = [given for piece in stream for given in piece.cycle.logprobs or ()]
@@ -101,8 +123,16 @@ def test_they_end_where_the_answer_ends() -> None:
 
 
 def test_in_transformers_output_and_of_none_of_the_likeliest() -> None:
-    out = engine_of("llama").generate(PROMPT, max_new_tokens=8, logprobs=0, return_dict_in_generate=True)
-    check(untouched("llama"), PROMPT, out.token_ids, [given._replace(top=[]) for given in out.logprobs], 0)
+    out = engine_of("llama").generate(
+        PROMPT, max_new_tokens=8, logprobs=0, return_dict_in_generate=True
+    )
+    check(
+        untouched("llama"),
+        PROMPT,
+        out.token_ids,
+        [given._replace(top=[]) for given in out.logprobs],
+        0,
+    )
     assert all(given.top == [] for given in out.logprobs)
 
 

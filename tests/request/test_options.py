@@ -18,8 +18,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_prompts_may_be_text_messages_ids_or_tensors() -> None:
     engine = engine_of(tokenizer=tokenizer())
     messages = [{"role": "user", "content": "Hello"}]
-    ids = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    forms = ["Hello", messages, ids, tuple(ids), torch.tensor(ids), torch.tensor([ids], dtype=torch.int32)]
+    ids = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    forms = [
+        "Hello",
+        messages,
+        ids,
+        tuple(ids),
+        torch.tensor(ids),
+        torch.tensor([ids], dtype=torch.int32),
+    ]
     answers = [engine.generate(form, max_new_tokens=6).token_ids for form in forms]
     assert answers == [answers[0]] * len(forms)
     raw = tokenizer()("Hello")["input_ids"]
@@ -35,7 +44,11 @@ def test_return_dict_in_generate_says_what_comes_back() -> None:
     output = engine.generate("Hello", max_new_tokens=6, return_dict_in_generate=True)
     assert isinstance(output, SpeculativeOutput)
     assert output.sequences.shape == (1, result.stats.num_prompt_tokens + 6)
-    assert (output.token_ids, output.text, output.finish_reason) == (result.token_ids, result.text, "length")
+    assert (output.token_ids, output.text, output.finish_reason) == (
+        result.token_ids,
+        result.text,
+        "length",
+    )
     assert output.stats.num_generated_tokens == 6
     sequences = engine.generate("Hello", max_new_tokens=6, return_dict_in_generate=False)
     assert torch.equal(sequences, output.sequences)
@@ -45,7 +58,9 @@ def test_return_dict_in_generate_says_what_comes_back() -> None:
 def test_a_transformers_streamer_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     engine = engine_of("llama", "none", tokenizer=tokenizer())
     streamer = TextStreamer(tokenizer(), skip_prompt=True, skip_special_tokens=True)
-    engine.generate("Hello", max_new_tokens=20, streamer=streamer, logits_processor=[forced("one two three ")])
+    engine.generate(
+        "Hello", max_new_tokens=20, streamer=streamer, logits_processor=[forced("one two three ")]
+    )
     assert capsys.readouterr().out == "one two three one tw\n"
 
 
@@ -54,12 +69,21 @@ def test_generation_config_is_honoured_and_options_go_before_it() -> None:
     config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.3, eos_token_id=None)
     result = engine.generate(PROMPT, generation_config=config)
     assert result.token_ids == plainly("llama", PROMPT, 9, repetition_penalty=1.3)
-    assert engine.generate(PROMPT, generation_config=config, max_new_tokens=4).token_ids == result.token_ids[:4]
+    assert (
+        engine.generate(PROMPT, generation_config=config, max_new_tokens=4).token_ids
+        == result.token_ids[:4]
+    )
     eos = result.token_ids[2]
-    stopped = engine.generate(PROMPT, generation_config=GenerationConfig(eos_token_id=eos, repetition_penalty=1.3))
+    stopped = engine.generate(
+        PROMPT, generation_config=GenerationConfig(eos_token_id=eos, repetition_penalty=1.3)
+    )
     assert (stopped.token_ids, stopped.finish_reason) == (result.token_ids[:3], "stop")
-    endless = engine.generate(PROMPT, generation_config=GenerationConfig(eos_token_id=[eos, 259]), eos_token_id=[])
-    assert len(endless.token_ids) == 256 - len(PROMPT)  # the context is full before the default of 256 new tokens
+    endless = engine.generate(
+        PROMPT, generation_config=GenerationConfig(eos_token_id=[eos, 259]), eos_token_id=[]
+    )
+    assert len(endless.token_ids) == 256 - len(
+        PROMPT
+    )  # the context is full before the default of 256 new tokens
 
 
 def test_the_models_own_generation_config_is_the_default() -> None:
@@ -68,13 +92,16 @@ def test_the_models_own_generation_config_is_the_default() -> None:
     model.generation_config = GenerationConfig(eos_token_id=first, pad_token_id=0)
     engine = Engine.from_pretrained(model, "ngram")
     assert (
-        engine.generate(PROMPT).token_ids == plainly("llama", PROMPT, 3)[: plainly("llama", PROMPT, 3).index(first) + 1]
+        engine.generate(PROMPT).token_ids
+        == plainly("llama", PROMPT, 3)[: plainly("llama", PROMPT, 3).index(first) + 1]
     )
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, max_new_tokens=12)
     sampled = engine.generate(PROMPT, seed=4)
     assert (
         sampled.token_ids
-        == engine_of("llama", "none").generate(PROMPT, temperature=0.7, seed=4, max_new_tokens=12).token_ids
+        == engine_of("llama", "none")
+        .generate(PROMPT, temperature=0.7, seed=4, max_new_tokens=12)
+        .token_ids
     )
     assert engine.generate(PROMPT, do_sample=False).token_ids == plainly("llama", PROMPT, 12)
     assert engine.generate(PROMPT, temperature=0).seed is None
@@ -84,15 +111,22 @@ def test_a_temperature_in_a_config_that_does_not_sample_means_nothing() -> None:
     """As in transformers: only a temperature given to `generate` itself implies sampling."""
     engine = engine_of()
     config = GenerationConfig(temperature=0.5, max_new_tokens=8)
-    assert engine.generate(PROMPT, generation_config=config).token_ids == plainly("llama", PROMPT, 8)
+    assert engine.generate(PROMPT, generation_config=config).token_ids == plainly(
+        "llama", PROMPT, 8
+    )
 
 
 def test_max_length_counts_the_prompt_as_in_transformers() -> None:
     engine = engine_of()
     config = GenerationConfig(max_length=len(PROMPT) + 5)
-    assert engine.generate(PROMPT, generation_config=config).token_ids == plainly("llama", PROMPT, 5)
+    assert engine.generate(PROMPT, generation_config=config).token_ids == plainly(
+        "llama", PROMPT, 5
+    )
     assert len(engine.generate(PROMPT, generation_config=config, max_new_tokens=7).token_ids) == 7
-    with pytest.raises(InputError, match=r"generation_config\.max_length: got 5, accepted a whole number, 27 or more"):
+    with pytest.raises(
+        InputError,
+        match=r"generation_config\.max_length: got 5, accepted a whole number, 27 or more",
+    ):
         engine.generate(PROMPT, generation_config=GenerationConfig(max_length=5))
 
 
@@ -117,7 +151,9 @@ def test_max_length_counts_the_prompt_as_in_transformers() -> None:
     ids=lambda field: next(iter(field)),
 )
 def test_unsupported_generation_config_names_itself(field: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=rf"generation_config\.{next(iter(field))}: .* not supported"):
+    with pytest.raises(
+        InputError, match=rf"generation_config\.{next(iter(field))}: .* not supported"
+    ):
         engine_of("llama", "none").generate(PROMPT, generation_config=GenerationConfig(**field))
 
 
@@ -143,7 +179,13 @@ def test_the_seed_comes_from_torchs_generator() -> None:
 
 def test_what_shapes_a_draw_is_refused_where_none_is_asked_for() -> None:
     engine = engine_of("llama", "none")
-    for given in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.9}):
+    for given in (
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+    ):
         with pytest.raises(InputError, match=f"{next(iter(given))}: got .* do_sample=False"):
             engine.generate(PROMPT, do_sample=False, **given)
     neutral = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}

@@ -69,13 +69,17 @@ def _ragged(value: Any) -> bool:
 @pytest.mark.parametrize("name", VALUES)
 def test_every_option_may_be_numpys_or_torchs(name: str, form: Any) -> None:
     engine = engine_of(draft="ngram", tokenizer=tokenizer())
-    options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3} | ({"temperature": 1.0} if name != "do_sample" else {})
+    options: dict[str, Any] = {"max_new_tokens": 4, "seed": 3} | (
+        {"temperature": 1.0} if name != "do_sample" else {}
+    )
     expected = engine.generate(PROMPT, **options | {name: VALUES[name]})
     found = engine.generate(PROMPT, **options | {name: form(VALUES[name])})
     assert (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+)
 def test_prompts_of_any_whole_dtype(dtype: Any) -> None:
     engine = engine_of("llama", "none")
     expected = engine.generate(PROMPT, max_new_tokens=3).token_ids
@@ -89,7 +93,10 @@ def test_prompts_of_any_whole_dtype(dtype: Any) -> None:
         torch.from_numpy(given)[None],
     ):
         assert engine.generate(prompt, max_new_tokens=3).token_ids == expected
-    assert engine.generate([torch.tensor(token) for token in PROMPT], max_new_tokens=3).token_ids == expected
+    assert (
+        engine.generate([torch.tensor(token) for token in PROMPT], max_new_tokens=3).token_ids
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,16 +150,28 @@ def test_another_kind_is_still_refused_by_name(options: dict[str, Any]) -> None:
 
 def test_configs_policies_drafts_and_scores_take_them_too() -> None:
     engine = engine_of(draft="ngram")
-    config = GenerationConfig(max_new_tokens=np.int64(5), eos_token_id=torch.tensor([40]), repetition_penalty=1.5)
-    expected = engine.generate(PROMPT, max_new_tokens=5, eos_token_id=40, repetition_penalty=1.5).token_ids
+    config = GenerationConfig(
+        max_new_tokens=np.int64(5), eos_token_id=torch.tensor([40]), repetition_penalty=1.5
+    )
+    expected = engine.generate(
+        PROMPT, max_new_tokens=5, eos_token_id=40, repetition_penalty=1.5
+    ).token_ids
     assert engine.generate(PROMPT, generation_config=config).token_ids == expected
-    assert list(engine.score(np.array(PROMPT), top=np.int64(2))) == list(engine.score(PROMPT, top=2))  # type: ignore[arg-type]
+    assert list(engine.score(np.array(PROMPT), top=np.int64(2))) == list(
+        engine.score(PROMPT, top=2)
+    )  # type: ignore[arg-type]
     with pytest.raises(InputError, match="top: got True, accepted 0 or more"):
         engine.score(PROMPT, top=True)
     for width in (np.int64(3), torch.tensor(3), np.array(3)):
         shape = {"width": width}
-        assert engine.generate(PROMPT, max_new_tokens=4, policy="eagle", policy_options=shape).token_ids
-        options = {"draft_options": {"longest": width}, "policy_options": shape, "strict": np.False_}
+        assert engine.generate(
+            PROMPT, max_new_tokens=4, policy="eagle", policy_options=shape
+        ).token_ids
+        options = {
+            "draft_options": {"longest": width},
+            "policy_options": shape,
+            "strict": np.False_,
+        }
         loaded = Engine.from_pretrained(tiny(), "ngram", "eagle", **options)
         assert loaded.policy is not None
         assert (loaded.policy.width, type(loaded.policy.width)) == (3, int)  # type: ignore[attr-defined]

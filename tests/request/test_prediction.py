@@ -29,9 +29,15 @@ def copying(kind: str) -> NGram | Lookup:
 
 @settings(deadline=None, max_examples=60)
 @given(TOKENS, st.sampled_from(["ngram", "lookup", "sparse"]), st.integers(0, 50), st.booleans())
-def test_answers_stay_those_of_plain_decoding(prediction: list[int], kind: str, seed: int, sampled: bool) -> None:
+def test_answers_stay_those_of_plain_decoding(
+    prediction: list[int], kind: str, seed: int, sampled: bool
+) -> None:
     tables = Tables(6, seed=seed, concentration=0.2)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, **({"seed": seed} if sampled else {})}
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "do_sample": sampled,
+        **({"seed": seed} if sampled else {}),
+    }
     expected = Engine(ToyTarget(tables), None, None).generate([1, 2, 3, 1], **options).token_ids
     engine = Engine(ToyTarget(tables), copying(kind), policy_for("eagle"))
     for predicted in (prediction, expected, [*expected[:9], 0, *expected[10:]], [], None):
@@ -45,7 +51,9 @@ def test_what_was_predicted_is_drafted_from_the_first_token_on(kind: str) -> Non
     answer = engine.generate([1, 2, 3], max_new_tokens=40)
     again = engine.generate([1, 2, 3], max_new_tokens=40, prediction=answer.token_ids)
     assert again.token_ids == answer.token_ids
-    assert again.stats.mean_acceptance_length == 5.0  # four drafted tokens and the bonus token in every cycle
+    assert (
+        again.stats.mean_acceptance_length == 5.0
+    )  # four drafted tokens and the bonus token in every cycle
     assert answer.stats.mean_acceptance_length < 3.5
     after = engine.generate([1, 2, 3], max_new_tokens=40)  # it is forgotten
     assert after.stats.mean_acceptance_length == answer.stats.mean_acceptance_length
@@ -85,13 +93,18 @@ def test_drafts_that_copy_nothing_refuse(draft: str) -> None:
     message = "prediction: .*accepted with ngram and with lookup"
     with pytest.raises(InputError, match=message):
         engine.generate(PROMPT, max_new_tokens=4, prediction=[1, 2])
-    assert engine.generate(PROMPT, max_new_tokens=4, prediction=[]).token_ids == plainly("llama", PROMPT, 4)
+    assert engine.generate(PROMPT, max_new_tokens=4, prediction=[]).token_ids == plainly(
+        "llama", PROMPT, 4
+    )
 
 
 @pytest.mark.parametrize(
     ("prediction", "message"),
     [
-        ([1, VOCABULARY], f"prediction: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}"),
+        (
+            [1, VOCABULARY],
+            f"prediction: token id {VOCABULARY} is out of range, accepted 0 to {VOCABULARY - 1}",
+        ),
         ([-1], "prediction: token id -1 is out of range"),
         ([True], r"prediction: got \[True\], accepted a string or a list of token ids"),
         (["a"], r"prediction: got \['a'\], accepted a string"),
@@ -101,7 +114,9 @@ def test_drafts_that_copy_nothing_refuse(draft: str) -> None:
     ],
     ids=str,
 )
-def test_wrong_predictions_are_refused_before_anything_is_done(prediction: Any, message: str) -> None:
+def test_wrong_predictions_are_refused_before_anything_is_done(
+    prediction: Any, message: str
+) -> None:
     engine = engine_of("llama", "ngram", tokenizer=tokenizer())
     with pytest.raises(InputError, match=message):
         engine.stream(PROMPT, prediction=prediction)
@@ -112,7 +127,9 @@ def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(InputError, match="prediction: a string needs a tokenizer"):
         engine.generate([1, 2], prediction="ab")
     engine.tokenizer = LetterTokenizer()
-    assert engine.generate([1, 2], prediction="ab", max_new_tokens=3).stats.num_generated_tokens == 3
+    assert (
+        engine.generate([1, 2], prediction="ab", max_new_tokens=3).stats.num_generated_tokens == 3
+    )
 
 
 def test_a_session_predicts_turn_by_turn() -> None:
@@ -120,7 +137,9 @@ def test_a_session_predicts_turn_by_turn() -> None:
     session, plain = engine.session(), engine_of("llama", "none", tokenizer=tokenizer()).session()
     for text, prediction in (("one", "two three"), ("two", None), ("three", "\N{EM DASH}four")):
         expected = plain.generate(text, max_new_tokens=12).token_ids
-        assert session.generate(text, max_new_tokens=12, prediction=prediction).token_ids == expected
+        assert (
+            session.generate(text, max_new_tokens=12, prediction=prediction).token_ids == expected
+        )
 
 
 def test_it_can_be_certified() -> None:

@@ -19,7 +19,11 @@ from specengine.request.grammars import LIMITS, compiled
 from specengine.request.readers import GRAMMARS, NoReaderError, Readers, ReadingProcess
 from tests.request.schemas import nested
 
-CRASH = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 2}  # where it is not refused before
+CRASH = {
+    "type": "integer",
+    "minimum": -(2**63),
+    "maximum": -(2**63) + 2,
+}  # where it is not refused before
 SLOW = {"allOf": [{"type": "string", "pattern": f".*{'ab' * count}c.*"} for count in range(1, 20)]}
 QUICK = {"enum": ["a", "b"]}
 
@@ -77,7 +81,9 @@ def test_a_reader_ends_with_whoever_started_it() -> None:
         "reader = ReadingProcess(GRAMMARS);"
         "reader.ask(b'[\"start: /a/\", {}]\\n', 30); print(reader._process.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
@@ -108,13 +114,24 @@ def test_without_processes_texts_are_read_here(monkeypatch: pytest.MonkeyPatch) 
 
 HOSTILE: dict[str, tuple[str, Any]] = {
     "patterns that are met together": ("json_schema", SLOW),
-    "patterns that are met together, in a definition": ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": SLOW}}),
+    "patterns that are met together, in a definition": (
+        "json_schema",
+        {"$ref": "#/$defs/a", "$defs": {"a": SLOW}},
+    ),
     "a schema in a grammar": ("grammar", "start: %json " + json.dumps(SLOW)),
     "references in a circle": ("json_schema", {"allOf": [{"$ref": "#"}, {"type": "object"}]}),
-    "deep": ("json_schema", nested(400, QUICK, lambda inner: {"anyOf": [inner, {"type": "array"}]})),
+    "deep": (
+        "json_schema",
+        nested(400, QUICK, lambda inner: {"anyOf": [inner, {"type": "array"}]}),
+    ),
     "wide alternatives": (
         "json_schema",
-        {"allOf": [{"anyOf": [{"properties": {f"k{n}_{m}": QUICK}} for m in range(4)]} for n in range(40)]},
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"k{n}_{m}": QUICK}} for m in range(4)]}
+                for n in range(40)
+            ]
+        },
     ),
     "a length and a pattern": (
         "json_schema",

@@ -13,7 +13,15 @@ from specengine.protocol.tools import OneCall
 from specengine.request.sampling import Stopper
 from specengine.request.text import REWRITTEN_LIMIT, TextStream, decoder
 from tests.engine.engines import PROMPT, engine_of, forced
-from tests.request.rewriting_tokenizers import APPENDING, LETTERS, MADE, WORDS, fast, rewriting, size_of
+from tests.request.rewriting_tokenizers import (
+    APPENDING,
+    LETTERS,
+    MADE,
+    WORDS,
+    fast,
+    rewriting,
+    size_of,
+)
 from tests.request.silent_tokenizers import byte_fallback, byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +30,9 @@ CONTRACTIONS = [1, 3, 4, 2, 5, 3, 6, 16, 12, 17, 14, 1, 3, 7]  # it ' s do n ' t
 NAMES = st.sampled_from(sorted(MADE))
 
 
-def pieces_of(tokenizer: Any, chunks: list[list[int]]) -> Iterator[tuple[str, list[int], TextStream]]:
+def pieces_of(
+    tokenizer: Any, chunks: list[list[int]]
+) -> Iterator[tuple[str, list[int], TextStream]]:
     """Yield the joined pieces, the tokens and the stream after each chunk."""
     texts, joined, tokens = TextStream(decoder(tokenizer)), "", list[int]()
     for chunk in chunks:
@@ -36,7 +46,9 @@ def pieces_of(tokenizer: Any, chunks: list[list[int]]) -> Iterator[tuple[str, li
 def test_pieces_begin_the_text_at_any_time(name: str, data: st.DataObject) -> None:
     tokenizer = rewriting(name)
     tokens = st.integers(0, size_of(tokenizer) - 1)
-    often = tokens | st.sampled_from(CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 11])
+    often = tokens | st.sampled_from(
+        CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 11]
+    )
     chunks = data.draw(st.lists(st.lists(often, max_size=4), max_size=30))
     whole = decoder(tokenizer)([token for chunk in chunks for token in chunk])
     for joined, tokens_so_far, texts in pieces_of(tokenizer, chunks):
@@ -48,7 +60,9 @@ def test_pieces_begin_the_text_at_any_time(name: str, data: st.DataObject) -> No
 @pytest.mark.parametrize("name", sorted(MADE))
 def test_long_texts_are_streamed_as_they_grow(name: str) -> None:
     tokenizer = rewriting(name)
-    tokens = (CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 2, 11, 4, 7, 5, 6]) * 150
+    tokens = (
+        CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 2, 11, 4, 7, 5, 6]
+    ) * 150
     whole = decoder(tokenizer)(tokens)
     for joined, tokens_so_far, texts in pieces_of(tokenizer, [[token] for token in tokens]):
         assert whole.startswith(joined)
@@ -67,7 +81,9 @@ def test_decoders_that_append_hold_nothing_back(name: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(NAMES, st.data())
-def test_an_answer_ends_where_its_text_first_holds_the_stop_string(name: str, data: st.DataObject) -> None:
+def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
+    name: str, data: st.DataObject
+) -> None:
     tokenizer = rewriting(name)
     decode = decoder(tokenizer)
     tokens = data.draw(st.lists(st.integers(0, size_of(tokenizer) - 1), min_size=1, max_size=40))
@@ -83,36 +99,54 @@ def test_an_answer_ends_where_its_text_first_holds_the_stop_string(name: str, da
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
-@pytest.mark.parametrize("name", [name for name in sorted(MADE) if size_of(rewriting(name)) == len(WORDS)])
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(MADE) if size_of(rewriting(name)) == len(WORDS)]
+)
 def test_an_answer_is_the_sum_of_its_pieces(name: str, draft: str) -> None:
     engine = engine_of("llama", draft, tokenizer=rewriting(name))
     for count in (1, 3, 13, 40):
-        options: dict[str, Any] = {"max_new_tokens": count, "logits_processor": [forced(CONTRACTIONS)]}
+        options: dict[str, Any] = {
+            "max_new_tokens": count,
+            "logits_processor": [forced(CONTRACTIONS)],
+        }
         whole = engine.generate(PROMPT, **options)
         assert whole.text == decoder(engine.tokenizer)(whole.token_ids)
         assert "".join(piece.text for piece in engine.stream(PROMPT, **options)) == whole.text
         stop = whole.text[-3:].strip() or "it"
         stopped = engine.generate(PROMPT, stop_strings=stop, **options)
         assert (stopped.finish_reason, stopped.text.endswith(stop)) == ("stop", True)
-        streamed = "".join(piece.text for piece in engine.stream(PROMPT, stop_strings=stop, **options))
+        streamed = "".join(
+            piece.text for piece in engine.stream(PROMPT, stop_strings=stop, **options)
+        )
         assert streamed == stopped.text
 
 
 @pytest.mark.parametrize(
     ("words", "stop", "count"),
-    [("it ' s a", "it's", 3), ("do n ' t a", "n't", 4), ("it ' ve b", "it've", 3), ("a b . a", "b.", 3)],
+    [
+        ("it ' s a", "it's", 3),
+        ("do n ' t a", "n't", 4),
+        ("it ' ve b", "it've", 3),
+        ("a b . a", "b.", 3),
+    ],
 )
 def test_a_stop_string_that_the_decoder_joins_is_met(words: str, stop: str, count: int) -> None:
     engine = engine_of("llama", "none", tokenizer=rewriting("wordpiece, cleaned by transformers"))
     script = [WORDS.index(word) for word in words.split()]
     options: dict[str, Any] = {"max_new_tokens": 13, "logits_processor": [forced(script)]}
     found = engine.generate(PROMPT, stop_strings=stop, **options)
-    assert (found.finish_reason, len(found.token_ids), found.text.endswith(stop)) == ("stop", count, True)
+    assert (found.finish_reason, len(found.token_ids), found.text.endswith(stop)) == (
+        "stop",
+        count,
+        True,
+    )
 
 
 def test_a_stop_string_of_bytes_is_met_before_the_run_of_bytes_ends() -> None:
     tokenizer = byte_fallback()
-    smile, accent = ([6 + byte for byte in letter.encode()] for letter in ("\N{GRINNING FACE}", "é"))
+    smile, accent = (
+        [6 + byte for byte in letter.encode()] for letter in ("\N{GRINNING FACE}", "é")
+    )
     engine = engine_of("llama", "none", tokenizer=tokenizer)
     script = [3, *smile, *accent, *smile, *accent]
     options: dict[str, Any] = {"max_new_tokens": 13, "logits_processor": [forced(script)]}

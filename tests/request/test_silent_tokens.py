@@ -41,7 +41,9 @@ def check_stream(tokenizer: Any, given_: list[list[int]], written: list[int]) ->
         tokens += chunk
         said += texts.push(chunk)
         assert said + texts.rest == decode(tokens)
-    assert decode(tokens) == tokenizer.decode([token for token in tokens if token in written], skip_special_tokens=True)
+    assert decode(tokens) == tokenizer.decode(
+        [token for token in tokens if token in written], skip_special_tokens=True
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -66,7 +68,9 @@ def test_streams_of_a_tokenizer_in_python(given_: list[list[int]]) -> None:
     check_stream(words(), given_, list(range(7)))
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback(), words()], ids=["bytes", "pieces", "words"])
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level(), byte_fallback(), words()], ids=["bytes", "pieces", "words"]
+)
 def test_long_silence_costs_no_more_with_every_token(tokenizer: Any) -> None:
     calls: list[int] = []
     decode = decoder(tokenizer)
@@ -97,12 +101,17 @@ def test_ids_are_answered_with_ids_whatever_the_tokenizer_knows() -> None:
         assert "".join(piece.text for piece in stream) == "abab"
         assert stream.result is not None
         assert (stream.result.text, stream.result.token_ids) == ("abab", script)
-        assert engine.generate(PROMPT, return_dict_in_generate=False, **options)[0, -7:].tolist() == script
+        assert (
+            engine.generate(PROMPT, return_dict_in_generate=False, **options)[0, -7:].tolist()
+            == script
+        )
 
 
 def test_a_prompt_needs_no_more_than_encode() -> None:
     engine = engine_of("llama", "ngram", tokenizer=Plain())
-    answer = engine.generate("abc", max_new_tokens=3, logits_processor=[forced([3, 4, 5])], prediction="def")
+    answer = engine.generate(
+        "abc", max_new_tokens=3, logits_processor=[forced([3, 4, 5])], prediction="def"
+    )
     assert (answer.text, answer.stats.num_prompt_tokens) == ("def", 3)
     with pytest.raises(InputError, match="allow_special_text"):
         engine.generate("abc", max_new_tokens=3, allow_special_text=False)
@@ -120,10 +129,19 @@ def test_a_session_goes_on_behind_tokens_without_text() -> None:
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 @pytest.mark.parametrize(
     ("tokenizer", "silent"),
-    [(byte_level(), 256), (byte_level(), 259), (words(), special(words())), (words(), 9), (words(), 3), (Plain(), 200)],
+    [
+        (byte_level(), 256),
+        (byte_level(), 259),
+        (words(), special(words())),
+        (words(), 9),
+        (words(), 3),
+        (Plain(), 200),
+    ],
     ids=["special", "another", "special in Python", "unknown", "empty", "an error"],
 )
-def test_a_stop_string_is_met_across_any_number_of_silent_tokens(draft: str, tokenizer: Any, silent: int) -> None:
+def test_a_stop_string_is_met_across_any_number_of_silent_tokens(
+    draft: str, tokenizer: Any, silent: int
+) -> None:
     engine = engine_of("llama", draft, tokenizer=tokenizer)
     a, b = tokenizer.encode("ab")
     options = {"max_new_tokens": 60, "logits_processor": [forced([b, a, *[silent] * 40, b, b, b])]}
@@ -143,7 +161,9 @@ def test_a_stop_string_is_met_across_any_number_of_silent_tokens(draft: str, tok
         (["<|end|>z", "ab"], "a<|end|>bc", "ab", 3),
     ],
 )
-def test_the_text_of_a_special_token_stops_at_that_token(stop: Any, script: str, text: str, count: int) -> None:
+def test_the_text_of_a_special_token_stops_at_that_token(
+    stop: Any, script: str, text: str, count: int
+) -> None:
     engine = engine_of("llama", "none", tokenizer=byte_tokenizer())
     options: dict[str, Any] = {
         "max_new_tokens": 20,
@@ -151,7 +171,9 @@ def test_the_text_of_a_special_token_stops_at_that_token(stop: Any, script: str,
     }
     found = engine.generate(PROMPT, stop_strings=stop, **options)
     assert (found.text, found.finish_reason, len(found.token_ids)) == (text, "stop", count)
-    assert "".join(piece.text for piece in engine.stream(PROMPT, stop_strings=stop, **options)) == text
+    assert (
+        "".join(piece.text for piece in engine.stream(PROMPT, stop_strings=stop, **options)) == text
+    )
 
 
 def test_nothing_is_shown_behind_a_stop_string_with_a_special_token() -> None:
@@ -163,12 +185,20 @@ def test_nothing_is_shown_behind_a_stop_string_with_a_special_token() -> None:
     engine = engine_of("llama", "none", tokenizer=tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 9, "logits_processor": [forced([0, 3, 2, 1])]}
     assert engine.generate(PROMPT, stop_strings="<|x|>b", **options).text == "ab"
-    assert "".join(piece.text for piece in engine.stream(PROMPT, stop_strings="<|x|>b", **options)) == "ab"
+    assert (
+        "".join(piece.text for piece in engine.stream(PROMPT, stop_strings="<|x|>b", **options))
+        == "ab"
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(chunks(PIECES), st.sampled_from(["ab", " a", "é", "✓.", "a.\N{GRINNING FACE}", "\N{REPLACEMENT CHARACTER}a"]))
-def test_an_answer_ends_where_its_text_first_holds_the_stop_string(given_: list[list[int]], stop: str) -> None:
+@given(
+    chunks(PIECES),
+    st.sampled_from(["ab", " a", "é", "✓.", "a.\N{GRINNING FACE}", "\N{REPLACEMENT CHARACTER}a"]),
+)
+def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
+    given_: list[list[int]], stop: str
+) -> None:
     decode = decoder(byte_fallback())
     stopper = Stopper(10_000, stop_strings=[stop], decode=decode)
     tokens: list[int] = []

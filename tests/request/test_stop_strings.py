@@ -23,7 +23,9 @@ class Bytes:
 
 def reasons(text: str, stops: list[str], letters: bool) -> list[str | None]:
     """The reason after each byte of a text, up to the first one."""
-    decode = Bytes(letters).decode if letters else Decoder(Bytes(letters))  # a function's text is never held back
+    decode = (
+        Bytes(letters).decode if letters else Decoder(Bytes(letters))
+    )  # a function's text is never held back
     stopper, found = Stopper(20, stop_strings=stops, decode=decode), list[str | None]()
     for token in text.encode():
         found.append(stopper.reason(token, History([token], 1)))
@@ -34,7 +36,9 @@ def reasons(text: str, stops: list[str], letters: bool) -> list[str | None]:
 
 @pytest.mark.parametrize("letters", [True, False])
 @pytest.mark.parametrize(("text", "after"), [("ab;cd", 3), (";", 1), ("é;é", 3), ("abc", None)])
-def test_an_answer_ends_with_the_token_that_completes_one(text: str, after: int | None, letters: bool) -> None:
+def test_an_answer_ends_with_the_token_that_completes_one(
+    text: str, after: int | None, letters: bool
+) -> None:
     """Also within a run of bytes, whose text is held back as long as it goes on."""
     expected = [None] * len(text.encode()) if after is None else [*[None] * (after - 1), "stop"]
     assert reasons(text, [";"], letters) == expected

@@ -64,8 +64,16 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (HELLO, None, {}),
         (HELLO, None, {"add_generation_prompt": True}),
-        ([*HELLO, {"role": "assistant", "content": "Yes", "name": None}], None, {"continue_final_message": True}),
-        ([{"role": Role.USER, "content": "\U0001f600 \u2028 {{ 1 }}"}], None, {"bos_token": "<other>"}),
+        (
+            [*HELLO, {"role": "assistant", "content": "Yes", "name": None}],
+            None,
+            {"continue_final_message": True},
+        ),
+        (
+            [{"role": Role.USER, "content": "\U0001f600 \u2028 {{ 1 }}"}],
+            None,
+            {"bos_token": "<other>"},
+        ),
         (
             [{"role": "user", "content": "a", "sent": float("inf")}],
             [{"type": "function", "n": 2**70}],
@@ -73,26 +81,37 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
     ],
 )
-def test_it_is_what_transformers_makes_of_it(messages: Any, tools: Any, options: dict[str, Any], shared: bool) -> None:
+def test_it_is_what_transformers_makes_of_it(
+    messages: Any, tools: Any, options: dict[str, Any], shared: bool
+) -> None:
     tokenizer = tokenizer_of(
         "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ m.name is defined }}{{ m['content'] }}{% endfor %}"
         "{{ tools | tojson }}{{ sent['b'] | tojson if sent }}{% if add_generation_prompt %}<a>{% endif %}"
     )
     expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-    assert filled(SharedTokenizer.of(tokenizer) if shared else tokenizer, messages, tools, **options) == expected
+    assert (
+        filled(SharedTokenizer.of(tokenizer) if shared else tokenizer, messages, tools, **options)
+        == expected
+    )
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_end_is_refused(name: str, own_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_end_is_refused(
+    name: str, own_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
-    with pytest.raises(InputError, match=r"^prompt: the chat template .* \(filling it takes more than 0.2 s\)"):
+    with pytest.raises(
+        InputError, match=r"^prompt: the chat template .* \(filling it takes more than 0.2 s\)"
+    ):
         filled(tokenizer_of(ENDLESS[name]), HELLO, field="prompt")
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_template_that_takes_memory_is_refused(name: str, own_process: None) -> None:
-    with pytest.raises(InputError, match=r"takes more than 256 MB|makes a text of 16777217 characters"):
+    with pytest.raises(
+        InputError, match=r"takes more than 256 MB|makes a text of 16777217 characters"
+    ):
         filled(tokenizer_of(HUGE[name]), HELLO)
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
 
@@ -107,7 +126,11 @@ def test_words_of_a_template_are_told() -> None:
 def test_a_tokenizer_that_fills_it_by_code_of_its_own_is_asked() -> None:
     class Own(type(byte_tokenizer())):  # type: ignore[misc]
         def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            return {"input_ids": [1, 2, 3]} if options.get("return_dict") else f"own {messages} {options['tools']}"
+            return (
+                {"input_ids": [1, 2, 3]}
+                if options.get("return_dict")
+                else f"own {messages} {options['tools']}"
+            )
 
     tokenizer = tokenizer_of(PLAIN)
     tokenizer.__class__ = Own
@@ -143,7 +166,12 @@ def test_a_folder_is_loaded_whose_template_has_no_bounds(monkeypatch: pytest.Mon
 
 def test_a_server_refuses_it_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
-    guarded = "{% if messages[0]['content'] == 'bomb' %}" + ENDLESS["loops in loops"] + "{% endif %}" + PLAIN
+    guarded = (
+        "{% if messages[0]['content'] == 'bomb' %}"
+        + ENDLESS["loops in loops"]
+        + "{% endif %}"
+        + PLAIN
+    )
 
     def engine() -> Engine:
         made = tiny_engine()
@@ -152,7 +180,11 @@ def test_a_server_refuses_it_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with served(engine) as server:
         for path in ("/v1/chat/completions", "/v1/messages", "/apply-template"):
-            asked = {"messages": [{"role": "user", "content": "bomb"}], "max_tokens": 1, "model": CHAT["model"]}
+            asked = {
+                "messages": [{"role": "user", "content": "bomb"}],
+                "max_tokens": 1,
+                "model": CHAT["model"],
+            }
             if path == "/apply-template":
                 asked = {"messages": asked["messages"]}
             answer = server.post(asked, path)

@@ -30,7 +30,9 @@ def test_only_best_children_of_accepted_nodes_count() -> None:
     stated = torch.tensor([1.0, 0.5, 0.25, 0.75, 0.625, 0.125, 0.375])
     depths = torch.tensor([0, 1, 1, 2, 2, 2, 3])
     tree = TokenTree.of(torch.arange(7), parents, depths, stated.log(), stated.log())
-    found = calibration.outcomes(Cycle(tree=tree, path=[0, 2, 4], tokens=[2, 4, 9], seconds=Seconds()))
+    found = calibration.outcomes(
+        Cycle(tree=tree, path=[0, 2, 4], tokens=[2, 4, 9], seconds=Seconds())
+    )
     assert [(o.behind, round(o.stated, 6), o.hit) for o in found] == [
         (0, 0.5, False),
         (2, 0.625, True),
@@ -44,7 +46,9 @@ def test_right_probabilities_err_as_chance_does_and_wrong_ones_more() -> None:
     right = torch.bernoulli(stated, generator=generator)
     too_sure = torch.bernoulli(stated**2, generator=generator)
     found = [Outcome(1, *pair) for pair in zip(stated.tolist(), right.bool().tolist(), strict=True)]
-    found += [Outcome(9, *pair) for pair in zip(stated.tolist(), too_sure.bool().tolist(), strict=True)]
+    found += [
+        Outcome(9, *pair) for pair in zip(stated.tolist(), too_sure.bool().tolist(), strict=True)
+    ]
     one, five = calibration.served(found)
     assert (one["behind"], one["outcomes"], five["behind"], five["outcomes"]) == (1, 3000, 5, 3000)
     assert one["error"] < 1.5 * one["chance"]
@@ -59,14 +63,27 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = head_config()
     save_head(config, random_state(config), tmp_path / "head")
     corpus_of(tmp_path / "data", random_texts(60))
-    given = ["--model", folder, "--head", tmp_path / "head", "--data", tmp_path / "data", "--out", out]
-    monkeypatch.setattr(sys, "argv", ["calibration", *map(str, [*given, "--per-set", 1, "--max-new-tokens", 8])])
+    given = [
+        "--model",
+        folder,
+        "--head",
+        tmp_path / "head",
+        "--data",
+        tmp_path / "data",
+        "--out",
+        out,
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["calibration", *map(str, [*given, "--per-set", 1, "--max-new-tokens", 8])]
+    )
     calibration.main()
     _, *rows = (json.loads(line) for line in out.read_text().splitlines())
     along = [row for row in rows if row["record"] == "text"]
     assert [row["temperatures_scale"] for row in along] == [1.0, 0.5, 0.25]
     accuracies = [[rank["accuracy"] for rank in row["by_rank"]] for row in along]
-    assert accuracies[0] == accuracies[1] == accuracies[2]  # a temperature changes how sure a head is, not its choice
+    assert (
+        accuracies[0] == accuracies[1] == accuracies[2]
+    )  # a temperature changes how sure a head is, not its choice
     assert along[0]["by_rank"] != along[1]["by_rank"]
     served = [row for row in rows if row["record"] == "served"]
     assert {row["sampling"] for row in served if row["behind"] == 0} == {"greedy", "temperature 1"}

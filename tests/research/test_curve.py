@@ -26,7 +26,9 @@ def test_the_log_is_drawn(tmp_path: Path) -> None:
     assert drawn.startswith("<?xml")
 
 
-def test_folders_without_a_log_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_log_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--out", str(tmp_path / "curve.svg")])
     assert "has no log.jsonl" in capsys.readouterr().err

@@ -37,16 +37,34 @@ def test_heads_are_trained_and_predicted(
     head_shapes.main()
     assert load_head(tmp_path / "heads" / "48x220").config.intermediate_size == 48
     capsys.readouterr()
-    few = ["--per-set", "1", "--max-new-tokens", "8", "--rounds", "1", "--out", str(tmp_path / "out.jsonl")]
+    few = [
+        "--per-set",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
     monkeypatch.setattr(sys, "argv", ["head_shapes", "measure", *heads, *few])
     head_shapes.main()
-    provenance, *rows = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    provenance, *rows = (
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    )
     assert provenance["record"] == "provenance"
-    assert rows == [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    costs, rows = [row for row in rows if row["record"] == "costs"], [row for row in rows if row["record"] == "head"]
+    assert rows == [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
+    costs, rows = (
+        [row for row in rows if row["record"] == "costs"],
+        [row for row in rows if row["record"] == "head"],
+    )
     assert [found["name"] for found in costs] == ["40x200", "48x220"]
     assert costs[0]["verify_ms_by_nodes"] == costs[1]["verify_ms_by_nodes"]
-    assert find_costs(str(tmp_path / "out.jsonl")).verify[1] == pytest.approx(costs[0]["verify_ms_by_nodes"]["1"] / 1e3)
+    assert find_costs(str(tmp_path / "out.jsonl")).verify[1] == pytest.approx(
+        costs[0]["verify_ms_by_nodes"]["1"] / 1e3
+    )
     assert [row["shape"] for row in rows] == ["40x200", "40x200", "48x220", "48x220"]
     assert [(row["units"], row["tokens"]) for row in rows[::2]] == [(40, 200), (48, 220)]
     assert rows[2]["parameters"] - rows[0]["parameters"] == 8 * 3 * 32 + 20 * 32
@@ -60,13 +78,22 @@ def test_medians_are_of_what_was_mostly_measured() -> None:
     assert found == {1: 3.0, 4: 6.0}
 
 
-def test_a_vocabulary_that_would_shrink_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_that_would_shrink_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "model"
     tiny(num_hidden_layers=6).save_pretrained(folder)
     config = head_config()
     save_head(config, random_state(config), tmp_path / "start")
     corpus_of(tmp_path / "data", random_texts(4))
-    given = ["--data", str(tmp_path / "data"), "--start", str(tmp_path / "start"), "--shape", "40x20"]
+    given = [
+        "--data",
+        str(tmp_path / "data"),
+        "--start",
+        str(tmp_path / "start"),
+        "--shape",
+        "40x20",
+    ]
     heads = ["--model", str(folder), "--heads", str(tmp_path / "heads")]
     monkeypatch.setattr(sys, "argv", ["head_shapes", "train", *heads, *given])
     with pytest.raises(SystemExit, match=r"--shape: accepted: .* tokens or more"):

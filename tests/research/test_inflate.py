@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from research.inflate import Inflated, inflate
@@ -36,8 +42,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [*range(40, 64)]
 
-WIDE = Shape(60, 9, 6, 3, 100, 300, head_dim=16)  # groups of 2 in groups of 2; head size and vocabulary grow
-WIDER_GROUPS = Shape(96, 7, 12, 3, 48, 700, head_dim=8)  # groups of 2 in groups of 4; copies of copies
+WIDE = Shape(
+    60, 9, 6, 3, 100, 300, head_dim=16
+)  # groups of 2 in groups of 2; head size and vocabulary grow
+WIDER_GROUPS = Shape(
+    96, 7, 12, 3, 48, 700, head_dim=8
+)  # groups of 2 in groups of 4; copies of copies
 NARROW_GROUPS = Shape(128, 6, 4, 4, 64, 260)  # each key-value head stands twice; head size 32
 GROWN = (WIDE, WIDER_GROUPS, NARROW_GROUPS)
 
@@ -52,7 +62,11 @@ def small(**changes: Any) -> PreTrainedModel:
 
 
 def inflated(
-    model: PreTrainedModel, shape: Shape, config: EagleConfig | None = None, dtype: Any = torch.float32, **options: Any
+    model: PreTrainedModel,
+    shape: Shape,
+    config: EagleConfig | None = None,
+    dtype: Any = torch.float32,
+    **options: Any,
 ) -> Inflated:
     state = None if config is None else random_state(config)
     return inflate(model, config, state, shape, dtype, CPU, **options)
@@ -87,7 +101,9 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("extra_tokens", ["copies", "silent"])
 @pytest.mark.parametrize("shape", GROWN)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-def test_logits_are_equal(shape: Shape, extra_tokens: Any, dtype: torch.dtype, tolerance: float) -> None:
+def test_logits_are_equal(
+    shape: Shape, extra_tokens: Any, dtype: torch.dtype, tolerance: float
+) -> None:
     model = small(rms_norm_eps=0.05).to(dtype)
     large = inflated(model, shape, dtype=dtype, extra_tokens=extra_tokens).model
     expected, found = run(model, PROMPT)[0], run(large, PROMPT)[0]
@@ -129,7 +145,9 @@ def test_greedy_and_sampled_answers_are_equal(shape: Shape) -> None:
     plain = Engine(HuggingFaceTarget(model), None, None)
     sampling = {"do_sample": True, "temperature": 1.5, "seed": 3}
     for extra_tokens, options in (("copies", {}), ("silent", {}), ("silent", sampling)):
-        engine = Engine(HuggingFaceTarget(inflated(model, shape, extra_tokens=extra_tokens).model), None, None)
+        engine = Engine(
+            HuggingFaceTarget(inflated(model, shape, extra_tokens=extra_tokens).model), None, None
+        )
         expected = plain.generate(PROMPT, max_new_tokens=40, **options).token_ids
         assert engine.generate(PROMPT, max_new_tokens=40, **options).token_ids == expected
 
@@ -142,7 +160,9 @@ def test_copies_change_what_is_sampled_and_tie_with_their_originals() -> None:
     for copy in range(VOCABULARY, 700):
         original = half + (copy - VOCABULARY) % half
         assert torch.allclose(logits[:, copy], logits[:, original], rtol=1e-6)
-        assert torch.equal(large.model.embed_tokens.weight[copy], large.model.embed_tokens.weight[original])
+        assert torch.equal(
+            large.model.embed_tokens.weight[copy], large.model.embed_tokens.weight[original]
+        )
     assert error(logits.softmax(-1)[:, :VOCABULARY], run(model, PROMPT)[0].softmax(-1)) > 0.1
 
 
@@ -150,7 +170,10 @@ def test_copies_change_what_is_sampled_and_tie_with_their_originals() -> None:
 @pytest.mark.parametrize("shape", GROWN)
 def test_hidden_states_stand_at_the_renumbered_ids(shape: Shape) -> None:
     model = small().double()
-    states, large = run(model, PROMPT)[1], run(inflated(model, shape, dtype=torch.float64).model, PROMPT)[1]
+    states, large = (
+        run(model, PROMPT)[1],
+        run(inflated(model, shape, dtype=torch.float64).model, PROMPT)[1],
+    )
     places = [*layer_places(LAYERS, shape.layers), shape.layers]
     assert len(large) == shape.layers + 1
     for mine, place in zip(states, places, strict=True):
@@ -175,17 +198,24 @@ def test_query_heads_keep_their_key_value_head() -> None:
         kept = dict(zip(heads.keys.places.tolist(), heads.keys.sources.tolist(), strict=True))
         size, group = large_heads.head_dim, large_heads.heads // large_heads.kv_heads
         assert len(set(heads.queries.places.tolist())) == small_heads.heads * small_heads.head_dim
-        for place, source in zip(heads.queries.places.tolist(), heads.queries.sources.tolist(), strict=True):
+        for place, source in zip(
+            heads.queries.places.tolist(), heads.queries.sources.tolist(), strict=True
+        ):
             head, channel = divmod(place, size)
             small_head, small_channel = divmod(source, small_heads.head_dim)
             small_kv = small_head // (small_heads.heads // small_heads.kv_heads)
-            assert kept[head // group * size + channel] == small_kv * small_heads.head_dim + small_channel
+            assert (
+                kept[head // group * size + channel]
+                == small_kv * small_heads.head_dim + small_channel
+            )
 
 
 def test_weights_that_cannot_be_felt_are_random() -> None:
     """Zeros would let a GPU run cooler and faster than the real model does."""
     large = inflated(small(), WIDE).model
-    zero = {name: float((parameter == 0).float().mean()) for name, parameter in large.named_parameters()}
+    zero = {
+        name: float((parameter == 0).float().mean()) for name, parameter in large.named_parameters()
+    }
     for layer in range(WIDE.layers):
         for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             assert zero[f"model.layers.{layer}.{name}.weight"] < 0.5
@@ -204,7 +234,9 @@ def test_sizes_are_as_asked() -> None:
     assert large.head_config is not None
     assert large.head_state is not None
     head = head_from(large.head_config, large.head_state, torch.bfloat16, CPU)
-    wide = layer + 60 * (heads + 2 * 48) + 60  # the attention reads twice the width, and one more norm
+    wide = (
+        layer + 60 * (heads + 2 * 48) + 60
+    )  # the attention reads twice the width, and one more norm
     assert sum(p.numel() for p in head.parameters()) == wide + 3 * 60 * 60 + 200 * 60 + 60
 
 
@@ -212,7 +244,12 @@ def test_the_default_model_and_its_head_fit_into_the_8b_shape() -> None:
     """With the parameters of Llama 3.1 8B; nothing is built."""
     folder = embedded.draft_head(embedded.NAME)
     assert folder is not None
-    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    sizes = {
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    }
     rope = {"rope_type": "default", "rope_theta": 100000.0}
     config = LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=49152, rope_parameters=rope)
     with torch.device("meta"):
@@ -225,7 +262,10 @@ def test_the_default_model_and_its_head_fit_into_the_8b_shape() -> None:
     assert sum(parameter.numel() for parameter in large.parameters()) == 8_030_261_248
     layer = 3 * 4096**2 + 2 * 8192 * 1024 + 3 * 4096 * 14336
     fusion = 3 * 4096**2
-    assert sum(parameter.numel() for parameter in head.parameters()) == fusion + layer + (32000 + 4) * 4096
+    assert (
+        sum(parameter.numel() for parameter in head.parameters())
+        == fusion + layer + (32000 + 4) * 4096
+    )
     assert (head_config.layer_ids, head_config.draft_vocab_size) == ((2, 16, 28), 32000)
     assert (plan.config.head_dim, head_config.head_dim) == (128, 128)
 
@@ -247,12 +287,17 @@ HEADS: dict[str, tuple[EagleConfig, Shape]] = {
     "residual norm": (head_config(norm_before_residual=True), WIDE),
     "own width": (head_config(hidden_size=24, own_embeddings=True), DRAFTS_MORE),
     "eagle-1": (head_config(1), WIDE),
-    "eagle-1 with its own": (head_config(1, own_embeddings=True, fc_bias=True, qkv_bias=True), WIDE),
+    "eagle-1 with its own": (
+        head_config(1, own_embeddings=True, fc_bias=True, qkv_bias=True),
+        WIDE,
+    ),
 }
 
 
 @torch.inference_mode()
-def draft_logits(model: PreTrainedModel, config: EagleConfig, state: dict[str, Tensor]) -> tuple[Tensor, Any]:
+def draft_logits(
+    model: PreTrainedModel, config: EagleConfig, state: dict[str, Tensor]
+) -> tuple[Tensor, Any]:
     """Log-probabilities and target ids, of the last row and of a node below it."""
     head = head_from(config, state, torch.float64, CPU)
     states = run(model, PROMPT)[1]
@@ -262,7 +307,9 @@ def draft_logits(model: PreTrainedModel, config: EagleConfig, state: dict[str, T
     hidden = head.fuse(features)
     rows = []
     for _ in range(2):
-        recurrent = head(hidden[None], embeddings[None, : len(hidden)], torch.arange(len(hidden))[None], causal)[0]
+        recurrent = head(
+            hidden[None], embeddings[None, : len(hidden)], torch.arange(len(hidden))[None], causal
+        )[0]
         logits = head.logits(recurrent[-1:])
         rows.append(model.get_output_embeddings()(recurrent[-1:]) if logits is None else logits)
         hidden = torch.cat([hidden, recurrent[-1:]])
@@ -289,21 +336,32 @@ def test_the_heads_log_probabilities_are_equal(name: str) -> None:
 
 
 def cycles(
-    model: PreTrainedModel, config: EagleConfig, state: Any, tree: dict[str, int], prompt: Any = PROMPT, **options: Any
+    model: PreTrainedModel,
+    config: EagleConfig,
+    state: Any,
+    tree: dict[str, int],
+    prompt: Any = PROMPT,
+    **options: Any,
 ) -> list[Cycle]:
     target = HuggingFaceTarget(model)
     engine = Engine(
-        target, Eagle(head_from(config, state, model.dtype, CPU), target.lm), policies.make("eagle", **tree)
+        target,
+        Eagle(head_from(config, state, model.dtype, CPU), target.lm),
+        policies.make("eagle", **tree),
     )
     return [piece.cycle for piece in engine.stream(prompt, **options)]
 
 
 def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state of a head fitted a little to the model's answer to PROMPT, so that it is right now and then."""
-    answer = Engine(HuggingFaceTarget(model), None, None).generate(PROMPT, max_new_tokens=40).token_ids
+    answer = (
+        Engine(HuggingFaceTarget(model), None, None).generate(PROMPT, max_new_tokens=40).token_ids
+    )
     tokens, state = [*PROMPT, *answer], random_state(config)
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
-    columns = torch.full((VOCABULARY,), -100).scatter_(0, ids, torch.arange(len(ids)))  # -100: is not drafted
+    columns = torch.full((VOCABULARY,), -100).scatter_(
+        0, ids, torch.arange(len(ids))
+    )  # -100: is not drafted
     states = run(model, tokens)[1]
     features = torch.cat([states[i] for i in config.feature_ids(LAYERS)], -1)[:-2].clone()
     embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:-1])).detach()
@@ -319,7 +377,9 @@ def assert_same_cycles(found: list[Cycle], expected: list[Cycle]) -> None:
         assert len(mine.tree) == size
         assert torch.equal(mine.tree.tokens[:size], theirs.tree.tokens[:size])
         assert torch.equal(mine.tree.parents[:size], theirs.tree.parents[:size])
-        assert torch.allclose(mine.tree.path_log_probs[:size], theirs.tree.path_log_probs[:size], atol=1e-3)
+        assert torch.allclose(
+            mine.tree.path_log_probs[:size], theirs.tree.path_log_probs[:size], atol=1e-3
+        )
         assert (mine.path, mine.tokens) == (theirs.path, theirs.tokens)
 
 
@@ -339,7 +399,9 @@ def test_every_tree_and_every_accepted_path_is_the_same(shape: Shape, extra_toke
     assert max(accepted) > 2
     assert min(accepted) == 1
     assert large.head_config is not None
-    assert_same_cycles(cycles(large.model, large.head_config, large.head_state, TREE, max_new_tokens=40), expected)
+    assert_same_cycles(
+        cycles(large.model, large.head_config, large.head_state, TREE, max_new_tokens=40), expected
+    )
 
 
 def test_an_eagle_1_head_drafts_the_same_trees() -> None:
@@ -361,8 +423,14 @@ def test_an_eagle_1_head_drafts_the_same_trees() -> None:
         ("56x5x7x7x100x300", "shape: layers 5 is smaller than the model's 6"),
         ("56x9x7x7x40x300", "shape: intermediate 40 is smaller than the model's 48"),
         ("56x9x7x7x100x200", "shape: vocab 200 is smaller than the model's 260"),
-        ("60x9x6x3x100x300x12", "heads of 12 channels are no multiple of the model's 8, so rotary frequencies"),
-        ("60x9x3x3x100x300x16", "2 groups of 2 query heads need 4 key-value heads with up to 1 query heads each"),
+        (
+            "60x9x6x3x100x300x12",
+            "heads of 12 channels are no multiple of the model's 8, so rotary frequencies",
+        ),
+        (
+            "60x9x3x3x100x300x16",
+            "2 groups of 2 query heads need 4 key-value heads with up to 1 query heads each",
+        ),
         ("32x6x4x2x48x260x8x210", "shape: draft vocabulary 210; from 200 to 200 is possible"),
         ("60x9x6x3x100x300x16x190", "shape: draft vocabulary 190; from 200 to 240 is possible"),
         ("32x6x4x2x48x300x8x210", "need a channel more than hidden 32"),
@@ -381,8 +449,14 @@ def test_shapes_that_do_not_fit_are_refused(shape: str, message: str) -> None:
         ({"norm_recurrent": True}, "does not keep the constant channel"),
         ({"norm_before_residual": True}, "does not keep the constant channel"),
         ({"intermediate_size": 200}, "intermediate_size 100 is smaller than the head's 200"),
-        ({"hidden_size": 64, "own_embeddings": True}, "hidden_size 60 is smaller than the head's 64"),
-        ({"target_hidden_size": 48}, "made for hidden size 48 and vocabulary 260, the model has 32 and 260"),
+        (
+            {"hidden_size": 64, "own_embeddings": True},
+            "hidden_size 60 is smaller than the head's 64",
+        ),
+        (
+            {"target_hidden_size": 48},
+            "made for hidden size 48 and vocabulary 260, the model has 32 and 260",
+        ),
         ({"rope": YARN, "head_dim": 8}, "the head's rotary frequencies depend on the head size"),
     ],
 )
@@ -392,7 +466,9 @@ def test_heads_that_cannot_be_inflated_are_refused(changes: dict[str, Any], mess
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM: only LlamaForCausalLM can be inflated"):
+    with pytest.raises(
+        UnsupportedModelError, match="Qwen3ForCausalLM: only LlamaForCausalLM can be inflated"
+    ):
         inflated(tiny("qwen3"), WIDE)
     with pytest.raises(InputError, match="the model's rotary frequencies depend on the head size"):
         inflated(small(rope_parameters=YARN), WIDE)
@@ -412,7 +488,9 @@ def test_other_refusals() -> None:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def test_the_command_writes_a_pair_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_pair_that_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, config = small(), head_config(layer_ids=(1, 3, LAYERS - 1))
     state = agreeing_state(config, model)
     model.save_pretrained(tmp_path / "small")
@@ -444,7 +522,9 @@ def test_the_default_model_and_its_head(default_model_path: Path) -> None:
     large = inflate(model, config, state, shape, torch.float32, CPU, extra_tokens="silent")
     assert large.head_config is not None
     assert large.head_config.layer_ids == (2, 15, 27)
-    prompt = AutoTokenizer.from_pretrained(default_model_path).encode("One, two, three, four, five,")
+    prompt = AutoTokenizer.from_pretrained(default_model_path).encode(
+        "One, two, three, four, five,"
+    )
     tree = {"width": 3, "expansions": 2, "budget": 8}
     expected = cycles(model, config, state, tree, prompt, max_new_tokens=6)
     assert max(len(cycle.path) for cycle in expected) > 1

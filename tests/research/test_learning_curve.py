@@ -31,12 +31,20 @@ def test_stages_add_up(tmp_path: Path) -> None:
     first = stage(tmp_path / "a", [(1, 10.0), (10, 370.0), (20, 730.0)], [10, 20])
     second = stage(tmp_path / "b", [(1, 5.0), (10, 1805.0), (11, 60.0), (40, 1860.0)], [10, 30])
     found = learning_curve.points([first, second], 8, tmp_path / "start", 1000)
-    assert [(point.stage, point.step, point.tokens, point.hours, point.is_end) for point in found] == [
+    assert [
+        (point.stage, point.step, point.tokens, point.hours, point.is_end) for point in found
+    ] == [
         (0, 0, 1000, None, True),
         (1, 10, 1080, 0.1, False),
         (1, 20, 1160, 0.2, True),
         (2, 10, 1240, 0.7, False),
-        (2, 30, 1400, round(0.7 + 60 / 3600, 3), False),  # the log ends at 40: what came later has no head
+        (
+            2,
+            30,
+            1400,
+            round(0.7 + 60 / 3600, 3),
+            False,
+        ),  # the log ends at 40: what came later has no head
     ]
     with pytest.raises(SystemExit, match="no folder of a head that is named by its step"):
         learning_curve.points([stage(tmp_path / "c", [(1, 1.0), (2, 2.0)], [])], 8, None, 0)
@@ -70,13 +78,28 @@ def test_heads_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         save_head(config, random_state(config), place)
     corpus_of(tmp_path / "data", random_texts(60))
     out = tmp_path / "out.jsonl"
-    given = ["--model", folder, "--start", tmp_path / "start", "--start-tokens", 5000, "--stage", trained, "--out", out]
+    given = [
+        "--model",
+        folder,
+        "--start",
+        tmp_path / "start",
+        "--start-tokens",
+        5000,
+        "--stage",
+        trained,
+        "--out",
+        out,
+    ]
     few = ["--data", tmp_path / "data", "--per-set", 2, "--max-new-tokens", 8]
     monkeypatch.setattr(sys, "argv", ["learning_curve", *map(str, given + few)])
     learning_curve.main()
     provenance, *heads, doubling = (json.loads(line) for line in out.read_text().splitlines())
     assert provenance["record"] == "provenance"
-    assert [(head["stage"], head["tokens"]) for head in heads] == [(0, 5000), (1, 10120), (1, 15240)]
+    assert [(head["stage"], head["tokens"]) for head in heads] == [
+        (0, 5000),
+        (1, 10120),
+        (1, 15240),
+    ]
     for head in heads:
         low, high = head["acceptance_length_interval"]
         assert 1 <= low <= head["acceptance_length"] <= high

@@ -31,17 +31,28 @@ def test_processor_time_is_summed_over_processes() -> None:
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_goes_on_with_the_steps_that_were_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(num_hidden_layers=LAYERS)
     corpus = corpus_of(tmp_path / "data", random_texts(30))
-    small = replace(losses.OPTIONS, batch_tokens=64, lengths=(32,), intermediate_size=40, autocast=False, held_back=0.1)
+    small = replace(
+        losses.OPTIONS,
+        batch_tokens=64,
+        lengths=(32,),
+        intermediate_size=40,
+        autocast=False,
+        held_back=0.1,
+    )
     monkeypatch.setattr(losses, "OPTIONS", small)
     heads, names = tmp_path / "heads", ["eagle", "ttt"]
     heads.mkdir()
     (heads / "steps.json").write_text(json.dumps({"eagle": 6, "ttt": 4, "hass": 5}))
     options = replace(small, steps=6, save_every=1)
     monkeypatch.setattr(losses, "SAVE_EVERY", 1)
-    train_draft(model, corpus, heads / "eagle", options, losses.LOSSES["eagle"], stop_after=3)  # cut short
+    train_draft(
+        model, corpus, heads / "eagle", options, losses.LOSSES["eagle"], stop_after=3
+    )  # cut short
     losses.train(names, model, corpus, heads, 0, "tiny")
     for name, steps in (("eagle", 6), ("ttt", 4)):
         record = json.loads((heads / name / "training.json").read_text())
@@ -57,7 +68,10 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
     record["cpu_seconds"] = 100  # of the 150 that it was to have; four steps took them
     (heads / "ttt" / "training.json").write_text(json.dumps(record))
     losses.train(["ttt"], model, corpus, heads, 150, "tiny")
-    assert json.loads((heads / "ttt" / "training.json").read_text()) == record | {"steps": 8, "cpu_seconds": 160}
+    assert json.loads((heads / "ttt" / "training.json").read_text()) == record | {
+        "steps": 8,
+        "cpu_seconds": 160,
+    }
     assert (heads / "ttt" / "model.safetensors").read_bytes() != before
     assert not (heads / "ttt" / "more").exists()
 
@@ -74,10 +88,14 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(tmp_path: Path, monk
 
 def test_intervals_hold_the_ratio_of_sums() -> None:
     counts = [(20, 10), (30, 10), (90, 30), (8, 8)]
-    found = bootstrap.interval([losses.acceptance_length(sample) for sample in bootstrap.samples(counts)])
+    found = bootstrap.interval(
+        [losses.acceptance_length(sample) for sample in bootstrap.samples(counts)]
+    )
     assert losses.acceptance_length(counts) == pytest.approx(148 / 58)
     assert 1.0 <= found[0] < 148 / 58 < found[1] <= 3.0
-    alike = bootstrap.interval([losses.acceptance_length(sample) for sample in bootstrap.samples([(20, 10)] * 5)])
+    alike = bootstrap.interval(
+        [losses.acceptance_length(sample) for sample in bootstrap.samples([(20, 10)] * 5)]
+    )
     assert alike == [2.0, 2.0]
 
 
@@ -109,7 +127,9 @@ def test_differences_are_those_on_the_same_texts_and_prompts() -> None:
     alone = losses.by_rank(better)[0]["accuracy_interval"][0] - losses.by_rank(first)[0]["accuracy"]
     assert alone < 0  # apart, the intervals could not tell them
     for row in losses.ranks_beside(first, first):
-        assert all(row[field] == 0 and row[f"{field}_interval"] == [0, 0] for field in losses.RANKED)
+        assert all(
+            row[field] == 0 and row[f"{field}_interval"] == [0, 0] for field in losses.RANKED
+        )
 
     cells = losses._Cell(), losses._Cell()
     for cycles in (5, 8, 12, 20, 31):

@@ -34,14 +34,18 @@ def test_each_rank_is_measured_behind_the_drafts_own_token(version: Any) -> None
     places = range(4, LENGTH - 2)
     for row in places:
         hidden = head.fuse(features[: row + 1])
-        states = head(hidden[None], embeddings(tokens[None, 1 : row + 2]), torch.arange(row + 1)[None], causal)[0]
+        states = head(
+            hidden[None], embeddings(tokens[None, 1 : row + 2]), torch.arange(row + 1)[None], causal
+        )[0]
         logits = head.logits(states[-1])
         best = (teacher.head(states[-1]) if logits is None else logits).topk(RANKS).indices
         for rank, column in enumerate(best):
             token = column if ids is None else ids[column]
             longer = torch.cat([tokens[: row + 2], token[None]])
             inputs = torch.cat([hidden, states[-1:]])
-            deeper = head(inputs[None], embeddings(longer[None, 1:]), torch.arange(row + 2)[None], causal)[0, -1]
+            deeper = head(
+                inputs[None], embeddings(longer[None, 1:]), torch.arange(row + 2)[None], causal
+            )[0, -1]
             logits = head.logits(deeper)
             guess = (teacher.head(deeper) if logits is None else logits).argmax()
             guess = guess if ids is None else ids[guess]
@@ -49,7 +53,9 @@ def test_each_rank_is_measured_behind_the_drafts_own_token(version: Any) -> None
     assert [report.rank for report in found] == list(range(1, RANKS + 1))
     assert all(report.rows == len(places) for report in found)
     assert [report.accuracy for report in found] == pytest.approx((hits / len(places)).tolist())
-    assert all(0 <= report.calibration <= 1 and 0 <= report.standard_calibration <= 1 for report in found)
+    assert all(
+        0 <= report.calibration <= 1 and 0 <= report.standard_calibration <= 1 for report in found
+    )
 
 
 def test_few_places_are_spread_over_the_answers() -> None:

@@ -42,7 +42,10 @@ INSIDE = {
 
 def engine(policy: TreePolicy, **kind: Any) -> Engine:
     return Engine(
-        ToyTarget(TARGET), ToyDrafter(Tables(12, 2, like=TARGET, share=0.7), **kind), policy, LetterTokenizer()
+        ToyTarget(TARGET),
+        ToyDrafter(Tables(12, 2, like=TARGET, share=0.7), **kind),
+        policy,
+        LetterTokenizer(),
     )
 
 
@@ -58,9 +61,14 @@ def test_the_policy_that_logged_replays_as_it_ran(trees: Trees) -> None:
     rows = list(replay(trees, OPTIONS.policy))
     by_prompt = iter(rows)
     for prompt, file in zip(PROMPTS, trees.shards(), strict=True):
-        found = [piece.cycle for piece in live.stream(prompt, max_new_tokens=OPTIONS.length, temperature=0.0)]
+        found = [
+            piece.cycle
+            for piece in live.stream(prompt, max_new_tokens=OPTIONS.length, temperature=0.0)
+        ]
         logged = len(trees.read(file).trees)
-        assert len(found) - 1 <= logged <= len(found), "the last one only where the answer's end did not cut its path"
+        assert len(found) - 1 <= logged <= len(found), (
+            "the last one only where the answer's end did not cut its path"
+        )
         for cycle in found[:logged]:
             row = next(by_prompt)
             assert (row.committed, len(row.widths), row.verified) == (
@@ -93,15 +101,28 @@ def test_another_policy_replays_as_it_would_run_at_these_positions(trees: Trees,
     assert inside > 2 * outside
 
 
-def check_against_live(row: Replayed, context: list[int], policy: TreePolicy, normalized: bool) -> None:
+def check_against_live(
+    row: Replayed, context: list[int], policy: TreePolicy, normalized: bool
+) -> None:
     draft = engine(policy, normalized=normalized, columns=COLUMNS).drafter
     assert draft is not None
     draft.begin(context[:-1])
     tree = draft_tree(context[-1], draft, policy, Seconds(), CPU).tree
     paths = [tree.path_tokens(node) for node in range(len(tree))]
-    _, tokens = walk(tree, lambda node: int(TARGET.logits([*context, *paths[node]]).argmax()), lambda token: False)
-    assert (row.committed, row.verified, len(row.widths)) == (len(tokens), len(tree), int(tree.passes))
-    logs = [sum(float(TARGET.logits([*context, *path[:i]])[path[i]]) for i in range(len(path))) for path in paths]
+    _, tokens = walk(
+        tree,
+        lambda node: int(TARGET.logits([*context, *paths[node]]).argmax()),
+        lambda token: False,
+    )
+    assert (row.committed, row.verified, len(row.widths)) == (
+        len(tokens),
+        len(tree),
+        int(tree.passes),
+    )
+    logs = [
+        sum(float(TARGET.logits([*context, *path[:i]])[path[i]]) for i in range(len(path)))
+        for path in paths
+    ]
     assert row.expected == pytest.approx(sum(map(math.exp, logs)), rel=1e-4)
 
 
@@ -112,10 +133,14 @@ def test_what_is_not_in_the_log_is_counted(tmp_path: Path) -> None:
     policy = policies.make("fixed", branching=(3, 1))
     rows = list(replay(trees, policy))
     assert all(row.widths == [1, 3] and row.missed_rows == 2 for row in rows)
-    assert all(row.missed_nodes == 2 and row.verified == 1 + 3 + 1 for row in rows), "without a row, no children"
+    assert all(row.missed_nodes == 2 and row.verified == 1 + 3 + 1 for row in rows), (
+        "without a row, no children"
+    )
     cut = [row for row in rows if row.cut]
     assert cut
-    assert all(row.committed == 1 for row in cut), "the accepted token counts, what follows it is not known"
+    assert all(row.committed == 1 for row in cut), (
+        "the accepted token counts, what follows it is not known"
+    )
     figures = summary("wide", policy, rows, [])
     assert figures["missed_rows_share"] == pytest.approx(2 / 4, abs=1e-4)
     assert figures["missed_nodes_share"] == pytest.approx(2 / 5, abs=1e-4)
@@ -127,7 +152,9 @@ def test_path_probabilities_multiply(trees: Trees) -> None:
     total = path_log_probs(logged)
     for node in range(1, len(total)):
         parent = int(logged.parents[node])
-        assert float(total[node]) == pytest.approx(float(total[parent] + logged.target_log_probs[node]), abs=1e-9)
+        assert float(total[node]) == pytest.approx(
+            float(total[parent] + logged.target_log_probs[node]), abs=1e-9
+        )
     leaves = (logged.tree.depths == 1).nonzero()[:, 0]
     assert float(total[leaves].exp().sum()) <= 1 + 1e-6
 
@@ -166,7 +193,11 @@ def test_speedups() -> None:
 
 
 def test_costs_are_read_from_result_files_and_from_what_was_printed(tmp_path: Path) -> None:
-    record = {"record": "costs", "verify_ms_by_nodes": {"1": 36.0, "12": 47.0}, "draft_pass_ms_by_width": {"1": 2.0}}
+    record = {
+        "record": "costs",
+        "verify_ms_by_nodes": {"1": 36.0, "12": 47.0},
+        "draft_pass_ms_by_width": {"1": 2.0},
+    }
     other = {"record": "provenance", "nested": {"a": [1, 2]}}
     lines, printed, bare = (tmp_path / name for name in ("lines.jsonl", "printed.txt", "bare.json"))
     lines.write_text(json.dumps(other) + "\n" + json.dumps(record) + "\n")
@@ -174,10 +205,16 @@ def test_costs_are_read_from_result_files_and_from_what_was_printed(tmp_path: Pa
     bare.write_text(json.dumps(record))
     for file in (lines, printed, bare):
         found = find_costs(str(file))
-        assert (found.verify, found.draft, found.measured) == ({1: 0.036, 12: 0.047}, {1: 0.002}, True)
+        assert (found.verify, found.draft, found.measured) == (
+            {1: 0.036, 12: 0.047},
+            {1: 0.002},
+            True,
+        )
     for text in ("", "{", '{"record": "costs"}', '{"verify_ms_by_nodes": 3}'):
         bare.write_text(text)
-        with pytest.raises(InputError, match=r"costs: .* is neither one of vicuna-13b-h200, .* nor a file"):
+        with pytest.raises(
+            InputError, match=r"costs: .* is neither one of vicuna-13b-h200, .* nor a file"
+        ):
             find_costs(str(bare))
 
 
@@ -186,13 +223,22 @@ def test_costs_are_read_from_result_files_and_from_what_was_printed(tmp_path: Pa
 
 def test_run_prints_and_writes(trees: Trees, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "rows.jsonl"
-    given = ["run", str(trees.folder), "--policy", "eagle,budget=9,width=3,expansions=2", "--policy", "chain"]
+    given = [
+        "run",
+        str(trees.folder),
+        "--policy",
+        "eagle,budget=9,width=3,expansions=2",
+        "--policy",
+        "chain",
+    ]
     assert command.main([*given, "--costs", "8b-l40", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["record"] for row in rows] == ["provenance", "log", "replay", "replay"]
     assert rows[2]["tau"] > 1
     assert rows[2]["gamma"] == 9
-    assert rows[2]["speedup"]["8b-l40"] == pytest.approx(rows[2]["tau"] / (1 + 0.05 * rows[2]["delta"]), abs=1e-3)
+    assert rows[2]["speedup"]["8b-l40"] == pytest.approx(
+        rows[2]["tau"] / (1 + 0.05 * rows[2]["delta"]), abs=1e-3
+    )
     capsys.readouterr()
     assert command.main(["run", str(trees.folder), "--policy", "eagel"]) == 2
     assert "policy: unknown name 'eagel'" in capsys.readouterr().err

@@ -18,12 +18,19 @@ from tests.toy import byte_tokenizer, tiny
 from tests.train.test_draft import corpus_of
 
 PASSAGE = (
-    "The old lighthouse stood on the cliff for two hundred years. Nobody knew who had built it. Then the sea came."
+    "The old lighthouse stood on the cliff for two hundred years. "
+    "Nobody knew who had built it. Then the sea came."
 )
 
 
-@given(st.integers(1, 60), st.integers(0, 2**32), st.lists(st.text(min_size=MIN_PASSAGE), min_size=1, max_size=4))
-def test_any_text_makes_as_many_as_are_asked_for(count: int, seed: int, passages: list[str]) -> None:
+@given(
+    st.integers(1, 60),
+    st.integers(0, 2**32),
+    st.lists(st.text(min_size=MIN_PASSAGE), min_size=1, max_size=4),
+)
+def test_any_text_makes_as_many_as_are_asked_for(
+    count: int, seed: int, passages: list[str]
+) -> None:
     if not any(len(passage.strip()) >= MIN_PASSAGE for passage in passages):
         passages = [*passages, PASSAGE * 2]
     found = requests(count, passages, seed)
@@ -34,7 +41,14 @@ def test_any_text_makes_as_many_as_are_asked_for(count: int, seed: int, passages
 
 def test_every_kind_is_there_and_no_template_is_left_open() -> None:
     found = [turns[0] for turns in requests(3000, [PASSAGE * 2, PASSAGE * 30])]
-    for table in (module.SUMMARIES, module.EXTRACTIONS, module.REWRITES, module.CODE_FORMS, module.SUMS, module.FACTS):
+    for table in (
+        module.SUMMARIES,
+        module.EXTRACTIONS,
+        module.REWRITES,
+        module.CODE_FORMS,
+        module.SUMS,
+        module.FACTS,
+    ):
         for template in table:
             assert any(template.partition("{")[0].strip() in text for text in found)
     assert any(text.startswith("Translate into Dutch") for text in found)

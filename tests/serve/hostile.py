@@ -31,7 +31,12 @@ import httpx
 
 from tests.serve.hostile_connections import attack
 
-CHAT, RESPONSES, MESSAGES, TEXT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"
+CHAT, RESPONSES, MESSAGES, TEXT = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/completions",
+)
 HELLO = [{"role": "user", "content": "Hello"}]
 WORDS, BLANKS = "word and " * 700_000, " " * 6_000_000
 DEEP: Any = json.loads('{"a": ' * 60 + "1" + "}" * 60)
@@ -50,11 +55,16 @@ def _said(content: Any) -> list[dict[str, Any]]:
 
 
 def _schema(schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return _chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    return _chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    )
 
 
 ENUM = {"enum": [f"value {number}" for number in range(20_000)]}
-WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1400)}}
+WIDE = {
+    "type": "object",
+    "properties": {f"p{number}": {"type": "string"} for number in range(1400)},
+}
 BODIES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "a prediction of 6 MB": lambda: _chat(prediction={"type": "content", "content": WORDS}),
     "a text of 6 MB": lambda: _chat(messages=_said(WORDS)),
@@ -72,12 +82,20 @@ BODIES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "a grammar of 250 kB": lambda: _chat(
         grammar="start: " + " | ".join(f'"{number} words"' for number in range(15_000))
     ),
-    "a pattern of 1,000,000 letters": lambda: _schema({"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}),
+    "a pattern of 1,000,000 letters": lambda: _schema(
+        {"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}
+    ),
     "a text that just fits": lambda: _chat(messages=_said("word and " * 3500)),
     "2,000,000 token ids": lambda: (TEXT, {"prompt": [7] * 2_000_000, "max_tokens": 1}),
     "a text of 6 MB, Responses": lambda: (RESPONSES, {"input": WORDS, "max_output_tokens": 1}),
-    "100,000 items, Responses": lambda: (RESPONSES, {"input": HELLO * 100_000, "max_output_tokens": 1}),
-    "100,000 messages, Messages": lambda: (MESSAGES, {"messages": HELLO * 100_000, "max_tokens": 1}),
+    "100,000 items, Responses": lambda: (
+        RESPONSES,
+        {"input": HELLO * 100_000, "max_output_tokens": 1},
+    ),
+    "100,000 messages, Messages": lambda: (
+        MESSAGES,
+        {"messages": HELLO * 100_000, "max_tokens": 1},
+    ),
     "500,000 unknown fields": lambda: _chat(**{f"x{number}": 0 for number in range(500_000)}),
     "embeddings of 6 MB": lambda: ("/v1/embeddings", {"input": WORDS}),
     "tokens of 6 MB": lambda: ("/tokenize", {"content": WORDS}),
@@ -109,7 +127,10 @@ class User:
 def measured(address: str, times: int, names: list[str]) -> list[dict[str, Any]]:
     """Return a row for each body that is named, or for all."""
     rows = []
-    with httpx.Client(base_url=address, timeout=120) as own, httpx.Client(base_url=address, timeout=120) as other:
+    with (
+        httpx.Client(base_url=address, timeout=120) as own,
+        httpx.Client(base_url=address, timeout=120) as other,
+    ):
         user = User(own)
         for _ in range(20):
             user.ask()
@@ -122,12 +143,21 @@ def measured(address: str, times: int, names: list[str]) -> list[dict[str, Any]]
 
             def post() -> None:
                 began = time.monotonic()
-                answer = other.post(path, content=content, headers={"Content-Type": "application/json"})  # noqa: B023
+                answer = other.post(
+                    path,  # noqa: B023
+                    content=content,  # noqa: B023
+                    headers={"Content-Type": "application/json"},
+                )
                 took.append(time.monotonic() - began)  # noqa: B023
                 statuses.append(answer.status_code)  # noqa: B023
 
             slowest = [user.beside(threading.Thread(target=post)) for _ in range(times)]
-            row = {"record": "hostile", "body": name, "megabytes": round(len(content) / 1e6, 2), "status": statuses[0]}
+            row = {
+                "record": "hostile",
+                "body": name,
+                "megabytes": round(len(content) / 1e6, 2),
+                "status": statuses[0],
+            }
             row |= {"seconds": round(max(took), 3), "usual": round(usual, 3)}
             row |= {"longest": round(max(slowest) - usual, 3)}
             print(json.dumps(row), flush=True)
@@ -160,15 +190,30 @@ def attacked(port: int, pid: int, count: int) -> list[dict[str, Any]]:
             outcomes: list[dict[str, int]] = []
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
                 acts = others.submit(attack, port, count // ROUNDS, number)
-                slowest = user.beside(threading.Thread(target=lambda: outcomes.append(acts.result())))  # noqa: B023
+                slowest = user.beside(
+                    threading.Thread(target=lambda: outcomes.append(acts.result()))  # noqa: B023
+                )
             time.sleep(SETTLED_SECONDS)
-            row = {"record": "hostile-connections", "requests": count // ROUNDS, "usual": round(usual, 3)}
-            row |= {"longest": round(slowest - usual, 3), "outcomes": outcomes[0], **of_process(pid)}
+            row = {
+                "record": "hostile-connections",
+                "requests": count // ROUNDS,
+                "usual": round(usual, 3),
+            }
+            row |= {
+                "longest": round(slowest - usual, 3),
+                "outcomes": outcomes[0],
+                **of_process(pid),
+            }
             before = before or of_process(pid)
             print(json.dumps(row), flush=True)
             rows.append(row)
         after = of_process(pid)
-        summary: dict[str, Any] = {"record": "hostile-summary", "requests": count, "before": before, "after": after}
+        summary: dict[str, Any] = {
+            "record": "hostile-summary",
+            "requests": count,
+            "before": before,
+            "after": after,
+        }
         summary["memory"] = round(after["resident"] / before["resident"] - 1, 4)
         summary["alive"] = client.get("/health").status_code == 200
         summary["longest"] = max(row["longest"] for row in rows)
@@ -179,7 +224,10 @@ def attacked(port: int, pid: int, count: int) -> list[dict[str, Any]]:
 def of_process(pid: int) -> dict[str, int]:
     """Return a process's resident bytes, descriptors and threads."""
     folder = Path(f"/proc/{pid}")
-    counts = {name: len(list((folder / kind).iterdir())) for name, kind in (("descriptors", "fd"), ("threads", "task"))}
+    counts = {
+        name: len(list((folder / kind).iterdir()))
+        for name, kind in (("descriptors", "fd"), ("threads", "task"))
+    }
     return {"resident": resident(pid), **counts}
 
 
@@ -190,7 +238,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=5, help="that each body is sent")
     parser.add_argument("--body", action="append", default=[], choices=list(BODIES), metavar="NAME")
-    parser.add_argument("--connections", type=int, default=0, metavar="N", help="hostile acts, instead of the bodies")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=0,
+        metavar="N",
+        help="hostile acts, instead of the bodies",
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [provenance("python -m tests.serve.hostile", sys.argv[1:])]

@@ -17,7 +17,14 @@ HOST = "127.0.0.1"
 HOSTILE_HOST = "127.0.0.2"  # clients are told apart by their addresses
 MAX_SECONDS = 8.0
 AT_ONCE = 12
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize")
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+    "/tokenize",
+)
 FEW = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 Act = Callable[[random.Random], Awaitable[bytes]]
 
@@ -33,7 +40,16 @@ def bodies(chance: random.Random) -> list[bytes]:
     right = json.dumps(FEW).encode()
     cut = chance.randrange(len(right))
     depth = chance.randrange(10, 50_000)
-    odd: list[object] = [None, [], 3, "x", {"messages": 7}, {"messages": [[]] * 50}, {"input": {}}, {"prompt": [[-1]]}]
+    odd: list[object] = [
+        None,
+        [],
+        3,
+        "x",
+        {"messages": 7},
+        {"messages": [[]] * 50},
+        {"input": {}},
+        {"prompt": [[-1]]},
+    ]
     return [
         right[:cut],
         right[:cut] + bytes([chance.randrange(256)]) + right[cut:],
@@ -78,7 +94,9 @@ def framings(chance: random.Random) -> list[bytes]:
         whole(right, method="DELETE") + whole(b"", path="//%2e%2e/..%00"),
         whole(right) * chance.randrange(2, 6),
         whole(b"", method="GET", path="/v1/models") * chance.randrange(2, 60),
-        start.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * chance.randrange(1, 20_000),
+        start.encode()
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"1\r\n \r\n" * chance.randrange(1, 20_000),
     ]
 
 
@@ -119,9 +137,13 @@ class Attack:
         await asyncio.gather(*(one() for _ in range(AT_ONCE)))
 
     async def body(self, chance: random.Random) -> bytes:
-        kind = chance.choice(["application/json", "text/plain", "multipart/form-data; boundary=x", "a" * 3000])
+        kind = chance.choice(
+            ["application/json", "text/plain", "multipart/form-data; boundary=x", "a" * 3000]
+        )
         headers = f"Content-Type: {kind}\r\nConnection: close\r\n"
-        return await self._exchange(whole(chance.choice(bodies(chance)), headers, chance.choice(PATHS)))
+        return await self._exchange(
+            whole(chance.choice(bodies(chance)), headers, chance.choice(PATHS))
+        )
 
     async def framing(self, chance: random.Random) -> bytes:
         return await self._exchange(chance.choice(framings(chance)))
@@ -129,7 +151,9 @@ class Attack:
     async def torn(self, chance: random.Random) -> bytes:
         """Leave in the middle of a request."""
         sent = whole(json.dumps(FEW).encode())
-        return await self._exchange(sent[: chance.randrange(len(sent))], leaves=chance.uniform(0, 0.1))
+        return await self._exchange(
+            sent[: chance.randrange(len(sent))], leaves=chance.uniform(0, 0.1)
+        )
 
     async def slow(self, chance: random.Random) -> bytes:
         """Send a request in single bytes, and leave before its end."""
@@ -150,7 +174,9 @@ class Attack:
         self, sent: bytes, pause: float = 0.0, leaves: float | None = None, ends: bool = False
     ) -> bytes:
         """Send bytes; return what comes, read to the end or until one leaves."""
-        reader, writer = await asyncio.open_connection(HOST, self.port, local_addr=(HOSTILE_HOST, 0))
+        reader, writer = await asyncio.open_connection(
+            HOST, self.port, local_addr=(HOSTILE_HOST, 0)
+        )
         received = b""
         try:
             for piece in [sent[at : at + 1] for at in range(len(sent))] if pause else [sent]:

@@ -42,11 +42,20 @@ def _deep(chance: random.Random) -> Body:
 
 def _wide(chance: random.Random) -> Body:
     count = chance.randint(500, 1400)
-    return _schema({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}})
+    return _schema(
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
+    )
 
 
 def _contradictory(chance: random.Random) -> Body:
-    kinds = [{"type": "string"}, {"type": "null"}, {"minimum": 5}, {"maximum": 4}, {"enum": ["a"]}, {"$ref": "#"}]
+    kinds = [
+        {"type": "string"},
+        {"type": "null"},
+        {"minimum": 5},
+        {"maximum": 4},
+        {"enum": ["a"]},
+        {"$ref": "#"},
+    ]
     return _schema({"allOf": chance.sample(kinds, 4)})
 
 
@@ -54,7 +63,9 @@ def _huge(chance: random.Random) -> Body:
     bodies: list[Body] = [
         _schema({"enum": [f"value {n}" for n in range(chance.randint(5000, 12_000))]}),
         _schema({"type": "string", "pattern": "^((a{1,9999}){1,9999}){1,9999}$"}),
-        _schema({"type": "array", "items": {"type": "integer"}, "minItems": 10 ** chance.randint(3, 9)}),
+        _schema(
+            {"type": "array", "items": {"type": "integer"}, "minItems": 10 ** chance.randint(3, 9)}
+        ),
         _chat(grammar="start: " + " | ".join(f'"{n} words"' for n in range(15_000))),
         _chat(grammar="root ::= " + "(" * 9999 + '"a"' + ")" * 9999),
     ]
@@ -63,8 +74,14 @@ def _huge(chance: random.Random) -> Body:
 
 def _runaway(chance: random.Random) -> Body:
     letter = chance.choice("cdefgh")
-    slow = {"allOf": [{"type": "string", "pattern": f".*{'ab' * count}{letter}.*"} for count in range(1, 20)]}
-    tool = _tool(parameters={"type": "object", "properties": {"a": slow}}, strict=chance.random() < 0.5)
+    slow = {
+        "allOf": [
+            {"type": "string", "pattern": f".*{'ab' * count}{letter}.*"} for count in range(1, 20)
+        ]
+    }
+    tool = _tool(
+        parameters={"type": "object", "properties": {"a": slow}}, strict=chance.random() < 0.5
+    )
     bodies: list[Body] = [
         _schema(slow),
         _chat(grammar="start: %json " + json.dumps(slow)),
@@ -77,7 +94,9 @@ def _runaway(chance: random.Random) -> Body:
 
 def _crashing(chance: random.Random) -> Body:
     low = -(2**63) + chance.randint(-2, 2)
-    return _schema({"items": {"type": "integer", "minimum": low, "maximum": low + chance.randint(0, 9)}})
+    return _schema(
+        {"items": {"type": "integer", "minimum": low, "maximum": low + chance.randint(0, 9)}}
+    )
 
 
 # A kind makes a body at random; another kind is another line.
@@ -89,7 +108,11 @@ KINDS: dict[str, Callable[[random.Random], Body]] = {
     "schema or grammar without end": _runaway,
     "bounds that crash": _crashing,
 }
-PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
+PERSON = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0}},
+    "required": ["age"],
+}
 
 
 class User:
@@ -100,12 +123,16 @@ class User:
 
     def ask(self) -> None:
         began = time.monotonic()
-        answer = self.client.post(CHAT, json={"messages": _said("hi"), "max_tokens": 4, **self.fields})
+        answer = self.client.post(
+            CHAT, json={"messages": _said("hi"), "max_tokens": 4, **self.fields}
+        )
         assert answer.status_code == 200, answer.text
         self.seconds.append(time.monotonic() - began)
 
 
-def flooded(address: str, pid: int, requests: int, clients: int, kinds: list[str]) -> list[dict[str, Any]]:
+def flooded(
+    address: str, pid: int, requests: int, clients: int, kinds: list[str]
+) -> list[dict[str, Any]]:
     """Return a row for each kind, one for the other user's answers, and one for the server's process."""
     turns, statuses, lost = iter(range(requests)), Counter[tuple[str, int]](), list[str]()
     lock = threading.Lock()
@@ -155,7 +182,12 @@ def flooded(address: str, pid: int, requests: int, clients: int, kinds: list[str
         for kind in kinds
     ]
     for user, name, median in zip(users, ("a chat", "JSON"), usual, strict=True):
-        row = {"record": "other user", "asks": name, "answers": len(user.seconds), "usual": round(median, 3)}
+        row = {
+            "record": "other user",
+            "asks": name,
+            "answers": len(user.seconds),
+            "usual": round(median, 3),
+        }
         rows.append(row | {"longest": round(max(user.seconds) - median, 3)})
     rows.append({"record": "server", "lost": len(lost), "before": before, "after": of_process(pid)})
     for row in rows:

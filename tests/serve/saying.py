@@ -41,7 +41,9 @@ def saying(extra: Sequence[str] = (), context: int = 2048, **settings: Any) -> I
     def engine() -> Engine:
         model = tiny(max_position_embeddings=context, vocab_size=len(tokenizer))
         model.generation_config.eos_token_id = end
-        return Engine(target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), tokenizer)
+        return Engine(
+            target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), tokenizer
+        )
 
     own_options, own_prompt = preparing._options, preparing.CheckedRequest._prompt_ids
     with served(engine, **settings) as server:

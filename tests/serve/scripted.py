@@ -30,7 +30,9 @@ def answer_to(request: Sampling) -> str | None:
     if last.role != "tool" and request.template_tools:
         if isinstance(request.tool_choice, NamedChoice):
             return None
-        offered = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
+        offered = {
+            tool.function.name: tool.function.parameters or {} for tool in request.tools or ()
+        }
         shell = next((name for name in SHELLS if name in offered), None)
         return CALL if shell is None else _call(shell, SHELLS[shell])
     if request.constraints:

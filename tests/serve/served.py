@@ -21,7 +21,11 @@ from tests.engine.engines import engine_of
 from tests.toy import byte_tokenizer
 
 NAME = "tiny"
-CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 24}
+CHAT: dict[str, Any] = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "Hello there"}],
+    "max_tokens": 24,
+}
 TEXT: dict[str, Any] = {"model": NAME, "prompt": "once upon a time", "max_tokens": 24}
 
 
@@ -38,16 +42,24 @@ class Served:
     client: httpx.Client
     stop: Callable[[], None]
 
-    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
+    def post(
+        self, body: dict[str, Any], path: str = "/v1/chat/completions", **options: Any
+    ) -> httpx.Response:
         return self.client.post(path, json=body, **options)
 
     def metric(self, name: str) -> float:
         text = self.client.get("/metrics").text
-        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"specengine:{name}"))
+        return next(
+            float(line.split()[-1])
+            for line in text.splitlines()
+            if line.startswith(f"specengine:{name}")
+        )
 
 
 @contextlib.contextmanager
-def served(load: Callable[[], Engine] = tiny_engine, *, wait: bool = True, **settings: Any) -> Iterator[Served]:
+def served(
+    load: Callable[[], Engine] = tiny_engine, *, wait: bool = True, **settings: Any
+) -> Iterator[Served]:
     chosen = Settings(**{"name": NAME, "drain_seconds": 2} | settings)
     worker = Worker(load, chosen.queue, Metrics(), chosen.parallel)
     opened = socket.create_server(("127.0.0.1", 0))

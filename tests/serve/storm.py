@@ -54,25 +54,49 @@ class Crowd:
 
     def body(self, prompt: str, seed: int, **changes: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": prompt}]
-        asked = {"messages": messages, "seed": seed, "temperature": 1.0, "max_tokens": self.max_tokens}
+        asked = {
+            "messages": messages,
+            "seed": seed,
+            "temperature": 1.0,
+            "max_tokens": self.max_tokens,
+        }
         return asked | {"return_token_ids": True} | changes
 
     async def come(self, count: int, seed: int = 0, *, rude: bool = True) -> None:
         """`count` at once; rude: about half of them are no patient readers of a right request."""
         chance = random.Random(seed)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self.address, limits=limits, headers=HEADERS, timeout=120) as client:
+        async with httpx.AsyncClient(
+            base_url=self.address, limits=limits, headers=HEADERS, timeout=120
+        ) as client:
             kinds: list[Callable[..., Awaitable[str]]] = [self.whole, self.streamed]
             if rude:
-                kinds = 3 * kinds + [self.slow, self.leaves, self.leaves_a_stream, self.hangs_up, self.wrong]
-            await asyncio.gather(*(self._one(chance.choice(kinds), client, index) for index in range(count)))
+                kinds = 3 * kinds + [
+                    self.slow,
+                    self.leaves,
+                    self.leaves_a_stream,
+                    self.hangs_up,
+                    self.wrong,
+                ]
+            await asyncio.gather(
+                *(self._one(chance.choice(kinds), client, index) for index in range(count))
+            )
 
-    async def keep_coming(self, count: int, clients: int, pid: int, every: int = 500) -> list[dict[str, Any]]:
+    async def keep_coming(
+        self, count: int, clients: int, pid: int, every: int = 500
+    ) -> list[dict[str, Any]]:
         """Ask so many times, from so many clients of whom half leave; return the process' memory after each `every`."""
         rows, turns = list[dict[str, Any]](), iter(range(1, count + 1))
-        kinds: list[Callable[..., Awaitable[str]]] = [self.whole, self.streamed, self.leaves, self.leaves_a_stream]
+        kinds: list[Callable[..., Awaitable[str]]] = [
+            self.whole,
+            self.streamed,
+            self.leaves,
+            self.leaves_a_stream,
+        ]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self.address, limits=limits, headers=HEADERS, timeout=120) as client:
+        async with httpx.AsyncClient(
+            base_url=self.address, limits=limits, headers=HEADERS, timeout=120
+        ) as client:
 
             async def one() -> None:
                 for turn in turns:
@@ -84,7 +108,9 @@ class Crowd:
             await asyncio.gather(*(one() for _ in range(clients)))
         return rows
 
-    async def _one(self, kind: Callable[..., Awaitable[str]], client: httpx.AsyncClient, index: int) -> None:
+    async def _one(
+        self, kind: Callable[..., Awaitable[str]], client: httpx.AsyncClient, index: int
+    ) -> None:
         chance = random.Random(index)
         await asyncio.sleep(chance.uniform(0, 1))
         try:
@@ -104,7 +130,9 @@ class Crowd:
         self._count(got)
         return self._judge(key, got["choices"][0]["token_ids"])
 
-    async def streamed(self, client: httpx.AsyncClient, chance: random.Random, pause: float = 0.0) -> str:
+    async def streamed(
+        self, client: httpx.AsyncClient, chance: random.Random, pause: float = 0.0
+    ) -> str:
         key = chance.choice(list(self.expected))
         asked = self.body(*key, stream=True, stream_options={"include_usage": True})
         while True:
@@ -217,7 +245,9 @@ def counters(address: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found[sample.name.removeprefix("specengine:").removesuffix("_total")] += int(sample.value)
+            found[sample.name.removeprefix("specengine:").removesuffix("_total")] += int(
+                sample.value
+            )
     return found
 
 
@@ -226,7 +256,9 @@ def expected_of(engine: Any, max_tokens: int, seeds: int = 4) -> dict[tuple[str,
 
     def tokens(prompt: str, seed: int) -> list[int]:
         messages = [{"role": "user", "content": prompt}]
-        return engine.generate(messages, seed=seed, temperature=1.0, max_new_tokens=max_tokens).token_ids
+        return engine.generate(
+            messages, seed=seed, temperature=1.0, max_new_tokens=max_tokens
+        ).token_ids
 
     return {(prompt, seed): tokens(prompt, seed) for prompt in PROMPTS for seed in range(seeds)}
 
@@ -271,7 +303,9 @@ def main() -> None:
                 rows += [_storm(Crowd(address, expected, TOKENS), args.clients, seed, rude=rude)]
             crowd = Crowd(address, expected, TOKENS)
             if args.parallel > 1:
-                rows += asyncio.run(crowd.keep_coming(args.requests, 2 * args.parallel, process.pid))
+                rows += asyncio.run(
+                    crowd.keep_coming(args.requests, 2 * args.parallel, process.pid)
+                )
             else:
                 rows += _in_a_row(crowd, args.requests, process.pid)
     if args.out:
@@ -284,8 +318,16 @@ def _storm(crowd: Crowd, clients: int, seed: int, *, rude: bool) -> dict[str, An
     seconds = time.monotonic() - began
     counted = settled(crowd.address) - before
     agree = {name: counted[name] == value for name, value in crowd.figures.items()}
-    row = {"record": "storm", "clients": clients, "rude": rude, "seconds": round(seconds, 1), **crowd.outcomes}
-    row |= {"lost": crowd.outcomes["lost"]} | ({} if rude else {"counters_agree": all(agree.values())})
+    row = {
+        "record": "storm",
+        "clients": clients,
+        "rude": rude,
+        "seconds": round(seconds, 1),
+        **crowd.outcomes,
+    }
+    row |= {"lost": crowd.outcomes["lost"]} | (
+        {} if rude else {"counters_agree": all(agree.values())}
+    )
     print(json.dumps(row))
     return row
 
@@ -295,7 +337,9 @@ def _in_a_row(crowd: Crowd, count: int, pid: int) -> list[dict[str, Any]]:
     keys = list(crowd.expected)
     with httpx.Client(base_url=crowd.address, headers=HEADERS, timeout=60) as client:
         for turn in range(1, count + 1):
-            answer = client.post(CHAT, json=crowd.body(*keys[turn % len(keys)], stream=turn % 2 == 0))
+            answer = client.post(
+                CHAT, json=crowd.body(*keys[turn % len(keys)], stream=turn % 2 == 0)
+            )
             assert answer.status_code == 200
             if turn % 500 == 0:
                 rows.append(_memory(turn, pid))

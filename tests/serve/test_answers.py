@@ -13,7 +13,11 @@ from specengine.protocol.tools import StopText
 from specengine.records import Stats
 from tests.serve.served import CHAT, NAME, TEXT, Served, served, tiny_engine
 
-SAMPLED = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}]
+SAMPLED = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5},
+]
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
@@ -26,14 +30,18 @@ def chunks(text: str) -> list[dict[str, Any]]:
 def test_tokens_are_the_engines_streamed_or_not(server: Served, options: dict[str, Any]) -> None:
     named = {name: value for name, value in options.items() if name != "max_tokens"}
     expected = tiny_engine().generate(CHAT["messages"], max_new_tokens=24, **named)
-    pieces = "".join(piece.text for piece in tiny_engine().stream(CHAT["messages"], max_new_tokens=24, **named))
+    pieces = "".join(
+        piece.text for piece in tiny_engine().stream(CHAT["messages"], max_new_tokens=24, **named)
+    )
     asked = CHAT | options | {"return_token_ids": True}
     whole = server.post(asked).json()["choices"][0]
     assert whole["token_ids"] == expected.token_ids
     assert whole["message"]["content"] == expected.text
     streamed = chunks(server.post(asked | {"stream": True}).text)
     choices = [choice for chunk in streamed for choice in chunk["choices"]]
-    assert [token for choice in choices for token in choice.get("token_ids", [])] == expected.token_ids
+    assert [
+        token for choice in choices for token in choice.get("token_ids", [])
+    ] == expected.token_ids
     assert "".join(choice["delta"].get("content", "") for choice in choices) == pieces
     assert choices[-1]["finish_reason"] == whole["finish_reason"] == expected.finish_reason
 
@@ -43,7 +51,9 @@ def test_a_stop_string_is_left_out_streamed_or_not(server: Served) -> None:
     stop = text[6:9]
     expected = text[: text.index(stop)]
     for stream in (False, True):
-        answer = server.post(TEXT | {"stop": [stop, "never there"], "stream": stream}, "/v1/completions")
+        answer = server.post(
+            TEXT | {"stop": [stop, "never there"], "stream": stream}, "/v1/completions"
+        )
         bodies = chunks(answer.text) if stream else [answer.json()]
         choices = [choice for body in bodies for choice in body["choices"]]
         assert "".join(choice["text"] for choice in choices) == expected
@@ -63,7 +73,11 @@ def test_usage_counts_cached_tokens_and_timings_come_once(server: Served) -> Non
     assert not any("timings" in chunk for chunk in streamed[:-2])
     figures = streamed[-1]["metrics"]["speculative_decoding"]
     by_length = figures["acceptance_histogram_by_draft_length"].values()
-    assert sum(map(sum, by_length)) == figures["num_spec_steps"] == sum(figures["acceptance_histogram"])
+    assert (
+        sum(map(sum, by_length))
+        == figures["num_spec_steps"]
+        == sum(figures["acceptance_histogram"])
+    )
 
 
 def test_figures_of_a_prompt_that_was_cached_in_part() -> None:
@@ -80,7 +94,9 @@ def test_openais_client_sync_async_and_streaming(server: Served) -> None:
     base: dict[str, Any] = {"base_url": f"{server.address}/v1", "api_key": "any"}
     client = openai.OpenAI(**base)
     assert client.models.list().data[0].id == NAME
-    asked = CHAT | {"max_tokens": 8}  # random bytes, of which a stream and a whole text make the same so far
+    asked = CHAT | {
+        "max_tokens": 8
+    }  # random bytes, of which a stream and a whole text make the same so far
     whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content
     assert whole.usage is not None
@@ -119,12 +135,20 @@ def test_prediction_is_counted_and_refused_where_nothing_copies() -> None:
         ([1, 2, 3, 4], [1, 2, 3, 1, 2, 9], 3),  # what was found is not found again
     ],
 )
-def test_what_of_a_prediction_is_found_again(predicted: list[int], answer: list[int], found: int) -> None:
+def test_what_of_a_prediction_is_found_again(
+    predicted: list[int], answer: list[int], found: int
+) -> None:
     assert found_again(predicted, answer) == found
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     stop = StopText(["END", "ENOUGH"])
-    assert [stop.push(part) for part in ("go E", "N", "TER E", "ND of it", "more")] == ["go ", "", "ENTER ", "", ""]
+    assert [stop.push(part) for part in ("go E", "N", "TER E", "ND of it", "more")] == [
+        "go ",
+        "",
+        "ENTER ",
+        "",
+        "",
+    ]
     other = StopText(["END"])
     assert other.push("the EN") + other.end() == "the EN"

@@ -34,7 +34,9 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 
 def roomy() -> Engine:
     model = tiny(max_position_embeddings=4096)
-    return Engine(target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), byte_tokenizer())
+    return Engine(
+        target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), byte_tokenizer()
+    )
 
 
 def test_a_template_of_its_own_for_requests_with_tools() -> None:
@@ -44,35 +46,69 @@ def test_a_template_of_its_own_for_requests_with_tools() -> None:
         return str(answer.json()["prompt"])
 
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
-    with served(templated(roomy, None)) as plain, served(templated(roomy, None, own=True)) as server:
+    with (
+        served(templated(roomy, None)) as plain,
+        served(templated(roomy, None, own=True)) as server,
+    ):
         for turns in ([user], [system, user], [user, {"role": "assistant", "content": "So"}, user]):
             assert prompt(server, *turns) == prompt(plain, *turns)
             assert server.post(CHAT | {"messages": turns, "max_tokens": 1}).status_code == 200
         told = prompt(server, user, tools=[TOOL])
         assert "You are a helpful assistant." in told
         assert '{"name": "f", "description": "Do it"}\n' in told
-        told = prompt(server, system, user, {"role": "assistant", "content": None, "tool_calls": [CALL]}, tools=[TOOL])
+        told = prompt(
+            server,
+            system,
+            user,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            tools=[TOOL],
+        )
         assert told.startswith("<|im_start|>system\nBe brief.\n\nYou can call")
         call = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
         assert f"<|im_start|>assistant\n{call}<|im_end|>" in told
         result = {"role": "tool", "tool_call_id": "call_1", "content": "2"}
-        told = prompt(server, user, {"role": "assistant", "tool_calls": [CALL]}, result, tools=[TOOL])
-        assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in told
+        told = prompt(
+            server, user, {"role": "assistant", "tool_calls": [CALL]}, result, tools=[TOOL]
+        )
+        assert (
+            "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+            in told
+        )
         history = [user, {"role": "assistant", "tool_calls": [CALL]}, result]
         told = prompt(server, *history)  # some clients leave `tools` out once a tool has answered
-        assert told.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi")
+        assert told.startswith(
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi"
+        )
         assert call in told
         assert "<tool_response>\n2\n</tool_response>" in told
         for fields in ({}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
             assert prompt(server, *history, **fields) == told
-            answer = server.post(CHAT | {"messages": history, "max_tokens": 1, "return_token_ids": True, **fields})
-            assert server.post({"tokens": answer.json()["prompt_token_ids"]}, "/detokenize").json()["content"] == told
+            answer = server.post(
+                CHAT | {"messages": history, "max_tokens": 1, "return_token_ids": True, **fields}
+            )
+            assert (
+                server.post({"tokens": answer.json()["prompt_token_ids"]}, "/detokenize").json()[
+                    "content"
+                ]
+                == told
+            )
         for path in ("/v1/chat/completions", "/apply-template"):
             refused = plain.post({"messages": history}, path)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[1].tool_calls")
-        forced = server.post(CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}).json()
-        assert forced["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
-        assert server.client.get("/props").json()["chat_template"] == plain.client.get("/props").json()["chat_template"]
+            assert (refused.status_code, refused.json()["error"]["param"]) == (
+                400,
+                "messages[1].tool_calls",
+            )
+        forced = server.post(
+            CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+        ).json()
+        assert forced["choices"][0]["message"]["tool_calls"][0]["function"] == {
+            "name": "f",
+            "arguments": "{}",
+        }
+        assert (
+            server.client.get("/props").json()["chat_template"]
+            == plain.client.get("/props").json()["chat_template"]
+        )
         assert "tools" in server.post({"model": NAME}, "/api/show").json()["capabilities"]
 
 

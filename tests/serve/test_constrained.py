@@ -39,10 +39,16 @@ class Weather(BaseModel):
 
 
 SCHEMA = Person.model_json_schema()
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+}
 FUNCTION = {"name": "weather", "parameters": Weather.model_json_schema()}
 TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
-OTHER: dict[str, Any] = {"type": "function", "function": {"name": "time", "parameters": Person.model_json_schema()}}
+OTHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "time", "parameters": Person.model_json_schema()},
+}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -64,9 +70,14 @@ def texts(server: Served, asked: dict[str, Any], path: str) -> list[str]:
     """The answer whole and streamed."""
     choice = server.post(asked, path).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
-    streamed = [chunk["choices"][0] for chunk in chunks(server.post(asked | {"stream": True}, path).text)]
+    streamed = [
+        chunk["choices"][0] for chunk in chunks(server.post(asked | {"stream": True}, path).text)
+    ]
     if "message" in choice:
-        return [choice["message"]["content"], "".join(part["delta"].get("content", "") for part in streamed)]
+        return [
+            choice["message"]["content"],
+            "".join(part["delta"].get("content", "") for part in streamed),
+        ]
     return [choice["text"], "".join(part["text"] for part in streamed)]
 
 
@@ -91,7 +102,9 @@ def test_the_clients_structured_outputs(server: Served) -> None:
         ({"grammar": 'root ::= "ja" | "nein"'}, {"grammar": 'root ::= "ja" | "nein"'}),
     ],
 )
-def test_answers_are_the_engines_at_both_endpoints(server: Served, given: dict[str, Any], options: Any) -> None:
+def test_answers_are_the_engines_at_both_endpoints(
+    server: Served, given: dict[str, Any], options: Any
+) -> None:
     chat = tiny_engine().generate(CHAT["messages"], max_new_tokens=99, **options).text
     text = tiny_engine().generate(TEXT["prompt"], raw=True, max_new_tokens=99, **options).text
     limit = {"max_tokens": 99}
@@ -100,7 +113,9 @@ def test_answers_are_the_engines_at_both_endpoints(server: Served, given: dict[s
 
 
 def test_any_object_and_plain_text(server: Served) -> None:
-    message = server.post(CHAT | {"response_format": {"type": "json_object"}}).json()["choices"][0]["message"]
+    message = server.post(CHAT | {"response_format": {"type": "json_object"}}).json()["choices"][0][
+        "message"
+    ]
     assert message["content"].startswith("{")
     free = server.post(CHAT | {"response_format": {"type": "text"}}).json()["choices"][0]["message"]
     assert free == server.post(CHAT).json()["choices"][0]["message"]
@@ -124,13 +139,17 @@ def test_a_forced_call_meets_its_schema(caller: Served, choice: Any) -> None:
         answer = caller.post(asked | {"stream": stream})
         if stream:
             found = [
-                part for chunk in chunks(answer.text) for part in chunk["choices"][0]["delta"].get("tool_calls", [])
+                part
+                for chunk in chunks(answer.text)
+                for part in chunk["choices"][0]["delta"].get("tool_calls", [])
             ]
         else:
             found = answer.json()["choices"][0]["message"]["tool_calls"]
         model = Weather if choice == NAMED or found[0]["function"]["name"] == "weather" else Person
         assert len(found) >= 1
-        assert found[0]["function"]["name"] in (["weather"] if choice == NAMED else ["weather", "time"])
+        assert found[0]["function"]["name"] in (
+            ["weather"] if choice == NAMED else ["weather", "time"]
+        )
         model.model_validate_json(found[0]["function"]["arguments"])
 
 
@@ -150,7 +169,9 @@ STRICT = TOOL | {"function": FUNCTION | {"strict": True}}
 
 def test_a_strict_tool_changes_nothing_where_none_is_called(caller: Served) -> None:
     free, told = (
-        caller.post(CHAT | {"tools": [tool], "tool_choice": "none"}).json()["choices"][0]["message"]["content"]
+        caller.post(CHAT | {"tools": [tool], "tool_choice": "none"}).json()["choices"][0][
+            "message"
+        ]["content"]
         for tool in (TOOL, STRICT)
     )
     assert told == free
@@ -159,9 +180,13 @@ def test_a_strict_tool_changes_nothing_where_none_is_called(caller: Served) -> N
 @pytest.mark.parametrize("added", [[], ["<tool_call>", "</tool_call>", "<think>"]])
 def test_a_strict_tool_constrains_calls_and_no_other_text(added: list[str]) -> None:
     tokenizer = byte_tokenizer(TEMPLATE)
-    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])  # as Qwen's has them
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False) for token in added]
+    )  # as Qwen's has them
     grammar = calls_grammar(ChatRequest.model_validate(CHAT | {"tools": [STRICT]}), tokenizer)
-    constraint = Vocabularies(tokenizer, len(tokenizer)).constraint("grammar", compiled("grammar", grammar), [259])
+    constraint = Vocabularies(tokenizer, len(tokenizer)).constraint(
+        "grammar", compiled("grammar", grammar), [259]
+    )
 
     def goes_on(text: str) -> set[str]:
         allowed = constraint.allowed(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -185,13 +210,20 @@ def test_a_format_beside_tools_is_for_answers_that_call_none(
 ) -> None:
     both = CHAT | {"tools": [tool], "response_format": asked}
     choice = caller.post(both | {"tool_choice": "required", "max_tokens": 99}).json()["choices"][0]
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] in ('{"city": "Bern"}', '{"city": "Oslo"}')
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] in (
+        '{"city": "Bern"}',
+        '{"city": "Oslo"}',
+    )
     tokenizer = byte_tokenizer(TEMPLATE)
     names = Vocabularies(tokenizer, len(tokenizer))
 
     def goes_on(text: str, **fields: Any) -> str:
-        grammar = constraint_options(ChatRequest.model_validate(both | fields), tokenizer)["grammar"]
-        allowed = names.constraint("grammar", compiled("grammar", grammar), [259]).allowed(tokenizer(text)["input_ids"])
+        grammar = constraint_options(ChatRequest.model_validate(both | fields), tokenizer)[
+            "grammar"
+        ]
+        allowed = names.constraint("grammar", compiled("grammar", grammar), [259]).allowed(
+            tokenizer(text)["input_ids"]
+        )
         return "".join(tokenizer.decode([token]) for token in allowed.nonzero()[0])
 
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
@@ -212,13 +244,26 @@ def test_a_format_beside_tools_is_for_answers_that_call_none(
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
         ),
-        ({"response_format": {"type": "text", "json_schema": FORMAT["json_schema"]}}, "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            {"response_format": {"type": "text", "json_schema": FORMAT["json_schema"]}},
             "response_format",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"not": {}}},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+                }
+            },
             "response_format",
         ),
         ({"response_format": FORMAT, "grammar": 'start: "a"'}, "grammar"),
@@ -232,17 +277,36 @@ def test_a_format_beside_tools_is_for_answers_that_call_none(
         ({"guided_choice": ["a"], "grammar": 'start: "a"'}, "grammar"),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format"),
         ({"tools": [TOOL], "tool_choice": "required", "grammar": 'start: "a"'}, "grammar"),
-        ({"tools": [TOOL], "response_format": {"type": "json_schema", "schema": {"not": {}}}}, "response_format"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+        (
+            {"tools": [TOOL], "response_format": {"type": "json_schema", "schema": {"not": {}}}},
+            "response_format",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "none"}}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    }
+                ]
+            },
             "tools",
         ),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused_by_name(caller: Served, change: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_kept_to_is_refused_by_name(
+    caller: Served, change: dict[str, Any], field: str
+) -> None:
     for stream in (False, True):
         answer = caller.post(CHAT | change | {"stream": stream})
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error")
+        assert (answer.status_code, error["param"], error["type"]) == (
+            400,
+            field,
+            "invalid_request_error",
+        )

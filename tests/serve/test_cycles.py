@@ -28,13 +28,16 @@ def cycles_of(streamed: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("draft", ["small_model", "ngram", "recycling", "none"])
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9, "seed": 3}, {"stop": ["\ufffd", "e"], "return_token_ids": True}]
+    "options",
+    [{}, {"temperature": 0.9, "seed": 3}, {"stop": ["\ufffd", "e"], "return_token_ids": True}],
 )
 def test_cycles_are_those_of_a_trace(draft: str, options: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     engine = tiny_engine(draft=draft)
     named = {
-        {"stop": "stop_strings"}.get(name, name): value for name, value in options.items() if name != "return_token_ids"
+        {"stop": "stop_strings"}.get(name, name): value
+        for name, value in options.items()
+        if name != "return_token_ids"
     }
     with TraceWriter(file, engine) as trace:
         for _ in trace.follow(engine.stream(CHAT["messages"], max_new_tokens=24, **named)):
@@ -45,8 +48,13 @@ def test_cycles_are_those_of_a_trace(draft: str, options: dict[str, Any], tmp_pa
     found = cycles_of(streamed)
     assert untimed(found) == untimed(expected)
     assert all(cycle["seconds"].keys() == expected[0]["seconds"].keys() for cycle in found)
-    traced = [TracedCycle(**{name: value for name, value in cycle.items() if name != "record"}) for cycle in found]
-    assert [cycle.states for cycle in traced] == [cycle.states for cycle in read_trace(file).queries[0].cycles]
+    traced = [
+        TracedCycle(**{name: value for name, value in cycle.items() if name != "record"})
+        for cycle in found
+    ]
+    assert [cycle.states for cycle in traced] == [
+        cycle.states for cycle in read_trace(file).queries[0].cycles
+    ]
     assert all(chunk["plain_cycle_seconds"] is None for chunk in streamed if "cycles" in chunk)
 
 
@@ -58,11 +66,17 @@ def test_only_who_asks_gets_them(server: Served) -> None:
 
 def test_auto_says_what_a_plain_cycle_takes() -> None:
     engine = tiny_engine(draft="ngram")
-    engine.policy = policies.make("auto", costs=PassCosts("here", {1: 0.02}, {1: 0.001}, measured=True))
+    engine.policy = policies.make(
+        "auto", costs=PassCosts("here", {1: 0.02}, {1: 0.001}, measured=True)
+    )
     with served(lambda: engine) as server:
         asked = ASKED | {"max_tokens": 8}
-        auto, plain = (chunks(server.post(asked | policy).text) for policy in ({}, {"policy": "plain"}))
-    assert {chunk["plain_cycle_seconds"] for chunk in auto if "cycles" in chunk} == {float(torch.tensor(0.02))}
+        auto, plain = (
+            chunks(server.post(asked | policy).text) for policy in ({}, {"policy": "plain"})
+        )
+    assert {chunk["plain_cycle_seconds"] for chunk in auto if "cycles" in chunk} == {
+        float(torch.tensor(0.02))
+    }
     assert {chunk["plain_cycle_seconds"] for chunk in plain if "cycles" in chunk} == {None}
 
 
@@ -70,7 +84,10 @@ def test_plain_decoding_on_request(server: Served) -> None:
     asked = ASKED | {"temperature": 0.9, "seed": 3}
     own, plain = (chunks(server.post(asked | policy).text) for policy in ({}, {"policy": "plain"}))
     assert {len(cycle["tokens"]) for cycle in cycles_of(plain)} == {1}
-    committed = [[token for cycle in cycles_of(streamed) for token in cycle["committed"]] for streamed in (own, plain)]
+    committed = [
+        [token for cycle in cycles_of(streamed) for token in cycle["committed"]]
+        for streamed in (own, plain)
+    ]
     assert committed[0] == committed[1]
     assert len(cycles_of(own)) < len(cycles_of(plain)) == 24
     refused = server.post(CHAT | {"policy": "eagle"})
@@ -89,6 +106,10 @@ def test_who_asks_is_told_the_place_in_the_queue() -> None:
             assert next(lines) == ": 2 before"
             gate.open.set()
             rest = [line for line in lines if line]
-        assert {line for line in rest if line.startswith(":")} <= {": 2 before", ": 1 before", ": ping"}
+        assert {line for line in rest if line.startswith(":")} <= {
+            ": 2 before",
+            ": 1 before",
+            ": ping",
+        }
         assert cycles_of(chunks("\n\n".join(line for line in rest if line.startswith("data: "))))
         assert {first.result().status_code, second.result().status_code} == {200}

@@ -65,7 +65,9 @@ def asked_in_order(
         jobs = []
         for number, user in enumerate(users):
             headers = {} if keys is None else {"Authorization": f"Bearer {keys[number]}"}
-            jobs.append(many.submit(server.post, CHAT | {"user": user, "max_tokens": 8}, headers=headers))
+            jobs.append(
+                many.submit(server.post, CHAT | {"user": user, "max_tokens": 8}, headers=headers)
+            )
             until(lambda: bool(order))
             until(lambda number=number: server.metric("num_requests_waiting") == number)
         gate.open.set()
@@ -127,7 +129,9 @@ def test_room_goes_to_who_was_served_least_and_others_wait_behind() -> None:
     threads = []
     for own, served_so_far in zip(pool.engines[1:], (300, 20, 100), strict=True):
         ticket = Ticket(Client(served_so_far))
-        answer = TextGeneration(own, [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket)
+        answer = TextGeneration(
+            own, [4, 5, 6], {"max_new_tokens": 60, "eos_token_id": []}, ticket=ticket
+        )
         threads.append(threading.Thread(target=lambda answer=answer: [*answer]))
         threads[-1].start()
         until(lambda: len(pool.waiting) == len(threads))
@@ -152,15 +156,22 @@ def piece(rows: int, served_so_far: int) -> Any:
 def test_rows_of_prompts_go_to_who_was_served_least() -> None:
     choose = Scheduler(cast(Any, None))._pieces
     heavy, light, tail = (piece(*given) for given in ((PIECE, 900), (PIECE - 20, 10), (20, 950)))
-    assert choose([heavy, light, tail], True) == [light, tail]  # what is left of the budget fits the last one
+    assert choose([heavy, light, tail], True) == [
+        light,
+        tail,
+    ]  # what is left of the budget fits the last one
     assert choose([heavy], True) == [heavy]
     assert choose([heavy, light], False) == [light, heavy]  # they hold nobody up
     same = [piece(PIECE, 7) for _ in range(3)]
-    assert choose([same[2], same[0], same[1]], True) == [same[0]]  # the one that was asked for first
+    assert choose([same[2], same[0], same[1]], True) == [
+        same[0]
+    ]  # the one that was asked for first
 
 
 @needs_extension
-def test_prompts_beside_an_answer_come_in_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beside_an_answer_come_in_one_behind_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The least served first, PIECE rows a forward for all of them; each answer is that given alone."""
     engine = native_engine(4096)
     pool, run = Pool(engine, 3), Scheduler._run

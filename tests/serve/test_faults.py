@@ -22,7 +22,10 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"temperature": 1e40}, "temperature"),
         ({"n": 0}, "n"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"logprobs": 1}, "logprobs"),
@@ -38,16 +41,26 @@ from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
         ({"presence_penalty": -1e39}, "presence_penalty"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(server: Served, change: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(
+    server: Served, change: dict[str, Any], field: str
+) -> None:
     for stream in (False, True):
         answer = server.post(CHAT | change | {"stream": stream})
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error")
+        assert (answer.status_code, error["param"], error["type"]) == (
+            400,
+            field,
+            "invalid_request_error",
+        )
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"1", b"[" * 100_000, b'{"\\ud800": 1}', b""])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b"\xff", b"1", b"[" * 100_000, b'{"\\ud800": 1}', b""]
+)
 def test_what_is_no_request_is_refused(server: Served, body: bytes) -> None:
-    answer = server.client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    answer = server.client.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
@@ -68,7 +81,10 @@ def test_keys_and_large_bodies() -> None:
         assert server.post(CHAT | {"user": "x" * 2000}, headers=right).status_code == 413
         pieces = (b"x" * 500 for _ in range(10))
         json_type = right | {"Content-Type": "application/json"}
-        assert server.client.post("/v1/completions", content=pieces, headers=json_type).status_code == 413
+        assert (
+            server.client.post("/v1/completions", content=pieces, headers=json_type).status_code
+            == 413
+        )
         text = server.client.get("/metrics", headers=right).text
         assert 'specengine:request_failure_total{status="401"} 4.0' in text
         assert 'specengine:request_failure_total{status="413"} 2.0' in text
@@ -80,14 +96,21 @@ def test_browsers_of_other_origins_are_told_nothing_unless_they_may() -> None:
         assert closed.client.options("/v1/chat/completions", headers=asked).status_code == 405
         answer = closed.post(CHAT, headers={"Origin": "https://page.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
-    with served(lambda: tiny_engine(draft="none"), origins=("https://page.example",), api_keys=("k",)) as opened:
+    with served(
+        lambda: tiny_engine(draft="none"), origins=("https://page.example",), api_keys=("k",)
+    ) as opened:
         allowed = opened.client.options("/v1/chat/completions", headers=asked)
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
-        refused = opened.client.options("/v1/chat/completions", headers=asked | {"Origin": "https://other.example"})
+        refused = opened.client.options(
+            "/v1/chat/completions", headers=asked | {"Origin": "https://other.example"}
+        )
         assert "access-control-allow-origin" not in refused.headers
         origin = {"Origin": "https://page.example"}
         answer = opened.post(CHAT, headers=origin)  # without a key, and the page may read that
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://page.example")
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (
+            401,
+            "https://page.example",
+        )
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +129,10 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_answer_is_cut_where_its_time_is_over() -> None:
     with served(lambda: tiny_engine(draft="none"), max_seconds=1e-6) as server:
         answer = server.post(CHAT).json()
-        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 1)
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == (
+            "length",
+            1,
+        )
 
 
 def test_health_while_loading_and_after_a_failure() -> None:
@@ -188,7 +214,12 @@ def test_memory_stays_flat_over_many_requests() -> None:
 
         def ask(count: int) -> None:
             for turn in range(count):
-                body = CHAT | {"max_tokens": 2, "stream": turn % 2 == 0, "temperature": 1.0, "seed": turn}
+                body = CHAT | {
+                    "max_tokens": 2,
+                    "stream": turn % 2 == 0,
+                    "temperature": 1.0,
+                    "seed": turn,
+                }
                 assert server.post(body).status_code == 200
 
         ask(50)

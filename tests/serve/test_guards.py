@@ -36,9 +36,13 @@ def hasty() -> Iterator[Served]:
 # ---- names
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:1"]
+)
 @pytest.mark.parametrize("path", ["/", "/metrics", "/v1/models", "/health", "/openapi.json"])
-def test_whoever_calls_the_server_by_another_name_is_refused(hasty: Served, host: str, path: str) -> None:
+def test_whoever_calls_the_server_by_another_name_is_refused(
+    hasty: Served, host: str, path: str
+) -> None:
     answer = hasty.client.get(path, headers={"Host": host})
     assert (answer.status_code, answer.json()["error"]["param"]) == (403, "host")
 
@@ -48,7 +52,9 @@ def test_a_page_of_elsewhere_gets_no_answer(hasty: Served) -> None:
     assert hasty.post(FEW, headers=headers).status_code == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "localhost."])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "localhost."]
+)
 def test_its_own_names_are_known(hasty: Served, host: str) -> None:
     assert hasty.client.get("/health", headers={"Host": host}).status_code == 200
 
@@ -60,13 +66,21 @@ def test_its_own_names_are_known(hasty: Served, host: str) -> None:
         ({"host": "::1"}, ("localhost", "::1")),
         ({"allowed_hosts": ("my.example",)}, ("localhost", "127.0.0.1", "my.example")),
         ({"host": "0.0.0.0"}, ()),
-        ({"host": "0.0.0.0", "allowed_hosts": ("my.example",)}, ("localhost", "0.0.0.0", "my.example")),
+        (
+            {"host": "0.0.0.0", "allowed_hosts": ("my.example",)},
+            ("localhost", "0.0.0.0", "my.example"),
+        ),
         ({"api_keys": ("k",)}, ()),
-        ({"api_keys": ("k",), "allowed_hosts": ("my.example",)}, ("localhost", "127.0.0.1", "my.example")),
+        (
+            {"api_keys": ("k",), "allowed_hosts": ("my.example",)},
+            ("localhost", "127.0.0.1", "my.example"),
+        ),
         ({"allowed_hosts": ("*",)}, ()),
     ],
 )
-def test_names_are_looked_at_where_a_page_could_do_harm(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+def test_names_are_looked_at_where_a_page_could_do_harm(
+    settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
     assert Settings(NAME, **settings).hosts == names
 
 
@@ -80,7 +94,11 @@ def passes(names: Sequence[str], *given: str) -> bool:
     async def send(message: Message) -> None:
         assert message.get("status", 403) == 403
 
-    scope = {"type": "http", "path": "/health", "headers": [(b"host", host.encode()) for host in given]}
+    scope = {
+        "type": "http",
+        "path": "/health",
+        "headers": [(b"host", host.encode()) for host in given],
+    }
     asyncio.run(Hosts(app, names, Metrics().failed)(scope, receive_nothing, send))
     return bool(reached)
 
@@ -89,7 +107,9 @@ async def receive_nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
-@pytest.mark.parametrize(("host", "known"), [("my.example", True), ("example", False), ("not-my.example", False)])
+@pytest.mark.parametrize(
+    ("host", "known"), [("my.example", True), ("example", False), ("not-my.example", False)]
+)
 def test_a_name_that_is_allowed_is_known(host: str, known: bool) -> None:
     assert passes(["localhost", "My.Example"], host) == known
 
@@ -104,19 +124,31 @@ def test_health_has_its_usual_names_and_heads(hasty: Served) -> None:
     assert hasty.client.get("/v1/health").json() == {"status": "ok", "parallel": 1}
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
-def test_a_route_that_is_not_there_says_which_are(hasty: Served, method: str, path: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
+)
+def test_a_route_that_is_not_there_says_which_are(
+    hasty: Served, method: str, path: str, status: int
+) -> None:
     answer = hasty.client.request(method, path)
     message = answer.json()["error"]["message"]
     assert answer.status_code == status
     assert path in message
     assert "POST /v1/chat/completions" in message
     paths = hasty.client.get("/openapi.json").json()["paths"].items()
-    assert message.partition("there are ")[2].split(", ") == [f"{m.upper()} {p}" for p, each in paths for m in each]
+    assert message.partition("there are ")[2].split(", ") == [
+        f"{m.upper()} {p}" for p, each in paths for m in each
+    ]
 
 
-def test_a_route_that_is_not_there_draws_no_description(hasty: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FastAPI, "openapi", lambda _: pytest.fail("it takes 0.2 s, in which no other answer goes on"))
+def test_a_route_that_is_not_there_draws_no_description(
+    hasty: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FastAPI,
+        "openapi",
+        lambda _: pytest.fail("it takes 0.2 s, in which no other answer goes on"),
+    )
     assert hasty.client.post("/v1/nothing").status_code == 404
 
 
@@ -159,19 +191,26 @@ def test_asking_for_health_is_no_failed_request() -> None:
         (b'{"a": }', "at character 6"),
         (b"", "must be a JSON object"),
         (b"[" + b"[]," * 200_000 + b"[]]", "lists and objects, accepted at most"),
-        (b'{"messages": [' + b'{"role":"user","content":""},' * 50_000 + b"{}]}", "objects, accepted at most"),
+        (
+            b'{"messages": [' + b'{"role":"user","content":""},' * 50_000 + b"{}]}",
+            "objects, accepted at most",
+        ),
         (b'{"prompt": [' + b"1," * 1_500_000 + b"1]}", "values, accepted at most"),
     ],
 )
 def test_a_body_that_is_not_read_says_why(hasty: Served, body: bytes, said: str) -> None:
-    answer = hasty.client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    answer = hasty.client.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
 
 
 def test_a_compressed_body_is_refused_by_its_header(hasty: Served) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    answer = hasty.client.post("/v1/chat/completions", content=gzip.compress(b"{}", mtime=0), headers=headers)
+    answer = hasty.client.post(
+        "/v1/chat/completions", content=gzip.compress(b"{}", mtime=0), headers=headers
+    )
     assert answer.status_code == 415
     assert "compressed" in answer.json()["error"]["message"]
 
@@ -222,8 +261,12 @@ def test_a_request_that_is_not_sent_whole_is_given_up(hasty: Served, sent: list[
 def test_headers_have_an_end(hasty: Served) -> None:
     start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     line = b"X-A: " + b"a" * 30_000 + b"\r\n"
-    assert said(hasty, [start, *[line] * (MAX_HEADER_BYTES // 30_000 + 1), b""], 0.02).startswith(b"HTTP/1.1 431 ")
-    assert said(hasty, [start, line, b"Connection: close\r\n\r\n"], 0.02).startswith(b"HTTP/1.1 200 ")
+    assert said(hasty, [start, *[line] * (MAX_HEADER_BYTES // 30_000 + 1), b""], 0.02).startswith(
+        b"HTTP/1.1 431 "
+    )
+    assert said(hasty, [start, line, b"Connection: close\r\n\r\n"], 0.02).startswith(
+        b"HTTP/1.1 200 "
+    )
 
 
 def test_a_connection_may_stay_longer_than_a_request(hasty: Served) -> None:

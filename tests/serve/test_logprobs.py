@@ -37,16 +37,31 @@ def test_of_chat_streamed_or_not(server: Served, options: dict[str, Any]) -> Non
     whole = server.post(asked).json()["choices"][0]
     assert whole["token_ids"] == expected.token_ids
     content = whole["logprobs"]["content"]
-    assert [given["logprob"] for given in content] == close([given.logprob for given in expected.logprobs])
+    assert [given["logprob"] for given in content] == close(
+        [given.logprob for given in expected.logprobs]
+    )
     tops = [[likely["logprob"] for likely in given["top_logprobs"]] for given in content]
     assert tops == [close([value for _, value in given.top]) for given in expected.logprobs]
     special = byte_tokenizer().all_special_tokens
-    written = bytes(byte for given in content if given["token"] not in special for byte in given["bytes"])
+    written = bytes(
+        byte for given in content if given["token"] not in special for byte in given["bytes"]
+    )
     assert written.decode(errors="replace") == whole["message"]["content"] == expected.text
-    streamed = [choice for chunk in chunks(server.post(asked | {"stream": True}).text) for choice in chunk["choices"]]
+    streamed = [
+        choice
+        for chunk in chunks(server.post(asked | {"stream": True}).text)
+        for choice in chunk["choices"]
+    ]
     for choice in streamed:
-        assert len((choice["logprobs"] or {"content": []})["content"]) == len(choice.get("token_ids", []))
-    assert [given for choice in streamed if choice["logprobs"] for given in choice["logprobs"]["content"]] == content
+        assert len((choice["logprobs"] or {"content": []})["content"]) == len(
+            choice.get("token_ids", [])
+        )
+    assert [
+        given
+        for choice in streamed
+        if choice["logprobs"]
+        for given in choice["logprobs"]["content"]
+    ] == content
 
 
 def test_openais_client_reads_them(server: Served) -> None:
@@ -54,9 +69,19 @@ def test_openais_client_reads_them(server: Served) -> None:
     chat = client.chat.completions.create(**CHAT, logprobs=True)
     assert chat.choices[0].logprobs is not None
     assert chat.choices[0].logprobs.content is not None
-    assert all(given.logprob <= 0 and given.top_logprobs == [] for given in chat.choices[0].logprobs.content)
+    assert all(
+        given.logprob <= 0 and given.top_logprobs == []
+        for given in chat.choices[0].logprobs.content
+    )
     stream = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=1, stream=True)
-    assert sum(len(chunk.choices[0].logprobs.content or []) for chunk in stream if chunk.choices[0].logprobs) == 24
+    assert (
+        sum(
+            len(chunk.choices[0].logprobs.content or [])
+            for chunk in stream
+            if chunk.choices[0].logprobs
+        )
+        == 24
+    )
     text = client.completions.create(**TEXT, logprobs=1)
     assert text.choices[0].logprobs is not None
     assert len(text.choices[0].logprobs.tokens or []) == 24
@@ -65,9 +90,17 @@ def test_openais_client_reads_them(server: Served) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 24])
-@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT], "Once upon", ["Once upon"]], ids=["ids", "one", "text", "list"])
+@pytest.mark.parametrize(
+    "prompt", [PROMPT, [PROMPT], "Once upon", ["Once upon"]], ids=["ids", "one", "text", "list"]
+)
 def test_of_an_echoed_prompt_and_what_follows(server: Served, prompt: Any, count: int) -> None:
-    asked = TEXT | {"prompt": prompt, "max_tokens": count, "echo": True, "logprobs": 3, "return_token_ids": True}
+    asked = TEXT | {
+        "prompt": prompt,
+        "max_tokens": count,
+        "echo": True,
+        "logprobs": 3,
+        "return_token_ids": True,
+    }
     body = server.post(asked, "/v1/completions").json()
     choice, ids = body["choices"][0], body["prompt_token_ids"]
     engine = tiny_engine()
@@ -77,8 +110,14 @@ def test_of_an_echoed_prompt_and_what_follows(server: Served, prompt: Any, count
         assert choice["token_ids"] == answer.token_ids
         rated += answer.logprobs
     found = choice["logprobs"]
-    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(found, len(ids) + count)
-    assert (found["token_logprobs"][0], found["top_logprobs"][0], found["text_offset"][0]) == (None, None, 0)
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(
+        found, len(ids) + count
+    )
+    assert (found["token_logprobs"][0], found["top_logprobs"][0], found["text_offset"][0]) == (
+        None,
+        None,
+        0,
+    )
     assert found["token_logprobs"][1:] == close([given.logprob for given in rated])
     for top, name, given in zip(found["top_logprobs"][1:], found["tokens"][1:], rated, strict=True):
         assert top[name] == close(given.logprob)
@@ -89,7 +128,10 @@ def test_of_an_echoed_prompt_and_what_follows(server: Served, prompt: Any, count
     assert choice["finish_reason"] == "length"
     streamed = chunks(server.post(asked | {"stream": True}, "/v1/completions").text)
     choices = [choice for chunk in streamed for choice in chunk["choices"]]
-    joined = {name: [value for part in choices for value in (part["logprobs"] or {name: []})[name]] for name in found}
+    joined = {
+        name: [value for part in choices for value in (part["logprobs"] or {name: []})[name]]
+        for name in found
+    }
     assert joined["text_offset"] == found["text_offset"]
     assert joined["tokens"] == found["tokens"]
     assert joined["token_logprobs"] == [None, *close(found["token_logprobs"][1:]).expected]
@@ -98,7 +140,11 @@ def test_of_an_echoed_prompt_and_what_follows(server: Served, prompt: Any, count
 
 def test_offsets_are_places_in_the_text() -> None:
     tokenizer = byte_tokenizer()
-    ids = tokenizer("a né→ b", add_special_tokens=False)["input_ids"] + tokenizer.all_special_ids[:1] + [64]
+    ids = (
+        tokenizer("a né→ b", add_special_tokens=False)["input_ids"]
+        + tokenizer.all_special_ids[:1]
+        + [64]
+    )
     found = TextLogprobs(TokenTexts(tokenizer)).of([TokenLogprob(token, -1.0, []) for token in ids])
     assert found["text_offset"] == [0, 1, 2, 3, 3, 4, 4, 4, 5, 6, 7, 7]
     assert found["tokens"][:5] == ["a", " ", "n", "bytes:\\xc3", "bytes:\\xa9"]
@@ -115,23 +161,42 @@ def test_offsets_are_places_in_the_text() -> None:
     ids=["pieces", "bytes", "words"],
 )
 def test_tokens_that_write_nothing_take_no_place(tokenizer: Any, ids: list[int]) -> None:
-    found = TextLogprobs(TokenTexts(tokenizer)).of([TokenLogprob(token, -1.0, [(BEYOND, -2.0)]) for token in ids])
+    found = TextLogprobs(TokenTexts(tokenizer)).of(
+        [TokenLogprob(token, -1.0, [(BEYOND, -2.0)]) for token in ids]
+    )
     decode = decoder(tokenizer)
     assert found["text_offset"] == [
         len(decode(ids[:count]).rstrip("\N{REPLACEMENT CHARACTER}")) for count in range(len(ids))
     ]
-    assert [name for token, name in zip(ids, found["tokens"], strict=True) if token == BEYOND] == [""]
+    assert [name for token, name in zip(ids, found["tokens"], strict=True) if token == BEYOND] == [
+        ""
+    ]
 
 
 def test_pieces_of_sentencepiece_keep_their_blanks_and_bytes() -> None:
     names = ["<unk>", "▁Hello", "▁there", "<0xC3>", "<0xA9>", "x"]
-    core = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
+    core = Tokenizer(
+        models.BPE(
+            {name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"))
-    assert [texts.written(token) for token in range(1, 6)] == [b" Hello", b" there", b"\xc3", b"\xa9", b"x"]
+    assert [texts.written(token) for token in range(1, 6)] == [
+        b" Hello",
+        b" there",
+        b"\xc3",
+        b"\xa9",
+        b"x",
+    ]
     assert texts.written(0) == b"<unk>"
 
 
@@ -152,14 +217,18 @@ def test_what_is_impossible_stays_json() -> None:
         ({"echo": True, "logprobs": 1, "prompt": [1, 2, 99999]}, "prompt"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(server: Served, change: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(
+    server: Served, change: dict[str, Any], field: str
+) -> None:
     answer = server.post(TEXT | change, "/v1/completions")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -> None:
     engine = tiny_engine()
-    asked = CheckedRequest(CompletionRequest(prompt=[5] * 240, max_tokens=1, echo=True, logprobs=1), Settings(NAME))
+    asked = CheckedRequest(
+        CompletionRequest(prompt=[5] * 240, max_tokens=1, echo=True, logprobs=1), Settings(NAME)
+    )
     delivered: list[Any] = []
     job = Job(asked, delivered.append)
     rate, rated = engine.target.rate, []
@@ -179,7 +248,9 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -
 def test_other_answers_go_on_between_the_pieces_of_a_prompt_that_is_scored() -> None:
     engine = tiny_engine()
     count = SCORED_ROWS + 100
-    asked = CheckedRequest(CompletionRequest(prompt=[5] * count, max_tokens=1, echo=True, logprobs=1), Settings(NAME))
+    asked = CheckedRequest(
+        CompletionRequest(prompt=[5] * count, max_tokens=1, echo=True, logprobs=1), Settings(NAME)
+    )
     events = list[str]()
     rate = engine.target.rate
 

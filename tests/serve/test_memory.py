@@ -32,8 +32,12 @@ def freed_but_kept() -> int:
 
 
 @needs_glibc
-def test_freed_memory_goes_back_where_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "GROWTH", 1.0)  # this process may be so large that 64 MiB are little
+def test_freed_memory_goes_back_where_the_process_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        memory, "GROWTH", 1.0
+    )  # this process may be so large that 64 MiB are little
 
     async def serve() -> tuple[int, int]:
         task = asyncio.create_task(memory.give_back(0.01))
@@ -70,7 +74,9 @@ library.malloc_stats()
 """
     arenas = {}
     for mode in ("limited", "not"):
-        done = subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, mode], capture_output=True, text=True, check=True
+        )
         arenas[mode] = done.stderr.count("Arena ")
     assert arenas["limited"] <= memory.MAX_ARENAS < arenas["not"]
 

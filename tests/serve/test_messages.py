@@ -18,7 +18,11 @@ TOOL: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"text": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
-HELLO: dict[str, Any] = {"model": "claude", "max_tokens": 400, "messages": [{"role": "user", "content": "Hello"}]}
+HELLO: dict[str, Any] = {
+    "model": "claude",
+    "max_tokens": 400,
+    "messages": [{"role": "user", "content": "Hello"}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,11 @@ def streamed(own: Saying, asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_text_and_why_it_ended(own: Saying) -> None:
-    whole = said(own, HELLO | {"system": [{"type": "text", "text": "Be short"}], "metadata": {"user_id": "a"}}, "Yes.")
+    whole = said(
+        own,
+        HELLO | {"system": [{"type": "text", "text": "Be short"}], "metadata": {"user_id": "a"}},
+        "Yes.",
+    )
     assert own.prompt == "<|system|>Be short<|end|><|user|>Hello<|end|><|assistant|>"
     assert (whole["type"], whole["role"], whole["content"]) == (
         "message",
@@ -96,15 +104,25 @@ def test_results_of_tools_and_prefilled_answers(own: Saying) -> None:
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "wet"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "a",
+                    "content": [{"type": "text", "text": "wet"}],
+                },
                 {"type": "text", "text": "So?"},
             ],
         },
     ]
     said(own, HELLO | {"messages": turns}, "Yes.")
     call = f"<|assistant|>[Hm.]{CALL}<|end|>"
-    assert own.prompt == f"<|user|>Hello<|end|>{call}<|user|>wet<|end|><|user|>So?<|end|><|assistant|>"
-    said(own, HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Well"}]}, "Yes.")
+    assert (
+        own.prompt == f"<|user|>Hello<|end|>{call}<|user|>wet<|end|><|user|>So?<|end|><|assistant|>"
+    )
+    said(
+        own,
+        HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Well"}]},
+        "Yes.",
+    )
     assert own.prompt == "<|user|>Hello<|end|><|assistant|>Well"
     said(own, HELLO | {"thinking": {"type": "disabled"}}, "Yes.")
     assert own.prompt.startswith("N")
@@ -113,9 +131,11 @@ def test_results_of_tools_and_prefilled_answers(own: Saying) -> None:
 def test_choices_of_tools_and_schemas(own: Saying) -> None:
     asked = HELLO | {"tools": [TOOL]}
     both = said(own, asked, CALL + CALL)["content"]
-    one = said(own, asked | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, CALL + CALL)[
-        "content"
-    ]
+    one = said(
+        own,
+        asked | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        CALL + CALL,
+    )["content"]
     assert (len(both), len(one)) == (2, 1)
     none = said(own, asked | {"tool_choice": {"type": "none"}}, CALL)
     assert (none["content"][0]["type"], none["stop_reason"]) == ("text", "end_turn")
@@ -125,16 +145,22 @@ def test_choices_of_tools_and_schemas(own: Saying) -> None:
         called = said(own, HELLO | {"tools": [nothing], "tool_choice": choice}, None)["content"]
         assert [(block["name"], block["input"]) for block in called] == [("look_up", {})]
     format = {"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}}
-    assert said(own, HELLO | {"output_config": format}, None)["content"][0]["text"] in ('"yes"', '"no"')
+    assert said(own, HELLO | {"output_config": format}, None)["content"][0]["text"] in (
+        '"yes"',
+        '"no"',
+    )
 
 
 def test_tokens_are_counted_as_they_are_read(own: Saying) -> None:
     asked = HELLO | {"system": "Be short", "tools": [TOOL]}
     read = said(own, asked, "Yes.")["usage"]
     counted = own.server.post(
-        {name: asked[name] for name in ("model", "messages", "system", "tools")}, f"{PATH}/count_tokens"
+        {name: asked[name] for name in ("model", "messages", "system", "tools")},
+        f"{PATH}/count_tokens",
     )
-    assert counted.json() == {"input_tokens": read["input_tokens"] + read["cache_read_input_tokens"]}
+    assert counted.json() == {
+        "input_tokens": read["input_tokens"] + read["cache_read_input_tokens"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,8 +169,14 @@ def test_tokens_are_counted_as_they_are_read(own: Saying) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
         ({"nonsense": 1}, "nonsense"),
@@ -161,6 +193,9 @@ def test_errors_have_anthropics_shape(own: Saying, change: dict[str, Any], named
 def test_its_header_is_a_key() -> None:
     with served(api_keys=("right",)) as server:
         refused = server.post(HELLO, PATH, headers={"X-Api-Key": "wrong"})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (
+            401,
+            "authentication_error",
+        )
         asked = HELLO | {"max_tokens": 4}
         assert server.post(asked, PATH, headers={"X-Api-Key": "right"}).status_code == 200

@@ -20,7 +20,9 @@ def own() -> Iterator[Saying]:
         yield made
 
 
-def lines(own: Saying, path: str, asked: dict[str, Any], text: str | None = "Yes.") -> list[dict[str, Any]]:
+def lines(
+    own: Saying, path: str, asked: dict[str, Any], text: str | None = "Yes."
+) -> list[dict[str, Any]]:
     own.said = text
     answer = own.server.post(asked, path)
     assert answer.status_code == 200, answer.text
@@ -32,7 +34,9 @@ def lines(own: Saying, path: str, asked: dict[str, Any], text: str | None = "Yes
 
 def test_a_chat_is_streamed_unless_it_says_otherwise(own: Saying) -> None:
     asked = HELLO | {"tools": [TOOL], "think": True, "keep_alive": "5m"}
-    (whole,) = lines(own, "/api/chat", asked | {"stream": False}, f"<think>Hm.</think>I look.{CALL}")
+    (whole,) = lines(
+        own, "/api/chat", asked | {"stream": False}, f"<think>Hm.</think>I look.{CALL}"
+    )
     message = whole["message"]
     assert (message["thinking"], message["content"]) == ("Hm.", "I look.")
     assert [call["function"] for call in message["tool_calls"]] == [
@@ -59,12 +63,25 @@ def test_options_and_histories(own: Saying) -> None:
         },
         {"role": "tool", "content": "wet", "tool_name": "look_up"},
     ]
-    options = {"num_predict": 2, "temperature": 0, "seed": -1, "num_ctx": 4096, "repeat_penalty": 1.0, "stop": ["x"]}
+    options = {
+        "num_predict": 2,
+        "temperature": 0,
+        "seed": -1,
+        "num_ctx": 4096,
+        "repeat_penalty": 1.0,
+        "stop": ["x"],
+    }
     ended = lines(own, "/api/chat", {"messages": history, "options": options, "think": False})[-1]
-    assert own.prompt == f"N<|user|>Hello<|end|><|assistant|>{CALL}<|end|><|user|>wet<|end|><|assistant|>"
+    assert (
+        own.prompt
+        == f"N<|user|>Hello<|end|><|assistant|>{CALL}<|end|><|user|>wet<|end|><|assistant|>"
+    )
     assert (ended["done_reason"], ended["eval_count"]) == ("length", 2)
     assert (
-        lines(own, "/api/chat", HELLO | {"options": {"stop": ["e"]}, "stream": False})[0]["message"]["content"] == "Y"
+        lines(own, "/api/chat", HELLO | {"options": {"stop": ["e"]}, "stream": False})[0][
+            "message"
+        ]["content"]
+        == "Y"
     )
     pytest.importorskip("llguidance")
     schema = HELLO | {"format": {"enum": ["yes", "no"]}, "stream": False}
@@ -72,12 +89,17 @@ def test_options_and_histories(own: Saying) -> None:
 
 
 def test_generate_with_and_without_the_template(own: Saying) -> None:
-    (whole,) = lines(own, "/api/generate", {"prompt": "Hello", "system": "Be short", "stream": False})
+    (whole,) = lines(
+        own, "/api/generate", {"prompt": "Hello", "system": "Be short", "stream": False}
+    )
     assert whole["response"] == "Yes."
     assert own.prompt == "<|system|>Be short<|end|><|user|>Hello<|end|><|assistant|>"
     raw = lines(own, "/api/generate", {"prompt": "Hello", "raw": True})
     assert ("".join(line["response"] for line in raw), own.prompt) == ("Yes.", "Hello")
-    empty: list[tuple[str, dict[str, Any]]] = [("/api/generate", {}), ("/api/chat", {"messages": []})]
+    empty: list[tuple[str, dict[str, Any]]] = [
+        ("/api/generate", {}),
+        ("/api/chat", {"messages": []}),
+    ]
     for path, asked in empty:
         loaded = own.server.post(asked, path).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
@@ -103,7 +125,11 @@ def test_what_it_says_of_the_model(own: Saying) -> None:
         ("/api/chat", {"options": {"nonsense": 2}}, "options.nonsense"),
         ("/api/chat", {"options": {"temperature": -1}}, "options.temperature"),
         ("/api/chat", {"format": "xml"}, "format"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "a", "images": ["b"]}]},
+            "messages[0].images",
+        ),
         ("/api/generate", {"messages": None, "prompt": "a", "template": "x"}, "template"),
         ("/api/embed", {"input": "a"}, "embeddings are not offered: serve"),
         ("/api/pull", {}, "POST /api/pull is not here"),

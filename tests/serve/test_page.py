@@ -37,14 +37,26 @@ in_a_browser = pytest.mark.skipif(
 
 
 def test_it_is_served_with_strict_headers(server: Served) -> None:
-    links = {"/", *(f"/{link}" for link in re.findall(r'(?:src|href)="(page/[^"]+)"', server.client.get("/").text))}
+    links = {
+        "/",
+        *(
+            f"/{link}"
+            for link in re.findall(r'(?:src|href)="(page/[^"]+)"', server.client.get("/").text)
+        ),
+    }
     assert links == {"/", "/page/style.css", "/page/main.js"}
-    imported = {name for path in PATHS for name in re.findall(r' from "\./([^"]+)"', server.client.get(path).text)}
+    imported = {
+        name
+        for path in PATHS
+        for name in re.findall(r' from "\./([^"]+)"', server.client.get(path).text)
+    }
     assert links | {f"/page/{name}" for name in imported} == set(PATHS)
     for path in PATHS:
         answer = server.client.get(path)
         assert answer.status_code == 200
-        parts = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        parts = dict(
+            part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+        )
         assert parts.pop("default-src") == parts.pop("frame-ancestors") == "'none'"
         assert parts.pop("base-uri") == parts.pop("form-action") == "'none'"
         assert parts.pop("img-src") == "'self' data:"
@@ -57,10 +69,14 @@ def test_it_is_served_with_strict_headers(server: Served) -> None:
 
 
 def test_nothing_in_it_is_inline_or_made_of_markup(server: Served) -> None:
-    html, scripts = server.client.get("/").text, "".join(server.client.get(path).text for path in PATHS)
+    html, scripts = (
+        server.client.get("/").text,
+        "".join(server.client.get(path).text for path in PATHS),
+    )
     assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon\w+=", html)
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", scripts
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc",
+        scripts,
     )
 
 
@@ -77,10 +93,14 @@ def test_its_functions(tmp_path: Path) -> None:
     """Node runs page.mjs beside copies of the modules, which say that they are modules."""
     for name in FILES.values():
         if name.endswith(".js"):
-            (tmp_path / name).write_bytes((Path(static.__file__).with_name("page") / name).read_bytes())
+            (tmp_path / name).write_bytes(
+                (Path(static.__file__).with_name("page") / name).read_bytes()
+            )
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "page.mjs").write_text(Path(__file__).with_name("page.mjs").read_text())
-    done = subprocess.run(["node", "--test", "page.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["node", "--test", "page.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -119,11 +139,17 @@ class Browsed:
         """Return fate, origin and label by node of the tree that is shown."""
         script = """all => all.map(one => [one.dataset.node, one.classList[1], one.dataset.origin,
                                            one.querySelector('text').textContent])"""
-        return {node: tuple(rest) for node, *rest in self.page.locator("#tree .node").evaluate_all(script)}
+        return {
+            node: tuple(rest)
+            for node, *rest in self.page.locator("#tree .node").evaluate_all(script)
+        }
 
     @property
     def slider(self) -> dict[str, int]:
-        named = {name: self.page.get_attribute("#cycle", f"aria-value{name}") for name in ("min", "max", "now")}
+        named = {
+            name: self.page.get_attribute("#cycle", f"aria-value{name}")
+            for name in ("min", "max", "now")
+        }
         return {name: int(value) for name, value in named.items()}
 
     def _heard(self, message: Any) -> None:
@@ -157,7 +183,10 @@ def streamed(server: Served, body: dict[str, Any]) -> list[TracedCycle]:
     """The cycles of the same request, asked again."""
     events = [line.removeprefix("data: ") for line in server.post(body).text.split("\n\n") if line]
     found = [cycle for event in events[:-1] for cycle in json.loads(event).get("cycles", [])]
-    return [TracedCycle(**{name: value for name, value in cycle.items() if name != "record"}) for cycle in found]
+    return [
+        TracedCycle(**{name: value for name, value in cycle.items() if name != "record"})
+        for cycle in found
+    ]
 
 
 @in_a_browser
@@ -174,7 +203,9 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
             assert shown.pop("own")[0] == "own"
             fates = {
                 str(node): (state, str(origin or "null").lower())
-                for node, (state, origin) in enumerate(zip(cycle.states, cycle.origins or [], strict=True))
+                for node, (state, origin) in enumerate(
+                    zip(cycle.states, cycle.origins or [], strict=True)
+                )
             }
             assert {node: (fate, origin) for node, (fate, origin, _) in shown.items()} == fates
             seen.page.keyboard.press("ArrowRight")
@@ -192,7 +223,9 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
 def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = preparing._options
     monkeypatch.setattr(
-        preparing, "_options", lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]}
+        preparing,
+        "_options",
+        lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]},
     )
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(HOSTILE.encode()))
@@ -228,7 +261,11 @@ def test_a_conversation_by_keyboard(chromium: Any, server: Served) -> None:
         seen.page.keyboard.type("more")
         seen.page.keyboard.press("Enter")
         seen.done()
-        assert [message["role"] for message in seen.bodies[1]["messages"]] == ["user", "assistant", "user"]
+        assert [message["role"] for message in seen.bodies[1]["messages"]] == [
+            "user",
+            "assistant",
+            "user",
+        ]
         for wanted in ("send", "previous", "cycle"):
             for _ in range(4):
                 if seen.page.evaluate(focused) == wanted:
@@ -254,7 +291,10 @@ def test_a_conversation_by_keyboard(chromium: Any, server: Served) -> None:
         assert "Probability" in told
         assert "the draft: a head or a small model" in told
         seen.page.click("#new")
-        assert (seen.page.locator(".turn").count(), seen.page.locator("#tree .node").count()) == (0, 0)
+        assert (seen.page.locator(".turn").count(), seen.page.locator("#tree .node").count()) == (
+            0,
+            0,
+        )
         assert not seen.complaints
 
 
@@ -292,7 +332,9 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Any) -> None:
 
 
 @in_a_browser
-def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(chromium: Any, server: Served) -> None:
+def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(
+    chromium: Any, server: Served
+) -> None:
     with browsed(chromium, server, accept_downloads=True) as seen:
         page = seen.page
         seen.limit(12)
@@ -316,7 +358,11 @@ def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(chromium: Any, s
         assert [turn["role"] for turn in told["turns"].values()] == ["user", "assistant"]
         with page.expect_download() as coming:
             page.click("#list button:has-text('Markdown')")
-        assert Path(coming.value.path()).read_text().startswith("# Renamed\n\n## You\n\nSecond question\n\n## Answer\n")
+        assert (
+            Path(coming.value.path())
+            .read_text()
+            .startswith("# Renamed\n\n## You\n\nSecond question\n\n## Answer\n")
+        )
         with page.context.new_page() as other:
             other.goto(server.address)
             other.fill("#message", "From another tab")
@@ -367,7 +413,11 @@ def test_another_answer_and_an_edited_message_are_versions(chromium: Any, server
 @in_a_browser
 def test_thoughts_are_shown_apart_and_fold(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said, options = "<think>It is <b>hot</b>.</think>Water boils.", preparing._options
-    monkeypatch.setattr(preparing, "_options", lambda request: options(request) | {"logits_processor": [forced(said)]})
+    monkeypatch.setattr(
+        preparing,
+        "_options",
+        lambda request: options(request) | {"logits_processor": [forced(said)]},
+    )
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(said.encode()))
         seen.ask("What of water?")
@@ -404,7 +454,9 @@ def test_the_text_of_a_dropped_file_is_in_the_message(chromium: Any, server: Ser
         seen.page.wait_for_selector("#status:has-text('notes.txt')")
         assert seen.page.input_value("#message") == "Sum this up:\n\nEin Brief, größer.\n"
         seen.page.evaluate(drop, ["picture.png", [137, 80, 78, 71]])
-        seen.page.wait_for_selector("#status:has-text('picture.png cannot be taken: it is no text in UTF-8.')")
+        seen.page.wait_for_selector(
+            "#status:has-text('picture.png cannot be taken: it is no text in UTF-8.')"
+        )
         assert seen.page.input_value("#message").endswith("größer.\n")
         assert not seen.complaints
 
@@ -467,7 +519,10 @@ def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> N
         assert seen.page.is_hidden("#trees")
         seen.page.click("#open-trees")
         assert seen.page.evaluate(wide) == SMALL["width"]
-        assert seen.page.locator("#trees").bounding_box()["y"] > seen.page.locator("#composer").bounding_box()["y"]
+        assert (
+            seen.page.locator("#trees").bounding_box()["y"]
+            > seen.page.locator("#composer").bounding_box()["y"]
+        )
         seen.page.click("#open-settings")
         assert seen.page.evaluate(wide) == SMALL["width"]
 
@@ -476,14 +531,21 @@ def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> N
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_default_model(chromium: Any, default_model_path: Path) -> None:
-    with served(lambda: Engine.from_pretrained(offline=True)) as server, browsed(chromium, server) as seen:
+    with (
+        served(lambda: Engine.from_pretrained(offline=True)) as server,
+        browsed(chromium, server) as seen,
+    ):
         seen.limit(48, temperature=0)
         seen.ask('Repeat this: <img src=x onerror="document.title=1">')
         seen.ask("Name three rivers of France.")
         cycles = streamed(server, seen.bodies[1])
-        committed = "".join(text for cycle in cycles for text in cycle.committed_texts).removesuffix("<|im_end|>")
+        committed = "".join(
+            text for cycle in cycles for text in cycle.committed_texts
+        ).removesuffix("<|im_end|>")
         shown = seen.page.locator(".turn .text").last.text_content()
-        assert "".join(shown.split()) == "".join(committed.split()), "paragraphs are elements of their own"
+        assert "".join(shown.split()) == "".join(committed.split()), (
+            "paragraphs are elements of their own"
+        )
         assert seen.page.locator("main img").count() == 0
         last = "".join(seen.page.locator(".piece.at").all_text_contents())
         assert last, "the cycle that is shown"

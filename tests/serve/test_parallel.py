@@ -79,14 +79,21 @@ def slot_bytes() -> int:
 
 def asked(number: int) -> dict[str, Any]:
     words = [{"role": "user", "content": f"Question {number}: " + "and so on " * (number % 5)}]
-    return CHAT | {"messages": words, "max_tokens": 20 + number, "seed": number, "temperature": float(number % 2)}
+    return CHAT | {
+        "messages": words,
+        "max_tokens": 20 + number,
+        "seed": number,
+        "temperature": float(number % 2),
+    }
 
 
 def test_answers_at_once_are_those_given_alone() -> None:
     with served(native_engine, parallel=1) as server:
         alone = [server.post(asked(number)).json()["choices"][0] for number in range(12)]
     with served(native_engine, parallel=4) as server, ThreadPoolExecutor(12) as many:
-        found = list(many.map(lambda number: server.post(asked(number)).json()["choices"][0], range(12)))
+        found = list(
+            many.map(lambda number: server.post(asked(number)).json()["choices"][0], range(12))
+        )
         until(lambda: server.worker.idle)
         assert server.metric("num_requests_running") == 0
     assert found == alone
@@ -121,7 +128,9 @@ def test_the_queue_begins_behind_the_answers_at_once() -> None:
 
 def test_a_conversation_goes_on_where_its_prefix_is_held() -> None:
     with served(native_engine, parallel=3) as server:
-        histories: list[list[dict[str, str]]] = [[{"role": "user", "content": f"Topic {n} " * 8}] for n in range(3)]
+        histories: list[list[dict[str, str]]] = [
+            [{"role": "user", "content": f"Topic {n} " * 8}] for n in range(3)
+        ]
         for turn in range(2):
             for history in histories:
                 body = server.post(CHAT | {"messages": history, "max_tokens": 12}).json()
@@ -163,7 +172,11 @@ def test_stopping_ends_all_answers() -> None:
 
 def test_figures_of_answers_at_once(steps: Steps) -> None:
     with served(native_engine, parallel=3) as server:
-        assert server.metric("iteration_tokens_total_count") == server.metric("kv_cache_usage_perc") == 0
+        assert (
+            server.metric("iteration_tokens_total_count")
+            == server.metric("kv_cache_usage_perc")
+            == 0
+        )
         steps.allow(4)
         with server.client.stream("POST", TEXTS, json=TEXT | {"stream": True}) as stream:
             next(stream.iter_lines())
@@ -171,7 +184,9 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
             assert 0 < server.metric("kv_cache_usage_perc") < 1
             steps.allow(1000)
         until(lambda: server.worker.idle)
-        assert server.metric("kv_cache_usage_perc") == 0  # what is kept for the next turn can be had
+        assert (
+            server.metric("kv_cache_usage_perc") == 0
+        )  # what is kept for the next turn can be had
         assert server.metric("kv_cache_bytes") > 0
         generated = server.metric("generation_tokens_total")
         assert 0 < server.metric("iteration_tokens_total_count") <= generated + 3
@@ -180,11 +195,16 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
         assert "iteration_tokens" not in server.client.get("/metrics").text
         server.post(TEXT, TEXTS)
         until(lambda: server.worker.idle)
-        before = server.metric("prefix_cache_queries_total"), server.metric("prefix_cache_hits_total")
+        before = (
+            server.metric("prefix_cache_queries_total"),
+            server.metric("prefix_cache_hits_total"),
+        )
         server.post(TEXT, TEXTS)
         until(lambda: server.worker.idle)
         assert server.metric("prefix_cache_queries_total") == before[0] + 16
-        assert server.metric("prefix_cache_hits_total") == before[1] + 15  # the last token is run again
+        assert (
+            server.metric("prefix_cache_hits_total") == before[1] + 15
+        )  # the last token is run again
 
 
 def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
@@ -193,7 +213,9 @@ def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
         assert server.metric("kv_cache_usage_perc") == 0
         job = many.submit(server.post, TEXT, TEXTS)
         until(lambda: gate.passed == 1)
-        assert server.metric("kv_cache_usage_perc") == pytest.approx(15 / gate.engine.target.max_context)
+        assert server.metric("kv_cache_usage_perc") == pytest.approx(
+            15 / gate.engine.target.max_context
+        )
         gate.open.set()
         assert job.result().status_code == 200
         until(lambda: server.worker.idle)
@@ -224,13 +246,19 @@ def test_rows_of_forward_passes_are_added_over_replicas() -> None:
     assert f"specengine:iteration_tokens_total_sum {2.0 * pool.scheduler.rows}" in lines
 
 
-def test_an_answer_without_room_counts_as_waiting(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_room_counts_as_waiting(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room = 600 * slot_bytes()  # for one answer
     monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
-        until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 1)
+        until(
+            lambda: (
+                server.metric("num_requests_running") == server.metric("num_requests_waiting") == 1
+            )
+        )
         steps.allow(1000)
         assert all(job.result().status_code == 200 for job in jobs)
         assert server.metric("num_requests_waiting") == 0
@@ -264,20 +292,27 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     room = 600 * slot_bytes()  # for one answer
     monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
-    with served(native_engine, parallel=2, max_seconds=0.4) as server, ThreadPoolExecutor(2) as many:
+    with (
+        served(native_engine, parallel=2, max_seconds=0.4) as server,
+        ThreadPoolExecutor(2) as many,
+    ):
         first = many.submit(server.post, long, TEXTS)
         until(lambda: server.metric("num_requests_running") == 1)
         (job,) = server.worker._answered
         job.ticket.deadline = math.inf
-        late = long | {"stream": True, "stream_options": {"include_usage": True}} if stream else long
+        late = (
+            long | {"stream": True, "stream_options": {"include_usage": True}} if stream else long
+        )
         second = many.submit(server.post, late, TEXTS)
         steps.until(second.done)
         said = second.result()
         assert said.status_code == 200
-        bodies = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")] or [
-            said.json()
-        ]
-        assert [choice["finish_reason"] for body in bodies for choice in body["choices"]][-1] == "length"
+        bodies = [
+            json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")
+        ] or [said.json()]
+        assert [choice["finish_reason"] for body in bodies for choice in body["choices"]][
+            -1
+        ] == "length"
         assert "".join(choice["text"] for body in bodies for choice in body["choices"]) == ""
         assert bodies[-1]["usage"]["completion_tokens"] == 0
         assert bodies[-1]["usage"]["prompt_tokens"] == 16
@@ -295,9 +330,13 @@ MANY = 16
 LONG = TEXT | {"max_tokens": 60, "ignore_eos": True}
 
 
-def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While 7,000 tokens come in, all answers have a cycle in every step, and the prompt one piece."""
-    steps: list[tuple[int, int, int]] = []  # answers with a cycle, those without one, and rows of prompts
+    steps: list[
+        tuple[int, int, int]
+    ] = []  # answers with a cycle, those without one, and rows of prompts
     run = Scheduler._run
 
     def watched(scheduler: Scheduler, lanes: Any, pieces: Any, began: float) -> None:
@@ -308,9 +347,14 @@ def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(monkeypatch: pyt
 
     monkeypatch.setattr(Scheduler, "_run", watched)
     with served(lambda: native_engine(8192), parallel=3) as server, ThreadPoolExecutor(3) as many:
-        answers = [many.submit(server.post, LONG | {"max_tokens": 600, "seed": seed}, TEXTS) for seed in range(2)]
+        answers = [
+            many.submit(server.post, LONG | {"max_tokens": 600, "seed": seed}, TEXTS)
+            for seed in range(2)
+        ]
         until(lambda: any(lanes == 2 for lanes, *_ in steps))
-        prompt = many.submit(server.post, TEXT | {"prompt": 1000 * "long   ", "max_tokens": 1}, TEXTS)
+        prompt = many.submit(
+            server.post, TEXT | {"prompt": 1000 * "long   ", "max_tokens": 1}, TEXTS
+        )
         assert prompt.result().json()["usage"]["prompt_tokens"] == 7000
         assert all(answer.result().status_code == 200 for answer in answers)
     assert not any(left for _, left, _ in steps)
@@ -320,12 +364,18 @@ def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(monkeypatch: pyt
 
 
 def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> None:
-    with served(native_engine, parallel=MANY, queue=4) as server, ThreadPoolExecutor(MANY + 2) as many:
+    with (
+        served(native_engine, parallel=MANY, queue=4) as server,
+        ThreadPoolExecutor(MANY + 2) as many,
+    ):
         gone = threading.Event()
 
         def leave() -> None:
             asked = LONG | {"stream": True, "max_tokens": 400}
-            with httpx.Client(base_url=server.address) as own, own.stream("POST", TEXTS, json=asked) as stream:
+            with (
+                httpx.Client(base_url=server.address) as own,
+                own.stream("POST", TEXTS, json=asked) as stream,
+            ):
                 next(stream.iter_lines())
                 gone.wait(20)
 
@@ -353,9 +403,15 @@ def test_full_places_of_one_client_do_not_hold_up_another(steps: Steps) -> None:
         answers.append(many.submit(server.post, LONG, TEXTS))
         until(lambda: server.metric("num_requests_waiting") == 1)
         steps.allow(1)
-        assert server.metric("num_requests_running") == 2, "one client has no more places than there are"
+        assert server.metric("num_requests_running") == 2, (
+            "one client has no more places than there are"
+        )
         answers += [many.submit(server.post, LONG | {"user": "another"}, TEXTS) for _ in range(2)]
-        until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 5)
+        until(
+            lambda: (
+                server.metric("num_requests_running") + server.metric("num_requests_waiting") == 5
+            )
+        )
         steps.until(lambda: server.metric("num_requests_running") == 3)
         assert server.metric("num_requests_waiting") == 2, "a spare place for one answer"
         steps.allow(10_000)
@@ -363,12 +419,24 @@ def test_full_places_of_one_client_do_not_hold_up_another(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_draining_ends_full_places_in_time_or_says_that_it_stops(steps: Steps, in_time: bool) -> None:
+def test_draining_ends_full_places_in_time_or_says_that_it_stops(
+    steps: Steps, in_time: bool
+) -> None:
     drain = 20.0 if in_time else 0.3
-    with served(native_engine, parallel=MANY, drain_seconds=drain) as server, ThreadPoolExecutor(MANY + 2) as many:
-        jobs = [many.submit(httpx.post, server.address + TEXTS, json=LONG, timeout=60) for _ in range(MANY + 2)]
-        full = lambda: server.metric("num_requests_running") == MANY and server.metric("num_requests_waiting") == 2  # noqa: E731
-        steps.until(full)
+    with (
+        served(native_engine, parallel=MANY, drain_seconds=drain) as server,
+        ThreadPoolExecutor(MANY + 2) as many,
+    ):
+        jobs = [
+            many.submit(httpx.post, server.address + TEXTS, json=LONG, timeout=60)
+            for _ in range(MANY + 2)
+        ]
+        steps.until(
+            lambda: (
+                server.metric("num_requests_running") == MANY
+                and server.metric("num_requests_waiting") == 2
+            )
+        )
         server.stop()
         if in_time:
             until(lambda: server.worker.state == "stopping")
@@ -387,7 +455,9 @@ def test_wrong_numbers_are_refused() -> None:
         Settings(name=NAME, parallel=0)
 
 
-def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = native_engine()
     cache: Any = engine.target.cache  # type: ignore[attr-defined]
     each = cache.bytes_of(slots_of(engine.drivers.own.eager, 512)[0])  # the draft has no cache
@@ -410,7 +480,9 @@ def test_engines_whose_answers_share_no_forward_answer_one_at_a_time() -> None:
             raise InputError("draft: one text alone")
 
     hybrid = Engine(NativeTarget(native_lm(tiny("lfm2"))), Recycling(), policy_for("eagle"))
-    assert parallel_of(hybrid, memory=1 << 40) > 1  # states of recurrent layers stand beside each other
+    assert (
+        parallel_of(hybrid, memory=1 << 40) > 1
+    )  # states of recurrent layers stand beside each other
     alone = Engine(NativeTarget(native_lm(tiny())), OneText(), policy_for("eagle"))
     for engine in (tiny_engine(), alone):
         assert parallel_of(engine, memory=1 << 40) == 1

@@ -49,15 +49,21 @@ def test_what_fits_in_any_case_is_not_read() -> None:
     assert tokenizer.read == 0
 
 
-@pytest.mark.parametrize("texts", [["a" * 1_000_001], ["a"] * 1_000_001, ["a" * 999, " " * 999_002]])
+@pytest.mark.parametrize(
+    "texts", [["a" * 1_000_001], ["a"] * 1_000_001, ["a" * 999, " " * 999_002]]
+)
 def test_what_no_tokens_can_hold_is_refused_unread(texts: list[str]) -> None:
     tokenizer = Merging(longest=10_000)
-    with pytest.raises(InputError, match="x: it has 1000001 characters, accepted at most 100 tokens"):
+    with pytest.raises(
+        InputError, match="x: it has 1000001 characters, accepted at most 100 tokens"
+    ):
         Room(100).require("x", texts, tokenizer)
     assert tokenizer.read == 0
 
 
-@pytest.mark.parametrize("texts", [["a" * 1_000_000], ["a" * 10] * 100_000, ["a", "", "a" * 999_999]])
+@pytest.mark.parametrize(
+    "texts", [["a" * 1_000_000], ["a" * 10] * 100_000, ["a", "", "a" * 999_999]]
+)
 def test_what_may_fit_is_read_up_to_where_it_does_not(texts: list[str]) -> None:
     tokenizer = Merging(longest=10_000, of=4)
     with pytest.raises(InputError, match=r"characters have \d+ tokens, accepted at most 100"):
@@ -95,24 +101,45 @@ LONG = "word and " * 200_000
 BLANKS = " " * 1_000_000
 WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "content": lambda text: {"messages": [{"role": "user", "content": text}]},
-    "parts": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
-    "many parts": lambda text: {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": text[:900]}] * (len(text) // 900)}]
+    "parts": lambda text: {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]
     },
-    "many messages": lambda text: {"messages": [{"role": "user", "content": text[:900]}] * (len(text) // 900)},
+    "many parts": lambda text: {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": text[:900]}] * (len(text) // 900)}
+        ]
+    },
+    "many messages": lambda text: {
+        "messages": [{"role": "user", "content": text[:900]}] * (len(text) // 900)
+    },
     "a name": lambda text: {"messages": [USER | {"name": text}]},
-    "thoughts": lambda text: {"messages": [{"role": "assistant", "content": "a", "reasoning_content": text}]},
+    "thoughts": lambda text: {
+        "messages": [{"role": "assistant", "content": "a", "reasoning_content": text}]
+    },
     "arguments": lambda text: {"messages": [USER, called({"a": text})]},
     "a key of arguments": lambda text: {"messages": [USER, called({text: "a"})]},
-    "a result": lambda text: {"messages": [USER, called("{}"), {"role": "tool", "tool_call_id": text, "content": "a"}]},
-    "a description": lambda text: {"tools": [{"type": "function", "function": {"name": "f", "description": text}}]},
-    "a tool's name": lambda text: {"tools": [{"type": "function", "function": {"name": f"f{text}"}}]},
+    "a result": lambda text: {
+        "messages": [USER, called("{}"), {"role": "tool", "tool_call_id": text, "content": "a"}]
+    },
+    "a description": lambda text: {
+        "tools": [{"type": "function", "function": {"name": "f", "description": text}}]
+    },
+    "a tool's name": lambda text: {
+        "tools": [{"type": "function", "function": {"name": f"f{text}"}}]
+    },
     "a schema": lambda text: {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {text: {}}}}}]
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"properties": {text: {}}}},
+            }
+        ]
     },
     "a variable": lambda text: {"chat_template_kwargs": {"thinking": text}},
     "a prediction": lambda text: {"prediction": {"type": "content", "content": text}},
-    "a predicted part": lambda text: {"prediction": {"type": "content", "content": [{"type": "text", "text": text}]}},
+    "a predicted part": lambda text: {
+        "prediction": {"type": "content", "content": [{"type": "text", "text": text}]}
+    },
 }
 
 
@@ -129,7 +156,9 @@ def caller() -> Iterator[Served]:
 
 @pytest.mark.parametrize("text", [LONG, BLANKS], ids=["words", "blanks"])
 @pytest.mark.parametrize("way", WAYS)
-def test_text_that_cannot_fit_is_refused_before_it_waits(caller: Served, way: str, text: str) -> None:
+def test_text_that_cannot_fit_is_refused_before_it_waits(
+    caller: Served, way: str, text: str
+) -> None:
     """Whatever way it comes, by the thread that speaks to clients: the one that answers is never asked."""
     jobs = caller.metric("request_queue_time_seconds_count")
     answer = caller.post(FEW | WAYS[way](text))
@@ -202,7 +231,12 @@ def test_who_comes_behind_a_long_text_does_not_wait_for_it(monkeypatch: pytest.M
     slow = Slow(monkeypatch)
     with served(lambda: tiny_engine(draft="none")) as server:
         answers: list[httpx.Response] = []
-        long = LATER | {"messages": [{"role": "user", "content": "a" * 110}, {"role": "user", "content": "b" * 110}]}
+        long = LATER | {
+            "messages": [
+                {"role": "user", "content": "a" * 110},
+                {"role": "user", "content": "b" * 110},
+            ]
+        }
         asking_long = threading.Thread(target=lambda: answers.append(server.post(long)))
         asking_long.start()
         assert slow.reads.wait(10)
@@ -225,7 +259,10 @@ def test_who_leaves_is_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_reading_has_its_time() -> None:
-    with served(lambda: tiny_engine(draft="none"), max_seconds=0.2) as server, pytest.MonkeyPatch.context() as patch:
+    with (
+        served(lambda: tiny_engine(draft="none"), max_seconds=0.2) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         slow = Slow(patch)
         began = time.monotonic()
         answer = server.post(LATER | {"messages": [{"role": "user", "content": "a" * 400}]})
@@ -234,26 +271,38 @@ def test_reading_has_its_time() -> None:
         assert time.monotonic() - began < 10
 
 
-def test_what_is_wrong_with_a_long_request_is_told_and_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_long_request_is_told_and_frees_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(preparing, "QUICK_LETTERS", 10)
     with served(lambda: tiny_engine(draft="none"), queue=0) as server:
         for _ in range(3):
             answer = server.post(CHAT | {"messages": [{"role": "user", "content": "a" * 400}]})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-        assert server.post(CHAT | {"messages": [{"role": "user", "content": "a" * 40}]}).status_code == 200
+        assert (
+            server.post(CHAT | {"messages": [{"role": "user", "content": "a" * 40}]}).status_code
+            == 200
+        )
 
 
-def test_the_thread_beside_reads_what_the_one_that_answers_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_beside_reads_what_the_one_that_answers_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours = CHAT | {"max_tokens": 6, "messages": [{"role": "user", "content": "<|end|>Hello there"}]}
     asked = [ours, TEXT, ours | {"response_format": {"type": "json_object"}}]
     with served(lambda: tiny_engine(draft="none")) as server:
 
         def answers() -> list[Any]:
-            paths = ["/v1/completions" if "prompt" in body else "/v1/chat/completions" for body in asked]
-            found = [
-                server.post(body | {"return_token_ids": True}, path) for body, path in zip(asked, paths, strict=True)
+            paths = [
+                "/v1/completions" if "prompt" in body else "/v1/chat/completions" for body in asked
             ]
-            return [(answer.json()["choices"], answer.json()["prompt_token_ids"]) for answer in found]
+            found = [
+                server.post(body | {"return_token_ids": True}, path)
+                for body, path in zip(asked, paths, strict=True)
+            ]
+            return [
+                (answer.json()["choices"], answer.json()["prompt_token_ids"]) for answer in found
+            ]
 
         quickly = answers()
         monkeypatch.setattr(preparing, "QUICK_LETTERS", -1)

@@ -33,7 +33,9 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "descripti
 
 def with_tools() -> Engine:
     target = target_of(tiny(max_position_embeddings=2048))
-    return Engine(target, NGram(longest=3, shortest=1), policy_for("chain"), byte_tokenizer(TEMPLATE))
+    return Engine(
+        target, NGram(longest=3, shortest=1), policy_for("chain"), byte_tokenizer(TEMPLATE)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,10 @@ def test_minus_one_token_is_no_limit() -> None:
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"stream_options": {"include_usage": True, "often": True}, "stream": True}, "stream_options.often"),
+        (
+            {"stream_options": {"include_usage": True, "often": True}, "stream": True},
+            "stream_options.often",
+        ),
     ],
 )
 def test_what_changes_the_answer_and_cannot_be_honoured_is_refused(
@@ -139,12 +144,18 @@ def test_several_answers_are_those_of_seeds_that_follow(server: Served) -> None:
     assert texts == [each["choices"][0]["message"]["content"] for each in alone]
     assert len(set(texts)) == 3
     assert answer["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
-    assert answer["usage"]["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
+    assert answer["usage"]["completion_tokens"] == sum(
+        each["usage"]["completion_tokens"] for each in alone
+    )
     assert {"timings", "metrics"}.isdisjoint(answer)
-    streamed = chunks(server.post(asked | {"stream": True, "stream_options": {"include_usage": True}}).text)
+    streamed = chunks(
+        server.post(asked | {"stream": True, "stream_options": {"include_usage": True}}).text
+    )
     assert streamed[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
     for index, text in enumerate(texts):
-        own = [choice for chunk in streamed for choice in chunk["choices"] if choice["index"] == index]
+        own = [
+            choice for chunk in streamed for choice in chunk["choices"] if choice["index"] == index
+        ]
         assert "".join(choice["delta"].get("content", "") for choice in own) == text
         assert own[-1]["finish_reason"]
 
@@ -152,7 +163,10 @@ def test_several_answers_are_those_of_seeds_that_follow(server: Served) -> None:
 def test_several_prompts_each_with_several_answers(server: Served) -> None:
     asked = TEXT | {"prompt": ["one", "two", "three"], "n": 2, "echo": True}
     answer = server.post(asked, "/v1/completions").json()
-    alone = [server.post(asked | {"prompt": text, "n": 1}, "/v1/completions").json() for text in asked["prompt"]]
+    alone = [
+        server.post(asked | {"prompt": text, "n": 1}, "/v1/completions").json()
+        for text in asked["prompt"]
+    ]
     expected = [each["choices"][0]["text"] for each in alone for _ in range(2)]
     assert [choice["text"] for choice in answer["choices"]] == expected
     assert answer["usage"]["prompt_tokens"] == len("onetwothree")
@@ -176,7 +190,9 @@ def test_names_of_other_servers_constrain_as_ours_do(server: Served) -> None:
         return str(answer.json()["choices"][0]["message"]["content"])
 
     pytest.importorskip("llguidance")
-    ours = said({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}})
+    ours = said(
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    )
     assert ours in ('"yes"', '"no"')
     for same in (
         {"response_format": {"type": "json_object", "schema": schema}},
@@ -187,28 +203,47 @@ def test_names_of_other_servers_constrain_as_ours_do(server: Served) -> None:
     ):
         assert said(same) == ours
     word = said({"grammar": 'start: "yes" | "no"'})
-    assert said({"guided_choice": ["yes", "no"]}) == said({"structured_outputs": {"choice": ["yes", "no"]}}) == word
-    assert said({"guided_regex": "yes|no"}) == said({"structured_outputs": {"regex": "(yes)|(no)"}}) == word
+    assert (
+        said({"guided_choice": ["yes", "no"]})
+        == said({"structured_outputs": {"choice": ["yes", "no"]}})
+        == word
+    )
+    assert (
+        said({"guided_regex": "yes|no"})
+        == said({"structured_outputs": {"regex": "(yes)|(no)"}})
+        == word
+    )
     assert said({"guided_regex": r"a/b\/c"}) == "a/b/c"
     assert said({"guided_grammar": 'start: "yes" | "no"'}) == word
 
 
 def test_a_stop_token_ends_the_answer_beside_the_models_own(server: Served) -> None:
     tokens = server.post(CHAT | {"return_token_ids": True}).json()["choices"][0]["token_ids"]
-    choice = server.post(CHAT | {"return_token_ids": True, "stop_token_ids": [tokens[3]]}).json()["choices"][0]
+    choice = server.post(CHAT | {"return_token_ids": True, "stop_token_ids": [tokens[3]]}).json()[
+        "choices"
+    ][0]
     first = tokens.index(tokens[3])
     assert (choice["token_ids"], choice["finish_reason"]) == (tokens[: first + 1], "stop")
 
 
 def test_the_template_is_given_what_the_client_says(caller: Served) -> None:
     assert prompt_of(caller, CHAT) == "<|user|>Hello there<|end|><|assistant|>"
-    assert prompt_of(caller, CHAT | {"chat_template_kwargs": {"thinking": False}}).startswith("N<|user|>")
-    assert not prompt_of(caller, CHAT | {"chat_template_kwargs": {"thinking": True}}).startswith("N")
-    assert prompt_of(caller, CHAT | {"add_generation_prompt": False}) == "<|user|>Hello there<|end|>"
+    assert prompt_of(caller, CHAT | {"chat_template_kwargs": {"thinking": False}}).startswith(
+        "N<|user|>"
+    )
+    assert not prompt_of(caller, CHAT | {"chat_template_kwargs": {"thinking": True}}).startswith(
+        "N"
+    )
+    assert (
+        prompt_of(caller, CHAT | {"add_generation_prompt": False}) == "<|user|>Hello there<|end|>"
+    )
     begun = [USER, {"role": "assistant", "content": "It is"}]
     going_on = {"messages": begun, "model": NAME, "continue_final_message": True}
     assert prompt_of(caller, going_on) == "<|user|>hi<|end|><|assistant|>It is"
-    spoken = [{"role": "user", "content": "<|end|>"}, {"role": "assistant", "content": "It <|end|> is"}]
+    spoken = [
+        {"role": "user", "content": "<|end|>"},
+        {"role": "assistant", "content": "It <|end|> is"},
+    ]
     assert prompt_of(caller, going_on | {"messages": spoken}).endswith("<|assistant|>It <|end|> is")
 
 
@@ -219,7 +254,10 @@ def test_special_tokens_are_tokens_in_completions_and_text_in_chat(server: Serve
         answer = server.post(asked | {"max_tokens": 1, "return_token_ids": True}, path).json()
         return list(answer["prompt_token_ids"])
 
-    text, chat = TEXT | {"prompt": "<|user|>Hi"}, CHAT | {"messages": [{"role": "user", "content": "<|user|>Hi"}]}
+    text, chat = (
+        TEXT | {"prompt": "<|user|>Hi"},
+        CHAT | {"messages": [{"role": "user", "content": "<|user|>Hi"}]},
+    )
     assert ids(text, "/v1/completions").count(special) == 1
     assert ids(text | {"prompt": ["<|user|>Hi<|user|>"]}, "/v1/completions").count(special) == 2
     assert ids(text | {"allow_special_text": False}, "/v1/completions").count(special) == 0
@@ -257,7 +295,9 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
         (3, "3"),
     ],
 )
-def test_calls_come_back_as_the_model_wrote_them(caller: Served, arguments: Any, written: str) -> None:
+def test_calls_come_back_as_the_model_wrote_them(
+    caller: Served, arguments: Any, written: str
+) -> None:
     if len(written) > 1000:
         assert FunctionCall(name="f", arguments=arguments).parsed == arguments
         return
@@ -270,27 +310,64 @@ def test_calls_come_back_as_the_model_wrote_them(caller: Served, arguments: Any,
     [
         called("{}", index=0),
         called("{}", index=0, provider_specific_fields={"a": 1}, id=None),
-        called("{}", function={"name": "f", "arguments": "{}", "parsed_arguments": {}, "thought": "x"}),
+        called(
+            "{}", function={"name": "f", "arguments": "{}", "parsed_arguments": {}, "thought": "x"}
+        ),
         {"role": "assistant", "content": None},
         {"role": "assistant"},
         {"role": "assistant", "content": []},
-        {"role": "assistant", "content": "a", "id": "m", "refusal": None, "annotations": [], "audio": None},
-        {"role": "assistant", "content": "a", "function_call": None, "reasoning_content": "b", "name": "n"},
-        {"role": "assistant", "content": "a", "annotations": [{"type": "url"}], "metadata": {"a": 1}, "index": 3},
+        {
+            "role": "assistant",
+            "content": "a",
+            "id": "m",
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+        },
+        {
+            "role": "assistant",
+            "content": "a",
+            "function_call": None,
+            "reasoning_content": "b",
+            "name": "n",
+        },
+        {
+            "role": "assistant",
+            "content": "a",
+            "annotations": [{"type": "url"}],
+            "metadata": {"a": 1},
+            "index": 3,
+        },
         {"role": "assistant", "content": None, "refusal": "No."},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "id": 3}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "a"}], "images": [], "status": "completed"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "id": 3}
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}],
+            "images": [],
+            "status": "completed",
+        },
         {"role": "tool", "content": None, "tool_call_id": "1", "name": "f"},
     ],
 )
-def test_messages_come_back_with_what_clients_keep_beside_them(caller: Served, message: dict[str, Any]) -> None:
-    assert caller.post(CHAT | {"messages": [USER, message, USER], "max_tokens": 2}).status_code == 200
+def test_messages_come_back_with_what_clients_keep_beside_them(
+    caller: Served, message: dict[str, Any]
+) -> None:
+    assert (
+        caller.post(CHAT | {"messages": [USER, message, USER], "max_tokens": 2}).status_code == 200
+    )
 
 
 def test_thoughts_and_refusals_are_shown_to_the_template(caller: Served) -> None:
     thought = {"role": "assistant", "content": "a", "reasoning_content": "because "}
-    assert "<|assistant|>because a<|end|>" in prompt_of(caller, CHAT | {"messages": [USER, thought, USER]})
+    assert "<|assistant|>because a<|end|>" in prompt_of(
+        caller, CHAT | {"messages": [USER, thought, USER]}
+    )
     no = {"role": "assistant", "content": None, "refusal": "No."}
     assert "<|assistant|>No.<|end|>" in prompt_of(caller, CHAT | {"messages": [USER, no, USER]})
 
@@ -298,26 +375,41 @@ def test_thoughts_and_refusals_are_shown_to_the_template(caller: Served) -> None
 @pytest.mark.parametrize(
     ("message", "place"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0].type"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "messages[1].content[1].text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages[1].content[0].type",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]},
+            "messages[1].content[1].text",
+        ),
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 3}, "messages[1].content"),
         ({"role": "user", "content": "a", "images": ["x"]}, "messages[1].images"),
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages[1].audio"),
-        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "messages[1].function_call"),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+            "messages[1].function_call",
+        ),
         ({"role": "wizard", "content": "a"}, "messages[1].role"),
         (called("{}", type="custom"), "messages[1].tool_calls[0].type"),
         (called("{}", function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
         (called("{}", id=3), "messages[1].tool_calls[0].id"),
     ],
 )
-def test_what_is_at_fault_is_named_by_its_place(caller: Served, message: dict[str, Any], place: str) -> None:
+def test_what_is_at_fault_is_named_by_its_place(
+    caller: Served, message: dict[str, Any], place: str
+) -> None:
     assert refused(caller, CHAT | {"messages": [USER, message]}) == place
 
 
 def test_calls_that_the_template_leaves_out_are_not_dropped_in_silence(server: Served) -> None:
-    assert refused(server, CHAT | {"messages": [USER, called("{}"), USER]}) == "messages[1].tool_calls"
-    quiet = byte_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    assert (
+        refused(server, CHAT | {"messages": [USER, called("{}"), USER]}) == "messages[1].tool_calls"
+    )
+    quiet = byte_tokenizer(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with served(lambda: engine_of("llama", "ngram", "chain", quiet)) as dropping:
         assert refused(dropping, CHAT | {"messages": [USER, USER, RESULT]}) == "messages[2].role"
         assert dropping.post(CHAT).status_code == 200
@@ -345,12 +437,22 @@ def test_a_function_without_parameters_is_known(parameters: Any, empty: bool) ->
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_function_without_parameters_is_called_with_none(caller: Served, parameters: Any, choice: Any) -> None:
+def test_a_function_without_parameters_is_called_with_none(
+    caller: Served, parameters: Any, choice: Any
+) -> None:
     pytest.importorskip("llguidance")
-    function = TOOL["function"] if parameters is None else TOOL["function"] | {"parameters": parameters}
-    asked = CHAT | {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "max_tokens": 99}
+    function = (
+        TOOL["function"] if parameters is None else TOOL["function"] | {"parameters": parameters}
+    )
+    asked = CHAT | {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": choice,
+        "max_tokens": 99,
+    }
     choices = caller.post(asked).json()["choices"]
-    assert [call["function"] for call in choices[0]["message"]["tool_calls"]] == [{"name": "f", "arguments": "{}"}]
+    assert [call["function"] for call in choices[0]["message"]["tool_calls"]] == [
+        {"name": "f", "arguments": "{}"}
+    ]
     assert choices[0]["finish_reason"] == "tool_calls"
 
 
@@ -360,7 +462,10 @@ def test_a_function_without_parameters_is_called_with_none(caller: Served, param
         ({"name": ""}, "tools[0].function.name"),
         ({"name": " "}, "tools[0].function.name"),
         ({"name": "f", "parameters": {"type": "array"}}, "tools[0].function.parameters.type"),
-        ({"name": "f", "parameters": {"type": ["string", "null"]}}, "tools[0].function.parameters.type"),
+        (
+            {"name": "f", "parameters": {"type": ["string", "null"]}},
+            "tools[0].function.parameters.type",
+        ),
         ({"name": "f", "parameters": {"type": 3}}, "tools[0].function.parameters.type"),
         ({"name": "f", "parameters": []}, "tools[0].function.parameters"),
     ],
@@ -381,8 +486,17 @@ def test_without_parallel_calls_an_answer_ends_behind_the_first(
     engine = with_tools()
     wanted = engine.tokenizer(f"Well{call}\n{call}", add_special_tokens=False)["input_ids"]
     start = preparing._options
-    monkeypatch.setattr(preparing, "_options", lambda request: start(request) | {"logits_processor": [forced(wanted)]})
-    asked = CHAT | {"tools": [TOOL], "max_tokens": len(wanted), "stream": stream, "return_token_ids": True}
+    monkeypatch.setattr(
+        preparing,
+        "_options",
+        lambda request: start(request) | {"logits_processor": [forced(wanted)]},
+    )
+    asked = CHAT | {
+        "tools": [TOOL],
+        "max_tokens": len(wanted),
+        "stream": stream,
+        "return_token_ids": True,
+    }
     if parallel is not None:
         asked["parallel_tool_calls"] = parallel
     with served(lambda: engine) as server:
@@ -394,7 +508,11 @@ def test_without_parallel_calls_an_answer_ends_behind_the_first(
         reason = choices[-1]["finish_reason"]
     else:
         choice = answer.json()["choices"][0]
-        calls, tokens, reason = choice["message"]["tool_calls"], choice["token_ids"], choice["finish_reason"]
+        calls, tokens, reason = (
+            choice["message"]["tool_calls"],
+            choice["token_ids"],
+            choice["finish_reason"],
+        )
     assert [call["function"]["name"] for call in calls] == ["f"] * (2 if parallel is None else 1)
     assert tokens == (wanted if parallel is None else wanted[: len(f"Well{call}")])
     assert reason == ("length" if parallel is None else "tool_calls")
@@ -405,7 +523,9 @@ def test_several_calls_are_forced_where_the_client_says_so() -> None:
 
     asked: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "tool_choice": "required"}
     tokenizer = byte_tokenizer(TEMPLATE)
-    several = calls_grammar(ChatRequest.model_validate(asked | {"parallel_tool_calls": True}), tokenizer)
+    several = calls_grammar(
+        ChatRequest.model_validate(asked | {"parallel_tool_calls": True}), tokenizer
+    )
     assert several is not None
     assert ")*" in several
     for one in ({}, {"parallel_tool_calls": False}, {"parallel_tool_calls": None}):
@@ -422,4 +542,11 @@ def test_fields_beside_a_tools_own_go_to_the_template(caller: Served) -> None:
 
 def test_the_same_hints_are_taken_by_both_requests() -> None:
     ours = set(ChatRequest.model_fields) & set(CompletionRequest.model_fields)
-    assert {"metadata", "user", "store", "guided_json", "stop_token_ids", "prompt_cache_key"} <= ours
+    assert {
+        "metadata",
+        "user",
+        "store",
+        "guided_json",
+        "stop_token_ids",
+        "prompt_cache_key",
+    } <= ours

@@ -43,7 +43,9 @@ def streamed(client: Any, asked: dict[str, Any]) -> list[Any]:
 
 def test_text_whole_and_streamed(own: Saying, client: Any) -> None:
     own.said = "A river."
-    whole = client.responses.create(**HELLO, instructions="Be short", max_output_tokens=50, store=True)
+    whole = client.responses.create(
+        **HELLO, instructions="Be short", max_output_tokens=50, store=True
+    )
     assert own.prompt == "<|system|>Be short<|end|><|user|>Hello there<|end|><|assistant|>"
     assert (whole.output_text, whole.status, whole.store) == ("A river.", "completed", False)
     assert whole.usage is not None
@@ -84,13 +86,24 @@ def test_calls_and_their_results_go_round(own: Saying, client: Any) -> None:
     assert [item.type for item in first.output] == ["function_call"] * 2
     call = first.output[0]
     assert (call.name, json.loads(call.arguments)) == ("look_up", {"text": "rivers"})
-    done = [event for event in streamed(client, HELLO | {"tools": [TOOL]}) if event.type.endswith("arguments.done")]
-    assert [(event.name, event.arguments) for event in done] == [("look_up", '{"text": "rivers"}')] * 2
-    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "wet"} for item in first.output]
+    done = [
+        event
+        for event in streamed(client, HELLO | {"tools": [TOOL]})
+        if event.type.endswith("arguments.done")
+    ]
+    assert [(event.name, event.arguments) for event in done] == [
+        ("look_up", '{"text": "rivers"}')
+    ] * 2
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "wet"}
+        for item in first.output
+    ]
     turn: list[Any] = [{"role": "user", "content": "Hello there"}, *first.output, *results]
     own.said = "Wet."
     assert client.responses.create(model=NAME, input=turn, tools=[TOOL]).output_text == "Wet."
-    assert own.prompt.endswith(f"<|assistant|>{CALL}{CALL}<|end|><|user|>wet<|end|><|user|>wet<|end|><|assistant|>")
+    assert own.prompt.endswith(
+        f"<|assistant|>{CALL}{CALL}<|end|><|user|>wet<|end|><|user|>wet<|end|><|assistant|>"
+    )
     own.said = CALL + CALL
     one = client.responses.create(**HELLO, tools=[TOOL], parallel_tool_calls=False)
     assert len(one.output) == 1
@@ -117,8 +130,16 @@ def test_limits_logprobs_and_schemas(own: Saying, client: Any) -> None:
     assert [len(rated.top_logprobs) for rated in short.output[0].content[0].logprobs] == [2, 2, 2]
     assert streamed(client, HELLO | {"max_output_tokens": 3})[-1].type == "response.incomplete"
     pytest.importorskip("llguidance")
-    format: Any = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}, "strict": True}
-    assert client.responses.create(**HELLO, text={"format": format}).output_text in ('"yes"', '"no"')
+    format: Any = {
+        "type": "json_schema",
+        "name": "x",
+        "schema": {"enum": ["yes", "no"]},
+        "strict": True,
+    }
+    assert client.responses.create(**HELLO, text={"format": format}).output_text in (
+        '"yes"',
+        '"no"',
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +148,11 @@ def test_limits_logprobs_and_schemas(own: Saying, client: Any) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
         ({"conversation": "conv_1"}, "conversation", "keeps no responses"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "keeps no items"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "text",
+        ),
         ({"input": []}, "input", ""),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"max_output_tokens": 9}, "max_output_tokens", "on this server"),

@@ -14,7 +14,11 @@ from tests.serve.processes import free_port, is_healthy, running
 from tests.serve.served import Gate, served, until
 from tests.serve.tiny_model import save
 
-LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 400, "ignore_eos": True}
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 400,
+    "ignore_eos": True,
+}
 PATH = "/v1/chat/completions"
 
 
@@ -23,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("models") / "tiny")
 
 
-async def told_to_stop(process: Any, client: httpx.AsyncClient, count: int) -> tuple[list[httpx.Response], Any]:
+async def told_to_stop(
+    process: Any, client: httpx.AsyncClient, count: int
+) -> tuple[list[httpx.Response], Any]:
     """Return the replies to `count` requests under way, and to one that comes after the signal."""
     asked = [asyncio.create_task(client.post(PATH, json=LONG)) for _ in range(count)]
     while "num_requests_waiting 5.0" not in (await client.get("/metrics")).text:
@@ -73,7 +79,10 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     asked = LONG | {"stream": True, "max_tokens": 100_000}
     stream = httpx.stream("POST", f"http://127.0.0.1:{port}{PATH}", json=asked, timeout=60)
-    with running([str(folder), "--draft", "none", "--drain-seconds", "600"], port=port) as process, stream as answer:
+    with (
+        running([str(folder), "--draft", "none", "--drain-seconds", "600"], port=port) as process,
+        stream as answer,
+    ):
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
@@ -90,7 +99,11 @@ def test_what_is_not_answered_in_the_time_to_drain_is_told_so() -> None:
 
     async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
         streamed = LONG | {"stream": True, "max_tokens": 100}
-        asked = [client.post(PATH, json=streamed), client.post(PATH, json=LONG), client.post(PATH, json=streamed)]
+        asked = [
+            client.post(PATH, json=streamed),
+            client.post(PATH, json=LONG),
+            client.post(PATH, json=streamed),
+        ]
         return await asyncio.gather(*asked)
 
     async def crowd(server: Any) -> list[httpx.Response]:

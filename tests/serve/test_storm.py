@@ -17,7 +17,9 @@ TOKENS = 8
 @pytest.mark.slow
 def test_two_hundred_clients_are_answered_refused_or_gone() -> None:
     expected = expected_of(tiny_engine(draft="none"), TOKENS)
-    with served(lambda: tiny_engine(draft="none"), queue=32, api_keys=(KEY,), max_body_bytes=MAX_BODY) as server:
+    with served(
+        lambda: tiny_engine(draft="none"), queue=32, api_keys=(KEY,), max_body_bytes=MAX_BODY
+    ) as server:
         crowd = Crowd(server.address, expected, TOKENS)
         asyncio.run(crowd.come(200))
         assert crowd.outcomes["lost"] == 0, crowd.outcomes

@@ -27,10 +27,14 @@ def test_tokens_and_back(server: Served) -> None:
     assert server.post({"tokens": llama["tokens"]}, "/detokenize").json() == dict.fromkeys(
         ("content", "prompt"), "hi<|end|>"
     )
-    plain = server.post({"content": "hi<|end|>", "parse_special": False, "with_pieces": True}, "/tokenize").json()
+    plain = server.post(
+        {"content": "hi<|end|>", "parse_special": False, "with_pieces": True}, "/tokenize"
+    ).json()
     assert "".join(token["piece"] for token in plain["tokens"]) == "hi<|end|>"
     assert plain["count"] == len("hi<|end|>")
-    assert server.post({"prompt": "hi", "return_token_strs": True}, "/tokenize").json()["token_strs"] == ["h", "i"]
+    assert server.post({"prompt": "hi", "return_token_strs": True}, "/tokenize").json()[
+        "token_strs"
+    ] == ["h", "i"]
     for body, path in (
         ({}, "/tokenize"),
         ({"content": "a" * 1_000_000}, "/tokenize"),
@@ -43,8 +47,13 @@ def test_tokens_and_back(server: Served) -> None:
 
 def test_templates_and_properties() -> None:
     with saying() as own:
-        asked = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": False}}
-        assert own.server.post(asked, "/apply-template").json() == {"prompt": "N<|user|>hi<|end|><|assistant|>"}
+        asked = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        assert own.server.post(asked, "/apply-template").json() == {
+            "prompt": "N<|user|>hi<|end|><|assistant|>"
+        }
         props = own.server.client.get("/props").json()
         assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (2048, 1)
         long = {"messages": [{"role": "user", "content": "a" * 1_000_000}]}
@@ -58,7 +67,10 @@ def test_a_prompt_between_two_texts(infilling: Any) -> None:
     assert infilling.decode(made) == "<|fim_prefix|>a<|end|><|fim_suffix|>b<|fim_middle|>"
     assert infilling.convert_tokens_to_ids("<|end|>") not in made
     others = fim_prompt(Infill("a", "", (("x.py", "one"),)), infilling)
-    assert infilling.decode(others) == "<|file_sep|>x.py\none<|file_sep|><|fim_prefix|>a<|fim_suffix|><|fim_middle|>"
+    assert (
+        infilling.decode(others)
+        == "<|file_sep|>x.py\none<|file_sep|><|fim_prefix|>a<|fim_suffix|><|fim_middle|>"
+    )
     with pytest.raises(RequestError, match="fill in the middle"):
         fim_prompt(Infill("a", "b"), byte_tokenizer())
 
@@ -78,7 +90,9 @@ def _answers_between(own: Saying) -> None:
     whole = own.server.post(infill, "/infill").json()
     assert whole["content"] == text.json()["choices"][0]["text"]
     assert (whole["stop"], whole["stop_type"]) == (True, "limit")
-    assert own.server.post(infill | {"response_fields": ["content"]}, "/infill").json() == {"content": whole["content"]}
+    assert own.server.post(infill | {"response_fields": ["content"]}, "/infill").json() == {
+        "content": whole["content"]
+    }
     stream = own.server.post(infill | {"stream": True}, "/infill").text
     assert stream.count("data: ") >= 2
     ollama = {"prompt": "one", "suffix": "two", "stream": False, "options": {"num_predict": 4}}
@@ -101,7 +115,11 @@ def test_embeddings_are_refused_with_what_to_use_instead(server: Served, path: s
         answer = server.client.post(path, json=body)
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert ("serve a model that was trained for them" in error) if path.startswith("/api") else error["code"]
+        assert (
+            ("serve a model that was trained for them" in error)
+            if path.startswith("/api")
+            else error["code"]
+        )
         assert "embeddings are not offered" in answer.text
     paths = server.client.get("/openapi.json").json()["paths"]
     assert path not in paths

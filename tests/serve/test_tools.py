@@ -36,7 +36,10 @@ SCHEMA = {
     },
 }
 SCHEMAS = {"look_up": SCHEMA, "f": SCHEMA}
-TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look", "parameters": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Look", "parameters": SCHEMA},
+}
 
 # The parts of the templates of these models that write tools and calls.
 _TURNS = "{% for m in messages %}<|user|>{{ m.content }}"
@@ -117,7 +120,10 @@ VALUES: dict[str, Any] = {
     "map": st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3),
 }
 CALLS = st.fixed_dictionaries(
-    {"name": st.sampled_from(["look_up", "f"]), "arguments": st.fixed_dictionaries({}, optional=VALUES)}
+    {
+        "name": st.sampled_from(["look_up", "f"]),
+        "arguments": st.fixed_dictionaries({}, optional=VALUES),
+    }
 )
 
 
@@ -125,7 +131,11 @@ def can_be_written(known: Format, calls: list[dict[str, Any]]) -> bool:
     """Qwen3-Coder's way has no escapes for its tags."""
     if not isinstance(known, Coder):
         return True
-    values = [json.dumps(value, ensure_ascii=False) for call in calls for value in call["arguments"].values()]
+    values = [
+        json.dumps(value, ensure_ascii=False)
+        for call in calls
+        for value in call["arguments"].values()
+    ]
     return not any("</tool_call>" in value for value in values)
 
 
@@ -143,7 +153,9 @@ def test_calls_after_the_most_that_are_wanted_are_left_out(known: Format, most: 
 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length")])
 def test_an_answer_that_is_cut_after_a_call_ends_by_its_length(reason: str, told: str) -> None:
-    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]})
+    asked = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]}
+    )
     parts = AnswerParts(asked, byte_tokenizer(TEMPLATES[Hermes]))
     parts.begin([])
     found = parts.push(written(Hermes(), [LOOK_UP])) + parts.end()
@@ -154,7 +166,9 @@ def test_an_answer_that_is_cut_after_a_call_ends_by_its_length(reason: str, told
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
 @settings(deadline=None, max_examples=150)
 @given(
-    calls=st.lists(CALLS, min_size=1, max_size=3), cuts=st.lists(st.integers(0, 400), max_size=12), lead=st.booleans()
+    calls=st.lists(CALLS, min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    lead=st.booleans(),
 )
 def test_a_call_that_is_written_is_read_back(
     known: Format, calls: list[dict[str, Any]], cuts: list[int], lead: bool
@@ -173,8 +187,28 @@ def test_a_call_that_is_written_is_read_back(
 MARKUP = st.lists(
     st.sampled_from(
         [
-            *("<tool_call>", "</tool_call>", "<function=", "f>", "</function>", "<parameter=", "text>", "</parameter>"),
-            *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", '{"name": "f", "arguments": {}}', '"', "\\"),
+            *(
+                "<tool_call>",
+                "</tool_call>",
+                "<function=",
+                "f>",
+                "</function>",
+                "<parameter=",
+                "text>",
+                "</parameter>",
+            ),
+            *(
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "[CALL_ID]",
+                "[",
+                "]",
+                "{",
+                "}",
+                '{"name": "f", "arguments": {}}',
+                '"',
+                "\\",
+            ),
             *(
                 '{"name": "f", "parameters": {}}',
                 "<|python_tag|>",
@@ -188,7 +222,12 @@ MARKUP = st.lists(
                 "é",
                 "[" * 2000,
             ),
-            *('{"name": "f", "arguments": {"x": NaN}}', '{"name": 3}', '{"name": "f", "arguments": []}', "\ud800"),
+            *(
+                '{"name": "f", "arguments": {"x": NaN}}',
+                '{"name": 3}',
+                '{"name": "f", "arguments": []}',
+                "\ud800",
+            ),
         ]
     ),
     max_size=14,
@@ -198,14 +237,18 @@ MARKUP = st.lists(
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
 @settings(deadline=None, max_examples=300)
 @given(text=MARKUP, cuts=st.lists(st.integers(0, 120), max_size=12))
-def test_hostile_answers_are_text_or_calls_that_clients_can_read(known: Format, text: str, cuts: list[int]) -> None:
+def test_hostile_answers_are_text_or_calls_that_clients_can_read(
+    known: Format, text: str, cuts: list[int]
+) -> None:
     said, found = read(known, text, [min(cut, len(text)) for cut in cuts])
     assert (said, [(call.name, call.arguments) for call in found]) == (
         (whole := read(known, text))[0],
         [(call.name, call.arguments) for call in whole[1]],
     )
     for call in found:
-        assert isinstance(json.loads(call.arguments, parse_constant=lambda name: pytest.fail(name)), dict)
+        assert isinstance(
+            json.loads(call.arguments, parse_constant=lambda name: pytest.fail(name)), dict
+        )
     if not found:
         assert said == text
 
@@ -220,10 +263,20 @@ CODED = "<function=f>\n<parameter=text>\nx\n</parameter>\n</function>"
     [
         (Hermes(), f"a<tool_call>no<tool_call>{CALL}</tool_call>", 1, "a<tool_call>no"),
         (Hermes(), f"<tool_call>{CALL}", 0, f"<tool_call>{CALL}"),
-        (Hermes(), f"<tool_call>{CALL}{CALL}</tool_call>", 0, f"<tool_call>{CALL}{CALL}</tool_call>"),
+        (
+            Hermes(),
+            f"<tool_call>{CALL}{CALL}</tool_call>",
+            0,
+            f"<tool_call>{CALL}{CALL}</tool_call>",
+        ),
         (Hermes(), '<tool_call>{"name": "f", "arguments": 3}</tool_call>', 0, None),
         (Hermes(), f"<tool_call>{'[' * 100_000}", 0, None),
-        (Hermes(), '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>", 0, None),
+        (
+            Hermes(),
+            '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>",
+            0,
+            None,
+        ),
         (Mistral(), f"[TOOL_CALLS][{CALL}, {CALL}]", 2, ""),
         (Mistral(), '[TOOL_CALLS]f[ARGS]{"text": "x"}[TOOL_CALLS]f{"text": "x"}', 2, ""),
         (Mistral(), '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"text": "x"}', 1, ""),
@@ -242,7 +295,9 @@ CODED = "<function=f>\n<parameter=text>\nx\n</parameter>\n</function>"
         (Coder(), "<function=f><parameter=text>x</parameter>", 0, None),
     ],
 )
-def test_of_answers_that_models_give(known: Format, text: str, count: int, said: str | None) -> None:
+def test_of_answers_that_models_give(
+    known: Format, text: str, count: int, said: str | None
+) -> None:
     for size in (1, 7, len(text)):
         if len(text) > 1000 and size < len(text):
             continue
@@ -300,7 +355,9 @@ def test_marks_that_are_special_tokens_are_shown() -> None:
 
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
-def test_a_server_tells_calls_streamed_or_not(known: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_tells_calls_streamed_or_not(
+    known: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = written(known, [{"name": "look_up", "arguments": {"text": "rivers", "count": 2}}])
     special = isinstance(known, Mistral)
     if special:
@@ -319,7 +376,9 @@ def test_a_server_tells_calls_streamed_or_not(known: Format, monkeypatch: pytest
         assert first.status_code == 200, first.text
         whole = first.json()["choices"][0]
         streamed = chunks(server.post(asked | {"stream": True}).text)
-        plain = server.post({name: value for name, value in asked.items() if name != "tools"}).json()
+        plain = server.post(
+            {name: value for name, value in asked.items() if name != "tools"}
+        ).json()
     call = whole["message"]["tool_calls"][0]
     assert whole["message"]["content"] is None
     assert call["function"]["name"] == "look_up"

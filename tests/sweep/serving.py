@@ -39,7 +39,9 @@ class Knowing(Drafter):
     def __init__(self, text: list[int]) -> None:
         self._text, self._tokens = text, list[int]()
 
-    def begin(self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS) -> None:
+    def begin(
+        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
+    ) -> None:
         self._tokens = list(prompt)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
@@ -47,7 +49,10 @@ class Knowing(Drafter):
         for node in frontier.alive().tolist():
             seen = [*self._tokens, root, *tree.path_tokens(node)]
             place = len(seen)
-            logits = torch.arange(VOCABULARY).mul(7).add(place * 31).remainder(VOCABULARY).float() / VOCABULARY
+            logits = (
+                torch.arange(VOCABULARY).mul(7).add(place * 31).remainder(VOCABULARY).float()
+                / VOCABULARY
+            )
             if self._text[:place] == seen and place < len(self._text) and place % 7:
                 logits[self._text[place]] = 0.97 if place % 5 == 0 else 3.0
             rows.append(logits)
@@ -68,7 +73,9 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Return what transformers itself answers, greedily."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 def kind_of(engine: Engine) -> str:
@@ -78,7 +85,11 @@ def kind_of(engine: Engine) -> str:
     lm = engine.target.lm  # type: ignore[attr-defined]
     if isinstance(lm, NativeLM):
         return "trees, native"
-    return "trees, dense mask" if isinstance(lm, CausalLM) and lm.attention == "dense mask" else "trees"
+    return (
+        "trees, dense mask"
+        if isinstance(lm, CausalLM) and lm.attention == "dense mask"
+        else "trees"
+    )
 
 
 def verdict(model: PreTrainedModel) -> str:
@@ -102,13 +113,17 @@ def verdict(model: PreTrainedModel) -> str:
             if default.generate(prompt, **given).token_ids != expected or not default.target.notes:
                 return f"WRONG: default, prompt of {length} ({kind})"
             continue
-        drafted = Engine.from_pretrained(model, Knowing([*prompt, *expected]), Eagle(width=3, expansions=3, budget=9))
+        drafted = Engine.from_pretrained(
+            model, Knowing([*prompt, *expected]), Eagle(width=3, expansions=3, budget=9)
+        )
         answer = drafted.generate(prompt, **given)
         if answer.token_ids != expected:
             return f"WRONG: trees, prompt of {length} ({kind})"
         if (passes := answer.stats.num_spec_steps + answer.stats.num_plain_steps) > 0.75 * NEW:
             return f"WRONG: {passes} passes for {NEW} tokens ({kind})"
-        again = Engine.from_pretrained(model, Knowing([*prompt, *sampled]), Eagle(width=3, expansions=3, budget=9))
+        again = Engine.from_pretrained(
+            model, Knowing([*prompt, *sampled]), Eagle(width=3, expansions=3, budget=9)
+        )
         if again.generate(prompt, **sampling).token_ids != sampled:
             return f"WRONG: sampled trees, prompt of {length} ({kind})"
     return kind

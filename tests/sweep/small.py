@@ -136,18 +136,33 @@ _LATENT = {"num_key_value_heads": 4}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MIXED = {"num_hidden_layers": 4, "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL]}
 _GEMMA3N = {"num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL] * 2, "num_kv_shared_layers": 2}
-_GEMMA3N |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8}
-_GEMMA4 = {"num_hidden_layers": 3, "layer_types": [_SLIDING, _SLIDING, _FULL], "global_head_dim": 16}
+_GEMMA3N |= {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "laurel_rank": 8,
+}
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": [_SLIDING, _SLIDING, _FULL],
+    "global_head_dim": 16,
+}
 _GEMMA4 |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY}
 OWN: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
     "bailing_hybrid": {"num_hidden_layers": 8, **_LATENT},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "bamba": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+    },
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "layer_types": [_SLIDING, _FULL],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (_SLIDING, _FULL)},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (_SLIDING, _FULL)
+        },
     },
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -165,11 +180,19 @@ OWN: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["mamba", "attention"],
+    },
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _MIXED | _LATENT,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", _FULL]},
-    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", _FULL], "num_dense_layers": 1},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "conv", _FULL],
+        "num_dense_layers": 1,
+    },
     "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", _FULL]},
     "longcat_flash": _LATENT,
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
@@ -203,11 +226,32 @@ OWN: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
     "youtu": _LATENT,
     "zamba": {"num_hidden_layers": 4, "layer_types": [_LINEAR, "hybrid"] * 2},
-    "zamba2": {"num_hidden_layers": 4, "layer_types": [_LINEAR, "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layer_types": [_LINEAR, "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
-DECODERS = ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert")
-DECODERS += ("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod")
+DECODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+)
+DECODERS += (
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 OWN |= {kind: OWN.get(kind, {}) | {"is_decoder": True} for kind in DECODERS}
 
 

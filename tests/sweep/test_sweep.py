@@ -34,7 +34,8 @@ FAST = (
 )
 VERDICTS = read()["verdicts"]
 same_version = pytest.mark.skipif(
-    transformers.__version__ != read()["transformers"], reason=f"{TABLE.name} is that of another transformers"
+    transformers.__version__ != read()["transformers"],
+    reason=f"{TABLE.name} is that of another transformers",
 )
 
 

@@ -17,13 +17,17 @@ DRAFT = Tables(8, 2, concentration=0.3, like=TARGET, share=0.7)
 PROMPT = [1, 2, 3]
 
 
-def toy_engine(policy: TreePolicy | None, tokenizer: Any = None, seed: int = 0, **draft: Any) -> Engine:
+def toy_engine(
+    policy: TreePolicy | None, tokenizer: Any = None, seed: int = 0, **draft: Any
+) -> Engine:
     target = ToyTarget(TARGET)
     drafter = None if policy is None else ToyDrafter(DRAFT, **draft)
     return Engine(target, drafter, policy, tokenizer or LetterTokenizer())
 
 
-def write(file: Path, engine: Engine, *prompts: list[int], **options: Any) -> tuple[Trace, list[Cycle]]:
+def write(
+    file: Path, engine: Engine, *prompts: list[int], **options: Any
+) -> tuple[Trace, list[Cycle]]:
     """The trace of these generations as it is read, and the engine's own cycles."""
     cycles = []
     with TraceWriter(file, engine) as trace:

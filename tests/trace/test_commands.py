@@ -29,7 +29,9 @@ SAID = "the cat and the dog and the cat"
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"], ["--stream"]])
-def test_generate_with_a_trace_answers_the_same(folder: str, tmp_path: Path, capsys: Any, extra: list[str]) -> None:
+def test_generate_with_a_trace_answers_the_same(
+    folder: str, tmp_path: Path, capsys: Any, extra: list[str]
+) -> None:
     command = ["generate", SAID, "--model", folder, "--max-new-tokens", "20", *extra]
     assert main(command) == 0
     expected = capsys.readouterr().out
@@ -97,7 +99,9 @@ def test_an_output_without_those_letters_gets_others(written: Trace, monkeypatch
         (["--pictures", "/proc/nowhere"], "pictures: /proc/nowhere"),
     ],
 )
-def test_options_out_of_range(written: Trace, capsys: Any, options: list[str], message: str) -> None:
+def test_options_out_of_range(
+    written: Trace, capsys: Any, options: list[str], message: str
+) -> None:
     assert main(["trace", str(written.file), *options]) == 2
     assert message in capsys.readouterr().err
 

@@ -46,7 +46,9 @@ def test_hostile_tokens_do_no_harm(tmp_path: Path, capsys: Any) -> None:
     assert text.count("<script") == text.count("</script>") == 2  # the data and page.js
     data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
     assert not re.search("[<>&\u2028]", data)
-    assert json.loads(data)["runs"][0]["texts"] == {str(token): text for token, text in enumerate(HOSTILE)}
+    assert json.loads(data)["runs"][0]["texts"] == {
+        str(token): text for token, text in enumerate(HOSTILE)
+    }
     assert main(["trace", str(trace.file), "--pruned"]) == 0
     shown = capsys.readouterr().out
     assert not [letter for letter in shown if letter != "\n" and not letter.isprintable()]
@@ -54,7 +56,9 @@ def test_hostile_tokens_do_no_harm(tmp_path: Path, capsys: Any) -> None:
 
 def test_the_page_needs_nothing_else(written: Trace) -> None:
     text = page([written])
-    assert not re.search(r"""(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)|\bon\w+=|innerHTML""", text)
+    assert not re.search(
+        r"""(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)|\bon\w+=|innerHTML""", text
+    )
     assert "default-src 'none'" in text
     assert "{{" not in text.split('<script id="data"')[0]
 

@@ -50,7 +50,9 @@ def test_pictures_of_a_run_without_a_draft(tmp_path: Path) -> None:
     assert main(["trace", str(plain.file), "--pictures", str(tmp_path)]) == 0
 
 
-def test_pictures_say_what_they_need(written: Trace, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_pictures_say_what_they_need(
+    written: Trace, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["trace", str(written.file), "--pictures", str(tmp_path)]) == 2
     assert "pictures: needs matplotlib" in capsys.readouterr().err
@@ -67,9 +69,19 @@ def test_pictures_need_a_cycle(written: Trace, tmp_path: Path, capsys: Any) -> N
 
 def test_pictures_of_different_prompts_say_so(written: Trace, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
-    same, _ = write(tmp_path / "same.jsonl", toy_engine(None), *(query.prompt_tokens for query in written.queries))
+    same, _ = write(
+        tmp_path / "same.jsonl",
+        toy_engine(None),
+        *(query.prompt_tokens for query in written.queries),
+    )
     other, _ = write(tmp_path / "other.jsonl", toy_engine(None), [4])
     for second, noted in ((same, False), (other, True)):
-        given = ["trace", str(written.file), str(second.file), "--pictures", str(tmp_path / "pictures")]
+        given = [
+            "trace",
+            str(written.file),
+            str(second.file),
+            "--pictures",
+            str(tmp_path / "pictures"),
+        ]
         assert main(given) == 0
         assert ("note: these traces are of different prompts" in capsys.readouterr().err) is noted

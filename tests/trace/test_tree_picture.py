@@ -35,10 +35,14 @@ def test_the_same_tree_is_the_same_file(tmp_path: Path) -> None:
     assert drawn(tmp_path / "a.svg") == drawn(tmp_path / "b.svg")
 
 
-def test_the_command_draws_the_cycle_that_was_asked_for(written: Trace, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_draws_the_cycle_that_was_asked_for(
+    written: Trace, tmp_path: Path, capsys: Any
+) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "new" / "tree.svg"
-    assert main(["trace", str(written.file), "--query", "2", "--cycle", "3", "--tree", str(file)]) == 0
+    assert (
+        main(["trace", str(written.file), "--query", "2", "--cycle", "3", "--tree", str(file)]) == 0
+    )
     assert capsys.readouterr().out == f"{file}\n"
     assert f"<!-- {written.queries[1].cycles[2].committed_texts[-1]} -->" in file.read_text()
     assert main(["trace", str(written.file), "--cycle", "999", "--tree", str(file)]) == 2
@@ -75,13 +79,18 @@ def test_a_file_holds_what_its_name_says(suffix: str, tmp_path: Path) -> None:
 def test_a_name_of_what_cannot_be_drawn_is_refused(name: str, tmp_path: Path) -> None:
     from specengine.trace.pictures import draw_tree
 
-    with pytest.raises(InputError, match=r"tree: got .*, accepted a file whose name ends in \.svg or \.png or \.pdf"):
+    with pytest.raises(
+        InputError,
+        match=r"tree: got .*, accepted a file whose name ends in \.svg or \.png or \.pdf",
+    ):
         draw_tree(TREE, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["page.png", "page", "page.svg"])
-def test_a_page_is_written_into_a_page(name: str, written: Trace, tmp_path: Path, capsys: Any) -> None:
+def test_a_page_is_written_into_a_page(
+    name: str, written: Trace, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["trace", str(written.file), "--html", str(tmp_path / name)]) == 2
     assert "html: got " in (told := capsys.readouterr().err)
     assert "accepted a file whose name ends in .html or .htm" in told

@@ -25,7 +25,11 @@ from tests.trace.runs import DRAFT, PROMPT, toy_engine, write
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.0, 1.0]), normalized=st.booleans())
 def test_a_trace_is_what_the_engine_did(
-    name: str, seed: int, temperature: float, normalized: bool, tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    seed: int,
+    temperature: float,
+    normalized: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     policy = None if name == "plain" else policy_for(name, seed)
     kind = {} if policy is None else {"normalized": normalized}
@@ -54,7 +58,10 @@ def check_cycle(traced: TracedCycle, cycle: Cycle) -> None:
     assert len(traced.tokens) - 1 == cycle.drafted
     assert traced.committed == cycle.tokens
     assert traced.passes == int(tree.passes)
-    for name, log_probs in (("probabilities", tree.log_probs), ("path_probabilities", tree.path_log_probs)):
+    for name, log_probs in (
+        ("probabilities", tree.log_probs),
+        ("path_probabilities", tree.path_log_probs),
+    ):
         kept = [getattr(traced, name)[node] for node in traced.kept]
         assert kept == pytest.approx(log_probs.exp().tolist(), rel=1e-4)
     assert [traced.tokens[node] for node in traced.accepted] == tree.tokens[cycle.path].tolist()

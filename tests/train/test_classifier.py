@@ -58,7 +58,11 @@ def test_trees_are_what_the_engine_made(trees: Trees) -> None:
     """Against a plain answer: each accepted path goes on where the last one ended, by the target's own choices."""
     shard = trees.read(trees.shards()[0])
     prompt = PROMPTS[0]
-    answer = Engine(ToyTarget(TARGET), None, None).generate(prompt, max_new_tokens=40, temperature=0.0).token_ids
+    answer = (
+        Engine(ToyTarget(TARGET), None, None)
+        .generate(prompt, max_new_tokens=40, temperature=0.0)
+        .token_ids
+    )
     place, draft = 0, engine().drafter
     assert draft is not None
     for logged in shard.trees:
@@ -73,14 +77,18 @@ def test_trees_are_what_the_engine_made(trees: Trees) -> None:
             assert int(logged.choices[node]) == int(TARGET.logits(given).argmax())
             if node:
                 expected = TARGET.logits(given[:-1])[given[-1]]
-                assert float(logged.target_log_probs[node]) == pytest.approx(float(expected), abs=1e-4)
+                assert float(logged.target_log_probs[node]) == pytest.approx(
+                    float(expected), abs=1e-4
+                )
         for row, node in enumerate(logged.expanded.tolist()):
             probabilities = draft.tables.probabilities([*context, *tree.path_tokens(node)])
             entropy = -sum(p * math.log(p) for p in probabilities)
             assert float(logged.entropies[row]) == pytest.approx(entropy, abs=1e-4)
             best = torch.from_numpy(probabilities).float().topk(TOP_PROBS).values
             assert torch.allclose(logged.top_probs[row], best, atol=1e-5)
-            assert torch.allclose(logged.logits[row].exp(), torch.from_numpy(probabilities).float(), atol=1e-5)
+            assert torch.allclose(
+                logged.logits[row].exp(), torch.from_numpy(probabilities).float(), atol=1e-5
+            )
         place += len(committed)
     assert place > 12
 
@@ -140,15 +148,23 @@ def test_questions_are_what_stands_before_the_first_answer(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def test_rows_of_c2t_are_what_the_policy_computes(trees: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_c2t_are_what_the_policy_computes(
+    trees: Trees, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The serving policy, which keeps everything here, classifies the same features at the same nodes."""
     logged = next(iter(trees))
     seen: list[torch.Tensor] = []
     policy = policies.make("c2t", beta=0.0, children=4, layer=4, max_depth=2)
     inner = ops.classify_paths
 
-    def classified(paths: torch.Tensor, entropies: torch.Tensor, depth: int, net: Any) -> torch.Tensor:
-        columns = paths.exp(), entropies[:, None].expand_as(paths), torch.full_like(paths, int(depth))
+    def classified(
+        paths: torch.Tensor, entropies: torch.Tensor, depth: int, net: Any
+    ) -> torch.Tensor:
+        columns = (
+            paths.exp(),
+            entropies[:, None].expand_as(paths),
+            torch.full_like(paths, int(depth)),
+        )
         seen.append(torch.stack(columns, -1))
         return inner(paths, entropies, depth, net)
 
@@ -168,14 +184,18 @@ def test_rows_of_disco_are_the_levels(trees: Trees) -> None:
     for logged in list(trees)[:20]:
         rows, tree = rows_of("disco", logged), logged.tree
         reached = int(tree.depths[logged.accepted].max())
-        assert rows.labels.tolist() == [level <= reached for level in range(1, COLLECT.expansions + 2)]
+        assert rows.labels.tolist() == [
+            level <= reached for level in range(1, COLLECT.expansions + 2)
+        ]
         assert rows.inputs[:, -1].tolist() == list(range(COLLECT.expansions + 1))
         for level in range(1, COLLECT.expansions + 2):
             nodes = (tree.depths == level).nonzero()[:, 0]
             best = nodes[tree.path_log_probs[nodes].argmax()]
             row = logged.expanded.tolist().index(int(tree.parents[best]))
             assert torch.equal(rows.inputs[level - 1, :10], logged.top_probs[row])
-            assert float(rows.inputs[level - 1, 0]) == pytest.approx(float(tree.log_probs[best].exp()), abs=1e-5)
+            assert float(rows.inputs[level - 1, 0]) == pytest.approx(
+                float(tree.log_probs[best].exp()), abs=1e-5
+            )
 
 
 def test_rows_of_specdecpp_are_the_nodes_drafted_from(trees: Trees) -> None:
@@ -183,7 +203,9 @@ def test_rows_of_specdecpp_are_the_nodes_drafted_from(trees: Trees) -> None:
         rows = rows_of("specdecpp", logged)
         assert len(rows.labels) == len(logged.expanded) - 1
         for row, node in enumerate(logged.expanded.tolist()[1:]):
-            assert bool(rows.labels[row]) == (logged.choices[logged.parents[node]] == logged.tokens[node])
+            assert bool(rows.labels[row]) == (
+                logged.choices[logged.parents[node]] == logged.tokens[node]
+            )
             assert torch.equal(rows.inputs[row], logged.hidden[row + 1])
     without = logged._replace(hidden=logged.hidden[:, :0])
     with pytest.raises(InputError, match="they have no hidden states"):
@@ -205,7 +227,10 @@ def test_negatives_are_drawn_per_positive() -> None:
 
 def test_a_child_of_a_pruned_node_counts_as_pruned(trees: Trees) -> None:
     for seed, logged in enumerate(list(trees)[:10]):
-        tree, confidence = logged.tree, torch.rand(len(logged.tree) - 1, generator=torch.Generator().manual_seed(seed))
+        tree, confidence = (
+            logged.tree,
+            torch.rand(len(logged.tree) - 1, generator=torch.Generator().manual_seed(seed)),
+        )
         least = path_minimum(confidence, logged)
         for node in range(1, len(tree)):
             way, above = [], node
@@ -225,7 +250,10 @@ def test_beta_keeps_what_was_asked_for() -> None:
 
 
 def test_scores() -> None:
-    predicted, labels = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    predicted, labels = (
+        torch.tensor([True, True, False, False]),
+        torch.tensor([True, False, True, False]),
+    )
     assert scores(predicted, labels) == {
         "accuracy": 0.5, "precision": 0.5, "recall": 0.5, "f1": 0.5, "keep_rate": 0.5,
     }  # fmt: skip
@@ -234,7 +262,9 @@ def test_scores() -> None:
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_classifier_is_learnt_and_serves(kind: str, trees: Trees, tmp_path: Path) -> None:
-    options = replace(SETTINGS[kind], epochs=8, batch=64, learning_rate=3e-3, held_back=0.25, keep_rate=0.1)
+    options = replace(
+        SETTINGS[kind], epochs=8, batch=64, learning_rate=3e-3, held_back=0.25, keep_rate=0.1
+    )
     told: list[str] = []
     file = train_classifier(kind, trees, tmp_path / "it.safetensors", options, told.append)
     assert told[-1].startswith('{"accuracy"')
@@ -247,21 +277,32 @@ def test_a_classifier_is_learnt_and_serves(kind: str, trees: Trees, tmp_path: Pa
     if kind == "c2t":
         assert figures["keep_rate"] == pytest.approx(0.1, abs=0.02)
         assert figures["recall"] > 3 * figures["keep_rate"], "better than chance by far"
-        assert sum(part["share"] for part in facts["held_out"]["by_entropy"].values()) == pytest.approx(1, abs=1e-3)
+        assert sum(
+            part["share"] for part in facts["held_out"]["by_entropy"].values()
+        ) == pytest.approx(1, abs=1e-3)
     else:
         rate = facts["held_out"]["positive_rate"]
         assert figures["accuracy"] > max(rate, 1 - rate) - 0.2
-    assert train_classifier(kind, trees, tmp_path / "again.safetensors", options).read_bytes() == file.read_bytes()
+    assert (
+        train_classifier(kind, trees, tmp_path / "again.safetensors", options).read_bytes()
+        == file.read_bytes()
+    )
 
     base = engine()
     policy = policies.make(kind, classifier=str(file))
-    answer = Engine(base.target, base.drafter, policy).generate([1, 2, 3], max_new_tokens=20, temperature=0.0)
-    plain = Engine(ToyTarget(TARGET), None, None).generate([1, 2, 3], max_new_tokens=20, temperature=0.0)
+    answer = Engine(base.target, base.drafter, policy).generate(
+        [1, 2, 3], max_new_tokens=20, temperature=0.0
+    )
+    plain = Engine(ToyTarget(TARGET), None, None).generate(
+        [1, 2, 3], max_new_tokens=20, temperature=0.0
+    )
     assert answer.token_ids == plain.token_ids
 
 
 def test_trees_with_one_label_are_refused(trees: Trees, tmp_path: Path) -> None:
-    rejected = [tree._replace(accepted=torch.arange(len(tree.tokens)) == 0) for tree in list(trees)[:4]]
+    rejected = [
+        tree._replace(accepted=torch.arange(len(tree.tokens)) == 0) for tree in list(trees)[:4]
+    ]
     found = Trees.create(tmp_path, {"top": 1000})
     found.add(0, rejected, collecting.Columns())
     with pytest.raises(InputError, match="all training nodes have the same label"):
@@ -291,7 +332,10 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------- the command
 
-SMALL = [f"-o{option}" for option in ("trees=6", "length=12", "width=2", "expansions=2", "epochs=2", "held_back=0.3")]
+SMALL = [
+    f"-o{option}"
+    for option in ("trees=6", "length=12", "width=2", "expansions=2", "epochs=2", "held_back=0.3")
+]
 
 
 def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> None:
@@ -300,7 +344,18 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
     tiny("qwen3", max_position_embeddings=512).save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     file.write_text("what is it\nand then\nwho knows\nabc\n")
-    given = ["train", "classifier", str(out), "--kind", "c2t", "--target", str(model), "--draft", str(model), *SMALL]
+    given = [
+        "train",
+        "classifier",
+        str(out),
+        "--kind",
+        "c2t",
+        "--target",
+        str(model),
+        "--draft",
+        str(model),
+        *SMALL,
+    ]
     assert main([*given, "--prompts", str(file)]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{out / 'c2t.safetensors'}\n"
@@ -308,7 +363,16 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
     assert json.loads((out / "trees" / Trees.MANIFEST).read_text())["target"] == "model"
     assert main([*given, "--prompts", str(file)]) == 0, "the trees are there already"
     assert "per second" not in capsys.readouterr().err
-    asked = ["generate", "abc", "--model", str(model), "--draft", str(model), "--max-new-tokens", "8"]
+    asked = [
+        "generate",
+        "abc",
+        "--model",
+        str(model),
+        "--draft",
+        str(model),
+        "--max-new-tokens",
+        "8",
+    ]
     assert main([*asked, "--policy", "c2t", "-o", f"classifier={out / 'c2t.safetensors'}"]) == 0
 
 

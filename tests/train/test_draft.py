@@ -54,7 +54,10 @@ def random_texts(count: int, seed: int = 0) -> list[Text]:
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(10, 60, (count,), generator=random).tolist()
     return [
-        Text(torch.randint(VOCABULARY, (length,), generator=random, dtype=torch.int32), torch.arange(length) > 4)
+        Text(
+            torch.randint(VOCABULARY, (length,), generator=random, dtype=torch.int32),
+            torch.arange(length) > 4,
+        )
         for length in lengths
     ]
 
@@ -68,7 +71,10 @@ def corpus_of(folder: Path, *shards: list[Text]) -> Corpus:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-    return [{key: value for key, value in entry.items() if not key.endswith("seconds")} for entry in entries]
+    return [
+        {key: value for key, value in entry.items() if not key.endswith("seconds")}
+        for entry in entries
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- batches
@@ -77,7 +83,8 @@ def log(folder: Path) -> list[dict[str, Any]]:
 def test_batches_hold_every_text_once() -> None:
     """Whole texts one behind the other; what a sequence cuts off begins the next one."""
     texts = [
-        Text(torch.full((n,), i, dtype=torch.int32), torch.ones(n, dtype=torch.bool)) for i, n in enumerate([20] * 9)
+        Text(torch.full((n,), i, dtype=torch.int32), torch.ones(n, dtype=torch.bool))
+        for i, n in enumerate([20] * 9)
     ]
     batches = pack(texts, OPTIONS)
     assert [tuple(batch.tokens.shape) for batch in batches] == [(3, 32), (2, 48), (3, 32)]
@@ -143,9 +150,12 @@ def test_new_heads_begin_with_what_the_target_knows(model: PreTrainedModel, kind
         assert ids.tolist() == list(range(VOCABULARY - 100, VOCABULARY))  # the most frequent ones
         assert torch.equal(head.lm_head.weight, model.lm_head.weight[ids])
         assert torch.equal(head.norm.weight, model.model.norm.weight)
-        assert torch.equal(head.layers[0].mlp.up_proj.weight, model.model.layers[-1].mlp.up_proj.weight)
         assert torch.equal(
-            head.layers[0].self_attn.q_proj.weight[:, 32:], model.model.layers[-1].self_attn.q_proj.weight
+            head.layers[0].mlp.up_proj.weight, model.model.layers[-1].mlp.up_proj.weight
+        )
+        assert torch.equal(
+            head.layers[0].self_attn.q_proj.weight[:, 32:],
+            model.model.layers[-1].self_attn.q_proj.weight,
         )
     blank = new_head(model, replace(options, start="random"), LOSS, counts)
     assert float(blank.fc.weight.detach().std()) < 0.03
@@ -159,7 +169,11 @@ def test_an_eagle1_head_begins_as_the_best_linear_guess(model: PreTrainedModel) 
 
     features = torch.cat([teacher.read(tokens).features for tokens in batches])
     embedded = model.get_input_embeddings()(torch.cat(batches))[:, 1:]
-    inputs = torch.cat([embedded, features[:, :-1], torch.ones(*embedded.shape[:2], 1)], -1).flatten(0, 1).double()
+    inputs = (
+        torch.cat([embedded, features[:, :-1], torch.ones(*embedded.shape[:2], 1)], -1)
+        .flatten(0, 1)
+        .double()
+    )
     wanted = features[:, 1:].flatten(0, 1)
     best = inputs @ torch.linalg.lstsq(inputs, wanted.double()).solution
     with torch.no_grad():
@@ -170,7 +184,10 @@ def test_an_eagle1_head_begins_as_the_best_linear_guess(model: PreTrainedModel) 
 
 def test_the_kind_of_head_follows_the_loss(model: PreTrainedModel) -> None:
     for name, version in {"eagle": 1, "hass": 1, "ttt": 3, "talf": 3}.items():
-        assert new_head(model, OPTIONS, make_loss(name), torch.ones(VOCABULARY)).config.version == version
+        assert (
+            new_head(model, OPTIONS, make_loss(name), torch.ones(VOCABULARY)).config.version
+            == version
+        )
 
 
 def test_training_goes_on_from_a_head(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -188,15 +205,24 @@ def test_a_head_to_start_from_may_become_wider(model: PreTrainedModel, tmp_path:
     teacher = Teacher(model, load_head(first).config.feature_ids(LAYERS))
     size = load_head(first).config.intermediate_size
     heads = [
-        new_head(model, replace(OPTIONS, start=str(first), intermediate_size=wide), LOSS, torch.ones(VOCABULARY))
+        new_head(
+            model,
+            replace(OPTIONS, start=str(first), intermediate_size=wide),
+            LOSS,
+            torch.ones(VOCABULARY),
+        )
         for wide in (0, size + 24)
     ]
     assert heads[1].config.intermediate_size == size + 24
-    narrow, wider = (agreement(head, teacher, random_texts(4, seed=1), autocast=False)[1] for head in heads)
+    narrow, wider = (
+        agreement(head, teacher, random_texts(4, seed=1), autocast=False)[1] for head in heads
+    )
     assert wider == pytest.approx(narrow, abs=1e-6)
 
 
-def test_a_head_to_start_from_keeps_its_largest_units(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_head_to_start_from_keeps_its_largest_units(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(12))
     first = train_draft(model, corpus, tmp_path / "first", OPTIONS, LOSS)
     config, state, _ = load_head(first)
@@ -208,12 +234,17 @@ def test_a_head_to_start_from_keeps_its_largest_units(model: PreTrainedModel, tm
     left = config.intermediate_size - len(idle)
     whole, cut, too_few = (
         new_head(
-            model, replace(OPTIONS, start=str(tmp_path / "idle"), intermediate_size=size), LOSS, torch.ones(VOCABULARY)
+            model,
+            replace(OPTIONS, start=str(tmp_path / "idle"), intermediate_size=size),
+            LOSS,
+            torch.ones(VOCABULARY),
         )
         for size in (0, left, left // 2)
     )
     texts = random_texts(4, seed=1)
-    before, after, less = (agreement(head, teacher, texts, autocast=False)[1] for head in (whole, cut, too_few))
+    before, after, less = (
+        agreement(head, teacher, texts, autocast=False)[1] for head in (whole, cut, too_few)
+    )
     assert cut.config.intermediate_size == left
     assert after == pytest.approx(before, abs=1e-5)
     assert less != pytest.approx(before, abs=1e-5)
@@ -221,10 +252,13 @@ def test_a_head_to_start_from_keeps_its_largest_units(model: PreTrainedModel, tm
 
 def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(12))
-    first = train_draft(model, corpus, tmp_path / "first", replace(OPTIONS, draft_vocab_size=20), LOSS)
+    first = train_draft(
+        model, corpus, tmp_path / "first", replace(OPTIONS, draft_vocab_size=20), LOSS
+    )
     counts = torch.arange(VOCABULARY).flip(0)  # the first tokens are the most frequent ones
     narrow, wide = (
-        new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=size), LOSS, counts) for size in (20, 50)
+        new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=size), LOSS, counts)
+        for size in (20, 50)
     )
     old, ids = narrow.target_ids().tolist(), wide.target_ids().tolist()
     assert len(old) == 20
@@ -236,7 +270,9 @@ def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_
     assert torch.equal(weight[[rows[token] for token in new]], its[new])
     assert wide.config.draft_vocab_size == 50
     save_head(wide.config, wide.state_dict(), tmp_path / "wide")
-    assert load_head(tmp_path / "wide").state["d2t"].tolist() == [token - row for token, row in rows.items()]
+    assert load_head(tmp_path / "wide").state["d2t"].tolist() == [
+        token - row for token, row in rows.items()
+    ]
     kept = new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=0), LOSS, counts)
     assert kept.target_ids().tolist() == old
 
@@ -244,14 +280,19 @@ def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_
 # ---------------------------------------------------------------------------------------------------- the loop
 
 
-def test_the_saved_head_is_the_average_of_those_on_the_way(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_the_saved_head_is_the_average_of_those_on_the_way(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(20))
     options = replace(OPTIONS, average=0.2)
     steps = [train_draft(model, corpus, tmp_path / "each", OPTIONS, LOSS, stop_after=step) and
              torch.load(tmp_path / "each" / STATE, weights_only=True)["head"] for step in (1, 2, 3)]  # fmt: skip
     averaged = train_draft(model, corpus, tmp_path / "averaged", options, LOSS, stop_after=3)
     assert log(averaged)[0] == log(tmp_path / "each")[0]
-    shares = [1 - 2 / 11, 1 - 0.2]  # what is new: the beginning is left sooner than options.average says
+    shares = [
+        1 - 2 / 11,
+        1 - 0.2,
+    ]  # what is new: the beginning is left sooner than options.average says
     expected = {name: tensor.clone() for name, tensor in steps[0].items()}
     for head, share in zip(steps[1:], shares, strict=True):
         for name, tensor in head.items():
@@ -265,7 +306,9 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path) -> None:
     """A random Qwen3 of two layers writes its text, and a draft learns from it: agreement on text that was held back
     rises well above that of an untrained head, and the engine drafts with it without changing the answer."""
     target = tiny("qwen3")
-    with torch.no_grad():  # a random target's attention is noise, which nothing could learn from so little text
+    with (
+        torch.no_grad()
+    ):  # a random target's attention is noise, which nothing could learn from so little text
         for layer in target.model.layers:
             layer.self_attn.o_proj.weight *= 0.05
     tokenizer = byte_tokenizer()
@@ -319,7 +362,9 @@ def test_a_killed_training_resumes_to_the_same_curve(
     with pytest.raises(KeyboardInterrupt):
         train_draft(model, corpus, tmp_path / "cut", options, LOSS)
     monkeypatch.undo()
-    (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')  # the rest of the line was not written any more
+    (tmp_path / "cut" / LOG).open("a").write(
+        '{"step": 7, "loss"'
+    )  # the rest of the line was not written any more
     corpus.add(1, random_texts(5, seed=9))
     said: list[str] = []
     resumed = train_draft(model, corpus, tmp_path / "cut", options, LOSS, progress=said.append)
@@ -335,7 +380,10 @@ def test_a_training_begun_otherwise_is_left_alone(model: PreTrainedModel, tmp_pa
     corpus = corpus_of(tmp_path / "data", random_texts(20))
     out = train_draft(model, corpus, tmp_path / "head", OPTIONS, LOSS, stop_after=4)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    for options, loss in ((replace(OPTIONS, learning_rate=1e-3), LOSS), (OPTIONS, make_loss("ttt", steps=2))):
+    for options, loss in (
+        (replace(OPTIONS, learning_rate=1e-3), LOSS),
+        (OPTIONS, make_loss("ttt", steps=2)),
+    ):
         with pytest.raises(InputError, match="begun with"):
             train_draft(model, corpus, out, options, loss)
     other = corpus_of(tmp_path / "other", random_texts(20, seed=9))
@@ -351,13 +399,19 @@ def test_a_training_begun_otherwise_is_left_alone(model: PreTrainedModel, tmp_pa
 def test_text_of_another_target_is_refused(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, random_texts(4))
     with pytest.raises(InputError, match="vocabulary of 260; this target has 100"):
-        train_draft(tiny(vocab_size=100, num_hidden_layers=LAYERS), corpus, tmp_path / "head", OPTIONS, LOSS)
+        train_draft(
+            tiny(vocab_size=100, num_hidden_layers=LAYERS), corpus, tmp_path / "head", OPTIONS, LOSS
+        )
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(20))
     with pytest.raises(InputError, match="learning_rate: the loss was"):
-        train_draft(model, corpus, tmp_path / "head", replace(OPTIONS, learning_rate=1e30, clip=1e30), LOSS)
+        train_draft(
+            model, corpus, tmp_path / "head", replace(OPTIONS, learning_rate=1e30, clip=1e30), LOSS
+        )
 
 
 @pytest.mark.parametrize(
@@ -387,11 +441,15 @@ def test_key_value_heads_must_divide_the_heads(model: PreTrainedModel) -> None:
 # ---------------------------------------------------------------------------------------------------- kept states
 
 
-def native_corpus(folder: Path, family: str = "qwen2", tokens: int = 1500) -> tuple[NativeLM, Corpus]:
+def native_corpus(
+    folder: Path, family: str = "qwen2", tokens: int = 1500
+) -> tuple[NativeLM, Corpus]:
     lm = from_model(tiny(family, num_hidden_layers=LAYERS))
     features = default_layer_ids(lm.layers)
     text = SynthesisOptions(tokens=tokens, rows=8, length=48)
-    return lm, write_corpus(NativeTarget(lm), byte_tokenizer(), folder, text, name="tiny", features=features)
+    return lm, write_corpus(
+        NativeTarget(lm), byte_tokenizer(), folder, text, name="tiny", features=features
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
@@ -416,7 +474,11 @@ def test_kept_states_teach_what_the_target_would(tmp_path: Path, family: str) ->
             ratio = of_all.float() / (of_all.float() * seen).sum(1, keepdim=True)
             torch.testing.assert_close(chances.float()[seen], ratio[seen], rtol=0.03, atol=0.003)
         losses = [
-            float(loss_of(LOSS, head, teacher, reading, text.answers[None], generator=torch.Generator()).loss.detach())
+            float(
+                loss_of(
+                    LOSS, head, teacher, reading, text.answers[None], generator=torch.Generator()
+                ).loss.detach()
+            )
             for teacher, reading in ((stored, kept), (serving, read))
         ]
         assert losses[0] == pytest.approx(losses[1], rel=0.05)
@@ -445,7 +507,10 @@ def test_the_target_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain = Engine.from_pretrained(model, policy="plain", tokenizer=byte_tokenizer())
     engine = Engine.from_pretrained(model, str(out), policy="eagle", tokenizer=byte_tokenizer())
     assert "native" in engine.target.backend
-    assert engine.generate("abc", max_new_tokens=30).token_ids == plain.generate("abc", max_new_tokens=30).token_ids
+    assert (
+        engine.generate("abc", max_new_tokens=30).token_ids
+        == plain.generate("abc", max_new_tokens=30).token_ids
+    )
 
 
 @pytest.mark.parametrize("loss", ["talf", "hass"])
@@ -454,14 +519,20 @@ def test_losses_that_need_more_than_kept_states_say_so(tmp_path: Path, loss: str
     said: list[str] = []
     options, chosen = replace(OPTIONS, steps=1), make_loss(loss, anchors=0.2)
     train_draft(lm, corpus, tmp_path / "head", options, chosen, progress=said.append)
-    assert [line for line in said if "does not suffice for this loss: transformers runs the target again" in line]
+    assert [
+        line
+        for line in said
+        if "does not suffice for this loss: transformers runs the target again" in line
+    ]
 
 
 def test_text_without_states_is_read_again(tmp_path: Path) -> None:
     lm = from_model(tiny("qwen3", num_hidden_layers=LAYERS))
     said: list[str] = []
     corpus = corpus_of(tmp_path / "data", random_texts(12))
-    train_draft(lm, corpus, tmp_path / "head", replace(OPTIONS, steps=1), LOSS, progress=said.append)
+    train_draft(
+        lm, corpus, tmp_path / "head", replace(OPTIONS, steps=1), LOSS, progress=said.append
+    )
     assert [line for line in said if "was kept with states None, [2, 3, 3] are needed" in line]
 
 
@@ -469,7 +540,9 @@ def test_a_training_on_kept_states_resumes_to_the_same_curve(tmp_path: Path) -> 
     lm, corpus = native_corpus(tmp_path / "data")
     whole = train_draft(lm, corpus, tmp_path / "whole", OPTIONS, LOSS)
     train_draft(lm, corpus, tmp_path / "cut", OPTIONS, LOSS, stop_after=4)
-    (tmp_path / "cut" / LOG).write_text("".join((tmp_path / "cut" / LOG).read_text().splitlines(keepends=True)[:1]))
+    (tmp_path / "cut" / LOG).write_text(
+        "".join((tmp_path / "cut" / LOG).read_text().splitlines(keepends=True)[:1])
+    )
     cut = train_draft(lm, corpus, tmp_path / "cut", OPTIONS, LOSS)
     states = [load_head(folder).state for folder in (cut, whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
@@ -480,9 +553,20 @@ def test_time_chooses_the_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specengine.train.draft.training.MIN_STEPS", 7)
     said: list[str] = []
     options = replace(OPTIONS, save_every=2)
-    train_draft(lm, corpus, tmp_path / "head", options, LOSS, seconds=1e-6, stop_after=3, progress=said.append)
+    train_draft(
+        lm,
+        corpus,
+        tmp_path / "head",
+        options,
+        LOSS,
+        seconds=1e-6,
+        stop_after=3,
+        progress=said.append,
+    )
     assert [line for line in said if line.startswith("7 steps in 0.0 hours")]
-    out = train_draft(lm, corpus, tmp_path / "head", options, LOSS, seconds=1e6, progress=said.append)
+    out = train_draft(
+        lm, corpus, tmp_path / "head", options, LOSS, seconds=1e6, progress=said.append
+    )
     assert "resuming at step 3 of 7" in said
     assert log(out)[-1]["step"] == 7
 

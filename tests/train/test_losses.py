@@ -54,7 +54,10 @@ def text(seed: int = 0, batch: int = 2, length: int = LENGTH) -> tuple[Tensor, T
 def greedy_text(model: PreTrainedModel, length: int = LENGTH) -> Tensor:
     """A text that is the target's own best token everywhere behind the first."""
     return model.generate(
-        torch.tensor([[7], [11]]), min_new_tokens=length - 1, max_new_tokens=length - 1, do_sample=False
+        torch.tensor([[7], [11]]),
+        min_new_tokens=length - 1,
+        max_new_tokens=length - 1,
+        do_sample=False,
     )
 
 
@@ -90,17 +93,29 @@ def test_the_targets_tree_is_its_own_beam(model: PreTrainedModel) -> None:
                     with torch.no_grad():
                         logits = model(torch.tensor([[*prefix, *path]])).logits[0, -1]
                     best = logits.log_softmax(-1).topk(width)
-                    scores |= {(*path, int(t)): score + float(p) for p, t in zip(*best, strict=True)}
+                    scores |= {
+                        (*path, int(t)): score + float(p) for p, t in zip(*best, strict=True)
+                    }
                 beam = dict(sorted(scores.items(), key=lambda item: -item[1])[:width])
-                paths = [tuple(path_to(layers, batch, anchor, depth, node)) for node in range(width)]
+                paths = [
+                    tuple(path_to(layers, batch, anchor, depth, node)) for node in range(width)
+                ]
                 assert set(paths) == set(beam)
                 for node, path in enumerate(paths):
                     expected = states_behind(model, [*prefix, *path])
-                    torch.testing.assert_close(layer.states[batch, anchor, node], expected, rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(
+                        layer.states[batch, anchor, node], expected, rtol=1e-4, atol=1e-4
+                    )
 
 
 def test_targets_with_other_logits_than_their_heads_are_refused() -> None:
-    capped = tiny("Gemma2", num_hidden_layers=LAYERS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=1.0)
+    capped = tiny(
+        "Gemma2",
+        num_hidden_layers=LAYERS,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=1.0,
+    )
     with pytest.raises(UnsupportedModelError, match="soft cap"):
         Teacher(capped, (LAYERS,))
     with pytest.raises(UnsupportedModelError, match="hidden states"):
@@ -151,7 +166,11 @@ def test_rows_are_those_of_the_serving_draft(
         for place, row in enumerate(rows):
             if row < 0:
                 continue
-            steps = [(t[batch, place], p[batch, place]) for t, p, _ in calls if loss.width or row + 2 < LENGTH]
+            steps = [
+                (t[batch, place], p[batch, place])
+                for t, p, _ in calls
+                if loss.width or row + 2 < LENGTH
+            ]
             inside = len(steps) if loss.width else min(len(steps), LENGTH - 2 - row)
             expected = serving_states(head, model, reading, (batch, row), steps[:inside])
             torch.testing.assert_close(first[0][batch, row], expected[0][0], rtol=0, atol=1e-4)
@@ -161,9 +180,13 @@ def test_rows_are_those_of_the_serving_draft(
     assert checked > 50
 
 
-def _spy(monkeypatch: pytest.MonkeyPatch, calls: list[Any], first: list[Tensor], anchored: list[Tensor]) -> None:
+def _spy(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], first: list[Tensor], anchored: list[Tensor]
+) -> None:
     class Spied(Unrolling):
-        def __init__(self, head: Any, teacher: Any, features: Any, tokens: Any, anchors: Tensor) -> None:
+        def __init__(
+            self, head: Any, teacher: Any, features: Any, tokens: Any, anchors: Tensor
+        ) -> None:
             super().__init__(head, teacher, features, tokens, anchors)
             anchored.append(anchors)
 
@@ -201,7 +224,9 @@ def test_labels_are_the_targets_distributions_one_token_further_at_each_step(
             target[batch, row + 1 + step]
             for batch in range(2)
             for row in range(LENGTH - 2)
-            if answers[batch, row + 2] and row + 2 + step < LENGTH and answers[batch, row + 2 + step]
+            if answers[batch, row + 2]
+            and row + 2 + step < LENGTH
+            and answers[batch, row + 2 + step]
         ]
         assert len(states) == len(expected)
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
@@ -210,7 +235,9 @@ def test_labels_are_the_targets_distributions_one_token_further_at_each_step(
 # ---------------------------------------------------------------------------------------------------- one and another
 
 
-def gradients(loss: Loss, head: EagleHead, teacher: Teacher, tokens: Tensor, answers: Tensor, **options: Any) -> Any:
+def gradients(
+    loss: Loss, head: EagleHead, teacher: Teacher, tokens: Tensor, answers: Tensor, **options: Any
+) -> Any:
     head.zero_grad()
     report = loss_of(loss, head, teacher, teacher.read(tokens, keep_cache=True), answers, **options)
     report.loss.backward()
@@ -229,7 +256,9 @@ def test_talf_with_one_node_has_the_gradient_of_hass(model: PreTrainedModel, ver
     tokens = greedy_text(model)
     answers = torch.zeros(tokens.shape, dtype=torch.bool)
     answers[:, 2 : LENGTH - 3] = True  # anchors from which both see all three steps
-    _, of_talf = gradients(replace(make_loss("talf"), width=1, detach=True), head, teacher, tokens, answers)
+    _, of_talf = gradients(
+        replace(make_loss("talf"), width=1, detach=True), head, teacher, tokens, answers
+    )
     _, of_chain = _hass_by_hand(head, teacher, tokens, answers, beyond=True)
     assert_same(of_talf, of_chain)
 
@@ -249,10 +278,14 @@ def test_hass_without_regression_is_its_formula(model: PreTrainedModel, version:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-3, atol=1e-4 * float(gradient.abs().max())
+        )
 
 
-def _hass_by_hand(head: EagleHead, teacher: Teacher, tokens: Tensor, answers: Tensor, *, beyond: bool) -> Any:
+def _hass_by_hand(
+    head: EagleHead, teacher: Teacher, tokens: Tensor, answers: Tensor, *, beyond: bool
+) -> Any:
     """The cross-entropies of three detached steps along the text behind each answer token, each step a mean.
 
     beyond: later steps count whether or not their token is an answer, as they do in a tree.
@@ -288,7 +321,10 @@ def test_detached_steps_teach_nothing_to_the_steps_before(model: PreTrainedModel
     head = head_for(3)
     teacher = teacher_for(model, head)
     tokens, answers = text()
-    free, tied = (gradients(make_loss("ttt", steps=2, detach=d), head, teacher, tokens, answers) for d in (False, True))
+    free, tied = (
+        gradients(make_loss("ttt", steps=2, detach=d), head, teacher, tokens, answers)
+        for d in (False, True)
+    )
     assert free[0] == pytest.approx(tied[0])
     assert not torch.allclose(free[1]["fc.weight"], tied[1]["fc.weight"], rtol=1e-3)
 
@@ -317,7 +353,9 @@ def test_noise_and_anchors_are_drawn_from_the_generator(model: PreTrainedModel) 
     tokens, answers = text()
     for loss in (make_loss("eagle"), make_loss("ttt", anchors=0.5)):
         values = [
-            gradients(loss, head, teacher, tokens, answers, generator=torch.Generator().manual_seed(s))[0]
+            gradients(
+                loss, head, teacher, tokens, answers, generator=torch.Generator().manual_seed(s)
+            )[0]
             for s in (1, 1, 2)
         ]
         assert values[0] == values[1] != values[2]
@@ -344,7 +382,9 @@ def test_measured_hits_and_overlap(model: PreTrainedModel) -> None:
     found = labels.cross_entropy(reading.states[0], rows, make_loss("ttt"), measure=True)
     assert (found.hits, found.overlap) == (LENGTH, pytest.approx(LENGTH, rel=1e-5))
     entropies = torch.distributions.Categorical(logits=teacher.head(reading.states[0])).entropy()
-    assert float(found.loss) == pytest.approx(float(entropies.sum()), rel=1e-5)  # no draft can do better
+    assert float(found.loss) == pytest.approx(
+        float(entropies.sum()), rel=1e-5
+    )  # no draft can do better
     wrong = labels.cross_entropy(-reading.states[0], rows, make_loss("ttt"), measure=True)
     assert wrong.hits == 0
     assert wrong.overlap < 1
@@ -391,7 +431,9 @@ def test_chunked_cross_entropy_is_the_plain_one(
         torch.testing.assert_close(into_head, head.lm_head.weight.grad, rtol=1e-3, atol=1e-4)
 
 
-def _plain(head: EagleHead, teacher: Teacher, labels: Labels, states: Tensor, index: Tensor, loss: Loss) -> Tensor:
+def _plain(
+    head: EagleHead, teacher: Teacher, labels: Labels, states: Tensor, index: Tensor, loss: Loss
+) -> Tensor:
     logits = head.logits(states)
     draft = (teacher.head(states) if logits is None else logits).log_softmax(-1)
     aim = labels.probabilities[index]
@@ -405,7 +447,9 @@ def _plain(head: EagleHead, teacher: Teacher, labels: Labels, states: Tensor, in
 def test_rows_whose_best_token_the_draft_cannot_say_teach_nothing(model: PreTrainedModel) -> None:
     head = head_for(3)
     teacher = teacher_for(model, head)
-    inside, outside = (int(token) for token in (head.target_ids()[5], _first_missing(head.target_ids())))
+    inside, outside = (
+        int(token) for token in (head.target_ids()[5], _first_missing(head.target_ids()))
+    )
     rows = torch.randn(2, 32)
     labels = Labels(teacher, head)
     with hooked(teacher.head, lambda logits: logits.index_fill(1, torch.tensor([inside]), 50.0)):

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = byte_tokenizer()
 OPTIONS = SynthesisOptions(tokens=900, rows=6, length=48, seed=3)
 WAYS = pytest.mark.parametrize("way", ["lockstep", "lanes"])
-USER, ASSISTANT, SYSTEM, END = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
+USER, ASSISTANT, SYSTEM, END = TOKENIZER.convert_tokens_to_ids(
+    ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +41,20 @@ def model() -> PreTrainedModel:
 
 
 def target_of(model: PreTrainedModel | NativeLM) -> HuggingFaceTarget | NativeTarget:
-    return NativeTarget(model) if isinstance(model, NativeLM) else HuggingFaceTarget(model, pack=False)
+    return (
+        NativeTarget(model) if isinstance(model, NativeLM) else HuggingFaceTarget(model, pack=False)
+    )
 
 
-def write(model: PreTrainedModel | NativeLM, folder: Path, options: SynthesisOptions = OPTIONS, **more: Any) -> Corpus:
-    return write_corpus(target_of(model), more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more)
+def write(
+    model: PreTrainedModel | NativeLM,
+    folder: Path,
+    options: SynthesisOptions = OPTIONS,
+    **more: Any,
+) -> Corpus:
+    return write_corpus(
+        target_of(model), more.pop("tokenizer", TOKENIZER), folder, options, name="tiny", **more
+    )
 
 
 def source(model: PreTrainedModel, way: str) -> PreTrainedModel | NativeLM:
@@ -69,7 +80,9 @@ def test_templates_that_hide_what_was_said_are_refused() -> None:
 
 
 @WAYS
-def test_conversations_have_the_form_of_the_template(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
+def test_conversations_have_the_form_of_the_template(
+    model: PreTrainedModel, tmp_path: Path, way: str
+) -> None:
     corpus = write(source(model, way), tmp_path)
     found = texts(corpus)
     assert sum(len(tokens) for tokens, _ in found) >= OPTIONS.tokens
@@ -108,10 +121,17 @@ def test_questions_end_in_time(tmp_path: Path, way: str) -> None:
 
 
 @WAYS
-def test_greedy_answers_are_the_targets_own(model: PreTrainedModel, tmp_path: Path, way: str) -> None:
+def test_greedy_answers_are_the_targets_own(
+    model: PreTrainedModel, tmp_path: Path, way: str
+) -> None:
     """Rows of temperature 0 hold the best token everywhere in the answers; the sampled rows do not."""
     kind: Any = synthesis.Lockstep if way == "lockstep" else synthesis.Lanes
-    writer = kind(target_of(source(model, way)), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER)
+    writer = kind(
+        target_of(source(model, way)),
+        ChatFormat.of(TOKENIZER, frozenset({END})),
+        OPTIONS,
+        TOKENIZER,
+    )
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for shard in range(4):
         rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
@@ -170,7 +190,9 @@ def test_prompts_are_mixed_in(model: PreTrainedModel, tmp_path: Path, way: str) 
     options = replace(OPTIONS, prompt_share=0.5)
     given = [["abc", "de"], ["xyz"]]
     found = texts(write(source(model, way), tmp_path, options, prompts=given))
-    begin = {text: [USER, *TOKENIZER(text)["input_ids"], END, ASSISTANT] for text in ("abc", "de", "xyz")}
+    begin = {
+        text: [USER, *TOKENIZER(text)["input_ids"], END, ASSISTANT] for text in ("abc", "de", "xyz")
+    }
     first = [tokens for tokens, _ in found if tokens[: len(begin["abc"])] == begin["abc"]]
     second = [tokens for tokens, _ in found if tokens[: len(begin["xyz"])] == begin["xyz"]]
     assert first
@@ -193,7 +215,9 @@ def test_prompts_that_are_too_long_are_refused(model: PreTrainedModel, tmp_path:
 # ---------------------------------------------------------------------------------------------------- on disk
 
 
-def test_an_interrupted_writer_ends_with_the_same_text(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_an_interrupted_writer_ends_with_the_same_text(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     whole = write(model, tmp_path / "whole")
     lines: list[str] = []
 
@@ -210,7 +234,9 @@ def test_an_interrupted_writer_ends_with_the_same_text(model: PreTrainedModel, t
     assert "per second" in lines[1]
 
 
-def test_who_stops_a_writer_is_told_where(model: PreTrainedModel, tmp_path: Path, monkeypatch: Any) -> None:
+def test_who_stops_a_writer_is_told_where(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: Any
+) -> None:
     real, lines, shards = synthesis.Lockstep.write, list[str](), list[int]()
 
     def interrupted(self: synthesis.Lockstep, number: int, turns: Any) -> Any:
@@ -292,18 +318,26 @@ def test_kept_states_are_those_of_the_forward_that_serves(tmp_path: Path, family
         assert torch.equal(kept.features, read[:, : -lm.shape.hidden].bfloat16())
         before_answers = text.answers.nonzero()[:, 0] - 1
         best = logs[before_answers].topk(synthesis.TOP, dim=-1)
-        torch.testing.assert_close(kept.logs[before_answers].float(), best.values, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            kept.logs[before_answers].float(), best.values, rtol=1e-2, atol=1e-2
+        )
         assert torch.equal(kept.ids[before_answers, 0].long(), best.indices[:, 0])
         drawn = text.tokens[before_answers + 1]
         assert (kept.ids[before_answers] == drawn[:, None]).any(1).float().mean() > 0.3
 
 
-def test_texts_and_states_do_not_depend_on_those_beside_them(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_texts_and_states_do_not_depend_on_those_beside_them(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     """Greedy rows of a shard of six, written again alone from the same beginnings."""
     lm = from_model(model)
     corpus = write(lm, tmp_path, features=FEATURES)
     writer = synthesis.Lanes(
-        target_of(lm), ChatFormat.of(TOKENIZER, frozenset({END})), replace(OPTIONS, rows=1), TOKENIZER, FEATURES
+        target_of(lm),
+        ChatFormat.of(TOKENIZER, frozenset({END})),
+        replace(OPTIONS, rows=1),
+        TOKENIZER,
+        FEATURES,
     )
     for text in list(corpus)[:3]:
         alone = synthesis.Row(writer.form, OPTIONS.length, 0.0, [text.tokens.tolist()])
@@ -315,7 +349,9 @@ def test_texts_and_states_do_not_depend_on_those_beside_them(model: PreTrainedMo
         assert torch.equal(again.states.features[:count], text.states.features)
 
 
-def test_an_interrupted_writer_ends_with_the_same_states(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_an_interrupted_writer_ends_with_the_same_states(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     lm, calls = from_model(model), list[int]()
     whole = write(lm, tmp_path / "whole", features=FEATURES)
     real = lm.run_lanes
@@ -340,7 +376,9 @@ def test_an_interrupted_writer_ends_with_the_same_states(model: PreTrainedModel,
 
 def test_the_bound_on_disk_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:
     lm = from_model(model)
-    writer = synthesis.Lanes(target_of(lm), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER, FEATURES)
+    writer = synthesis.Lanes(
+        target_of(lm), ChatFormat.of(TOKENIZER, frozenset({END})), OPTIONS, TOKENIZER, FEATURES
+    )
     gib = 3.5 * OPTIONS.rows * OPTIONS.length * writer.token_bytes / 2**30
     options = replace(OPTIONS, tokens=10**9, gib=gib)
     corpus = write(lm, tmp_path / "a", options, features=FEATURES)
@@ -356,10 +394,14 @@ def test_the_bound_on_disk_is_kept(model: PreTrainedModel, tmp_path: Path) -> No
 
 
 def test_writing_ends_with_its_time(model: PreTrainedModel, tmp_path: Path) -> None:
-    corpus = write(from_model(model), tmp_path, replace(OPTIONS, tokens=10**9), features=FEATURES, seconds=0.3)
+    corpus = write(
+        from_model(model), tmp_path, replace(OPTIONS, tokens=10**9), features=FEATURES, seconds=0.3
+    )
     spent = [corpus.seconds(number) for number in corpus.numbers()]
     assert sum(spent[:-1]) < 0.3 <= sum(spent)
-    assert len(write(from_model(model), tmp_path, OPTIONS, features=FEATURES, seconds=0.3).shards()) == len(spent)
+    assert len(
+        write(from_model(model), tmp_path, OPTIONS, features=FEATURES, seconds=0.3).shards()
+    ) == len(spent)
 
 
 @pytest.mark.parametrize(

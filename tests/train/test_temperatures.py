@@ -43,13 +43,22 @@ def trained(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
         steps=30, batch_tokens=256, lengths=(32,), learning_rate=3e-3, draft_vocab_size=60, autocast=False,
         held_back=0.0, validate_every=100, save_every=100, temperatures=False,
     )  # fmt: skip
-    out = train_draft(model, corpus_of(folder / "data", random_texts(30)), folder / "head", options, make_loss("ttt"))
+    out = train_draft(
+        model,
+        corpus_of(folder / "data", random_texts(30)),
+        folder / "head",
+        options,
+        make_loss("ttt"),
+    )
     config, state, _ = load_head(out)
     return head_from(config, state, torch.float32, CPU)
 
 
 def sharpened(head: EagleHead, factor: float) -> EagleHead:
-    state = {name: tensor * (factor if name == "lm_head.weight" else 1) for name, tensor in head.state_dict().items()}
+    state = {
+        name: tensor * (factor if name == "lm_head.weight" else 1)
+        for name, tensor in head.state_dict().items()
+    }
     return head_from(head.config, state, torch.float32, CPU)
 
 
@@ -67,7 +76,12 @@ def losses(head: EagleHead, teacher: Teacher, given: list[Text], temperature: fl
                 last = place + depth
                 if last + 1 >= LENGTH:
                     break
-                states = head(hidden[None], embeddings[None, 1 : last + 2], torch.arange(last + 1)[None], causal)[0]
+                states = head(
+                    hidden[None],
+                    embeddings[None, 1 : last + 2],
+                    torch.arange(last + 1)[None],
+                    causal,
+                )[0]
                 logits = head.logits(states[-1])
                 logits = teacher.head(states[-1]) if logits is None else logits
                 best, ids = teacher.head(reading.states[0, last + 1]).argmax(), head.target_ids()
@@ -79,7 +93,9 @@ def losses(head: EagleHead, teacher: Teacher, given: list[Text], temperature: fl
 
 
 @pytest.mark.parametrize("factor", [0.35, 0.5])
-def test_no_other_temperature_is_better(model: PreTrainedModel, trained: EagleHead, factor: float) -> None:
+def test_no_other_temperature_is_better(
+    model: PreTrainedModel, trained: EagleHead, factor: float
+) -> None:
     head = sharpened(trained, factor)
     teacher = Teacher(model, head.config.feature_ids(LAYERS))
     given = texts(2)
@@ -87,13 +103,20 @@ def test_no_other_temperature_is_better(model: PreTrainedModel, trained: EagleHe
     assert len(found) == DEPTHS
     for depth, temperature in enumerate(found):
         assert 0.51 < temperature < 1.97  # within what is tried
-        here, below, above = (losses(head, teacher, given, temperature * f)[depth] for f in (1.0, 0.93, 1.07))
+        here, below, above = (
+            losses(head, teacher, given, temperature * f)[depth] for f in (1.0, 0.93, 1.07)
+        )
         assert here <= min(below, above)
 
 
-def test_larger_logits_take_a_higher_temperature(model: PreTrainedModel, trained: EagleHead) -> None:
+def test_larger_logits_take_a_higher_temperature(
+    model: PreTrainedModel, trained: EagleHead
+) -> None:
     teacher = Teacher(model, trained.config.feature_ids(LAYERS))
-    one, more = (fit_temperatures(sharpened(trained, f), teacher, texts(3), depths=DEPTHS) for f in (0.35, 0.455))
+    one, more = (
+        fit_temperatures(sharpened(trained, f), teacher, texts(3), depths=DEPTHS)
+        for f in (0.35, 0.455)
+    )
     assert list(more) == pytest.approx([1.3 * temperature for temperature in one], rel=0.01)
 
 
@@ -108,16 +131,28 @@ def test_texts_without_answers_say_nothing(model: PreTrainedModel, trained: Eagl
 def test_a_training_ends_with_them(model: PreTrainedModel, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "data", random_texts(24))
     options = TrainOptions(
-        steps=3, batch_tokens=128, lengths=(32,), held_back=0.2, validate_every=3, save_every=1, draft_vocab_size=50
+        steps=3,
+        batch_tokens=128,
+        lengths=(32,),
+        held_back=0.2,
+        validate_every=3,
+        save_every=1,
+        draft_vocab_size=50,
     )
     loss = make_loss("ttt", steps=2)
     out = train_draft(model, corpus, tmp_path / "with", options, loss)
     found = load_head(out).config.temperatures
     assert len(found) == 6
     assert log(out)[-1]["temperatures"] == list(found)
-    without = train_draft(model, corpus, tmp_path / "without", replace(options, temperatures=False), loss)
+    without = train_draft(
+        model, corpus, tmp_path / "without", replace(options, temperatures=False), loss
+    )
     assert load_head(without).config.temperatures == ()
-    again = train_draft(model, corpus, without, options, loss)  # finished before: only they are missing
+    again = train_draft(
+        model, corpus, without, options, loss
+    )  # finished before: only they are missing
     assert load_head(again).config.temperatures == found
-    further = train_draft(model, corpus, tmp_path / "further", replace(options, start=str(out), steps=1), loss)
+    further = train_draft(
+        model, corpus, tmp_path / "further", replace(options, start=str(out), steps=1), loss
+    )
     assert load_head(further).config.temperatures != ()

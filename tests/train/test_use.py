@@ -42,7 +42,9 @@ class Made:
     def __init__(self, root: Path) -> None:
         self.model, self.head = root / "model", root / "head"
         model = tiny(num_hidden_layers=LAYERS, max_position_embeddings=2048)
-        with torch.no_grad():  # the last token says most of the next one: there is something to learn
+        with (
+            torch.no_grad()
+        ):  # the last token says most of the next one: there is something to learn
             for name, weight in model.named_parameters():
                 weight.mul_(0.03 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
         model.save_pretrained(self.model)
@@ -53,13 +55,23 @@ class Made:
         for prompt in prompts(48):
             engine.generate(prompt, max_new_tokens=32, temperature=0.0)
         engine.ring = None
-        answers = [engine.generate(each, max_new_tokens=32, temperature=0.0).token_ids for each in prompts(10, 1)]
+        answers = [
+            engine.generate(each, max_new_tokens=32, temperature=0.0).token_ids
+            for each in prompts(10, 1)
+        ]
         self.general = [
-            Text(torch.tensor(each, dtype=torch.int32), torch.ones(32, dtype=torch.bool)) for each in answers
+            Text(torch.tensor(each, dtype=torch.int32), torch.ones(32, dtype=torch.bool))
+            for each in answers
         ]
 
     def engine(self, folder: Path | None, **options: Any) -> Engine:
-        given = {"draft": str(self.head), "policy": "chain", "lookup": False, "learn": folder, **options}
+        given = {
+            "draft": str(self.head),
+            "policy": "chain",
+            "lookup": False,
+            "learn": folder,
+            **options,
+        }
         return Engine.from_pretrained(str(self.model), **given)
 
 
@@ -134,7 +146,9 @@ def test_the_ring_is_bounded(made: Made, tmp_path: Path, monkeypatch: pytest.Mon
     assert {text.prompt for text in texts} == {6}
 
 
-def test_held_back_texts_are_never_trained_on(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_back_texts_are_never_trained_on(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = used(made, tmp_path / "use")
     ring = engine.ring.texts()
     held = {tuple(text.tokens) for text in ring if text.held_back}
@@ -146,7 +160,9 @@ def test_held_back_texts_are_never_trained_on(made: Made, tmp_path: Path, monkey
     def trained(*given: Any) -> Checkpoint:
         reading = one.teacher.read
         monkeypatch.setattr(
-            one.teacher, "read", lambda tokens, **o: (read.append(tokens[0].tolist()), reading(tokens, **o))[1]
+            one.teacher,
+            "read",
+            lambda tokens, **o: (read.append(tokens[0].tolist()), reading(tokens, **o))[1],
         )
         found = train(*given)
         monkeypatch.setattr(one.teacher, "read", reading)
@@ -154,7 +170,9 @@ def test_held_back_texts_are_never_trained_on(made: Made, tmp_path: Path, monkey
 
     monkeypatch.setattr(one, "trained", trained)
     monkeypatch.setattr(
-        one, "_score", lambda found, text: (compares.append(tuple(text.tokens.tolist())), score(found, text))[1]
+        one,
+        "_score",
+        lambda found, text: (compares.append(tuple(text.tokens.tolist())), score(found, text))[1],
     )
     one.round(1e-3)
     assert read
@@ -166,7 +184,9 @@ def test_held_back_texts_are_never_trained_on(made: Made, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_better_head_is_put_into_use_and_answers_stay(made: Made, tmp_path: Path, backend: str) -> None:
+def test_a_better_head_is_put_into_use_and_answers_stay(
+    made: Made, tmp_path: Path, backend: str
+) -> None:
     engine = used(made, tmp_path / "use", backend=backend)
     asked = [*prompts(48)[:6], *prompts(3, 5)]
     before = [engine.generate(prompt, max_new_tokens=16, temperature=0.0) for prompt in asked]
@@ -175,10 +195,15 @@ def test_a_better_head_is_put_into_use_and_answers_stay(made: Made, tmp_path: Pa
     assert taught(teaching)
     after = [engine.generate(prompt, max_new_tokens=16, temperature=0.0) for prompt in asked]
     assert [each.token_ids for each in after] == [each.token_ids for each in before]
-    assert engine.generate(asked[0], max_new_tokens=16, temperature=1.0, seed=3).token_ids == sampled.token_ids
+    assert (
+        engine.generate(asked[0], max_new_tokens=16, temperature=1.0, seed=3).token_ids
+        == sampled.token_ids
+    )
     cycles = [sum(each.stats.num_spec_steps for each in answers) for answers in (before, after)]
     assert cycles[1] < cycles[0], "the engine took the head between two answers"
-    assert made.engine(tmp_path / "use", backend=backend).drafter.learnt.stamp == engine.drafter._stamp
+    assert (
+        made.engine(tmp_path / "use", backend=backend).drafter.learnt.stamp == engine.drafter._stamp
+    )
 
 
 def test_a_worse_head_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +218,17 @@ def test_a_worse_head_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.Mon
     assert digest(one.learnt.head().state) == digest(kept.state)
 
 
-def test_a_head_that_loses_on_other_text_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_loses_on_other_text_is_not(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = learner(used(made, tmp_path / "use"), made)
     compared = one.compared
 
     def losing(current: Checkpoint, candidate: Checkpoint, texts: Any) -> HeadComparison:
         return (
-            HeadComparison(1.5, -0.2, 0.1) if texts[0][0].startswith("general") else compared(current, candidate, texts)
+            HeadComparison(1.5, -0.2, 0.1)
+            if texts[0][0].startswith("general")
+            else compared(current, candidate, texts)
         )
 
     monkeypatch.setattr(one, "compared", losing)
@@ -209,7 +238,9 @@ def test_a_head_that_loses_on_other_text_is_not(made: Made, tmp_path: Path, monk
     assert one.learnt.read()["head"] is None
 
 
-def test_learning_ends_where_nothing_is_better(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_where_nothing_is_better(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = learner(used(made, tmp_path / "use"), made)
     monkeypatch.setattr(one, "trained", lambda found, *_: ruined(found))
     assert len(one.learn(600.0)) == 5, "each half as fast as the one before"
@@ -225,8 +256,12 @@ def test_the_teacher_is_the_target_as_it_serves(made: Made, backend: str) -> Non
     tokens, answers = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.ones(1, 6, dtype=torch.bool)
     for own, other in zip(serving.read(tokens)[1:3], plain.read(tokens)[1:3], strict=True):
         torch.testing.assert_close(own, other, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(serving.embed(head, tokens), embed(head, engine.target.model, tokens))
-    losses = [loss_of(LOSS, head, each, each.read(tokens), answers).loss for each in (serving, plain)]
+    torch.testing.assert_close(
+        serving.embed(head, tokens), embed(head, engine.target.model, tokens)
+    )
+    losses = [
+        loss_of(LOSS, head, each, each.read(tokens), answers).loss for each in (serving, plain)
+    ]
     torch.testing.assert_close(*losses, atol=1e-3, rtol=1e-3)
 
 
@@ -240,7 +275,9 @@ def test_chains_are_as_long_as_a_chain_policys(made: Made, tmp_path: Path) -> No
     whole = [*prompt, *answer]
     config, state, _ = one.learnt.head()
     text = Text(torch.tensor(whole, dtype=torch.int32), torch.arange(len(whole)) >= len(prompt))
-    total, count = chain_lengths(head_from(config, state, torch.float32, CPU), one.teacher, text).tolist()
+    total, count = chain_lengths(
+        head_from(config, state, torch.float32, CPU), one.teacher, text
+    ).tolist()
     wanted = []
     for place in range(len(prompt), len(whole)):  # of the token that a chain begins with
         cycles = engine.answer(whole[:place], max_new_tokens=10, temperature=0.0)
@@ -357,14 +394,20 @@ def test_one_process_learns_at_a_time(made: Made, tmp_path: Path) -> None:
 def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Path) -> None:
     engine = used(made, tmp_path / "use")
     ring, asked = engine.ring, prompts(12, 3)
-    plain = [made.engine(None).generate(prompt, max_new_tokens=12, temperature=0.0).token_ids for prompt in asked]
+    plain = [
+        made.engine(None).generate(prompt, max_new_tokens=12, temperature=0.0).token_ids
+        for prompt in asked
+    ]
     pool = Pool(engine, 3)
     ended = threading.Event()
 
     def swapping() -> None:
         seed = 0
         while not ended.is_set():
-            ring.swap(ring.base.config, {**random_state(ring.base.config, seed), "d2t": ring.base.state["d2t"]})
+            ring.swap(
+                ring.base.config,
+                {**random_state(ring.base.config, seed), "d2t": ring.base.state["d2t"]},
+            )
             seed += 1
 
     thread = threading.Thread(target=swapping)
@@ -379,7 +422,9 @@ def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Pat
     assert len(ring.texts()) == 48 + 12
 
 
-def test_the_command(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "nice", lambda by: by)
     folder, model = str(tmp_path / "use"), ["--model", str(made.model), "--draft", str(made.head)]
     assert main(["learn", folder, *model]) == 2
@@ -390,7 +435,10 @@ def test_the_command(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytes
     monkeypatch.setattr("specengine.train.draft.use.GENERAL", made_general())
     assert main(["learn", folder, *model, "--minutes", "0.0001"]) == 0
     printed = capsys.readouterr()
-    assert printed.out in ("0 of 1 rounds gave a better head\n", "1 of 1 rounds gave a better head\n")
+    assert printed.out in (
+        "0 of 1 rounds gave a better head\n",
+        "1 of 1 rounds gave a better head\n",
+    )
     assert "tokens per cycle" in printed.err
 
 
@@ -400,7 +448,9 @@ def made_general() -> Any:
     return SynthesisOptions(tokens=100, rows=6, length=24)
 
 
-def test_chat_keeps_what_was_said(made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_keeps_what_was_said(
+    made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
@@ -427,7 +477,9 @@ def test_it_waits_while_something_is_asked() -> None:
         command._turn(said)
 
 
-def test_learning_begins_and_waits_by_what_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_begins_and_waits_by_what_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a pretended process: begun once there are new texts and it is quiet, told to wait and to go on, ended."""
     told: list[Any] = []
 

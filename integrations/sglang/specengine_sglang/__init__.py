@@ -26,7 +26,11 @@ def register() -> None:
 
     from specengine_sglang.algorithm import PolicyAlgorithm
 
-    options = {"supports_overlap": True, "validate_server_args": _validate, "spec_class": PolicyAlgorithm}
+    options = {
+        "supports_overlap": True,
+        "validate_server_args": _validate,
+        "spec_class": PolicyAlgorithm,
+    }
     SpeculativeAlgorithm.register(NAME, **options)(_worker)
     HookRegistry.register(ORGANIZE, _organize, HookType.AROUND)
 
@@ -40,7 +44,9 @@ def _worker(_server_args: Any) -> type:
 def _validate(server_args: Any) -> None:
     _policy()
     if (server_args.speculative_eagle_topk or 0) < 2:
-        raise ValueError("--speculative-eagle-topk: 2 or more is needed, a chain leaves nothing to choose")
+        raise ValueError(
+            "--speculative-eagle-topk: 2 or more is needed, a chain leaves nothing to choose"
+        )
 
 
 def _organize(original: Callable[..., Any], *given: Any) -> Any:
@@ -49,10 +55,15 @@ def _organize(original: Callable[..., Any], *given: Any) -> Any:
     if (get_spec().speculative_algorithm or "").upper() != NAME:
         return original(*given)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a policy runs on the host, which no CUDA graph holds: start with --disable-cuda-graph")
+        raise RuntimeError(
+            "a policy runs on the host, which no CUDA graph holds: start with --disable-cuda-graph"
+        )
     return organize(_policy(), *given)
 
 
 @cache
 def _policy() -> Any:
-    return chosen_policy(os.environ.get("SPECENGINE_POLICY", "talon"), os.environ.get("SPECENGINE_POLICY_OPTIONS", ""))
+    return chosen_policy(
+        os.environ.get("SPECENGINE_POLICY", "talon"),
+        os.environ.get("SPECENGINE_POLICY_OPTIONS", ""),
+    )

@@ -38,7 +38,11 @@ def chosen_policy(name: str, options: str = "") -> TreePolicy:
 
 
 def organize(
-    policy: TreePolicy, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], num_draft_token: int
+    policy: TreePolicy,
+    scores: list[Tensor],
+    tokens: list[Tensor],
+    parents: list[Tensor],
+    num_draft_token: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Organize draft results as SGLang's organize_draft_results does, with the policy's choice.
 
@@ -60,14 +64,23 @@ def organize(
     return joined, chosen, ids.gather(1, chosen)
 
 
-def select(policy: TreePolicy, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], count: int) -> Tensor:
+def select(
+    policy: TreePolicy,
+    scores: list[Tensor],
+    tokens: list[Tensor],
+    parents: list[Tensor],
+    count: int,
+) -> Tensor:
     """Numbers of the `count` tokens to verify of one request, ascending and closed under parent, int64 [count].
 
     scores, tokens, parents: as of `organize`, without the requests.
     """
     drafted = _Drafted.of(scores, tokens, parents)
     kept = set(_kept(policy, drafted))
-    order = sorted(range(len(drafted.scores)), key=lambda number: (number not in kept, -drafted.scores[number], number))
+    order = sorted(
+        range(len(drafted.scores)),
+        key=lambda number: (number not in kept, -drafted.scores[number], number),
+    )
     return torch.tensor(sorted(order[:count]))
 
 
@@ -109,9 +122,15 @@ def _kept(policy: TreePolicy, drafted: _Drafted) -> list[int]:
         nodes = frontier.ids[: int(frontier.live)].tolist()
         size = len(tree)
         tree.passes += 1
-        frontier = policy.grow(tree, Nodes.of(torch.tensor(nodes)), _step(drafted, [number_of[node] for node in nodes]))
+        frontier = policy.grow(
+            tree, Nodes.of(torch.tensor(nodes)), _step(drafted, [number_of[node] for node in nodes])
+        )
         _number_new(tree, size, drafted, number_of)
-        known = [node for node in frontier.ids[: int(frontier.live)].tolist() if number_of[node] in drafted.first]
+        known = [
+            node
+            for node in frontier.ids[: int(frontier.live)].tolist()
+            if number_of[node] in drafted.first
+        ]
         frontier = Nodes.of(torch.tensor(known, dtype=torch.int64))
     kept = policy.keep(tree)
     return [number_of[node] for node in kept.ids[: int(kept.live)].tolist() if node]

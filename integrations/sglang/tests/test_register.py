@@ -26,7 +26,13 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     settings = SimpleNamespace(speculative_algorithm="SPECENGINE", disable_overlap_schedule=False)
     before = {name for name in sys.modules if name.partition(".")[0] == "sglang"}
     assert not before
-    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.speculative", "sglang.srt.plugins"):
+    for name in (
+        "sglang",
+        "sglang.srt",
+        "sglang.srt.arg_groups",
+        "sglang.srt.speculative",
+        "sglang.srt.plugins",
+    ):
         package = ModuleType(name)
         package.__path__ = ["/".join([root, *name.split(".")[1:]])]
         monkeypatch.setitem(sys.modules, name, package)
@@ -42,11 +48,15 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     specengine_sglang._policy.cache_clear()
     yield settings
-    for name in [name for name in sys.modules if name.startswith(("sglang", "specengine_sglang.algorithm"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("sglang", "specengine_sglang.algorithm"))
+    ]:
         del sys.modules[name]
 
 
-def test_sglang_takes_the_algorithm_for_eagle3_with_its_own_worker(running: SimpleNamespace) -> None:
+def test_sglang_takes_the_algorithm_for_eagle3_with_its_own_worker(
+    running: SimpleNamespace,
+) -> None:
     specengine_sglang.register()
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -56,12 +66,20 @@ def test_sglang_takes_the_algorithm_for_eagle3_with_its_own_worker(running: Simp
     eagle3 = SpeculativeAlgorithm.EAGLE3
     asked = [name for name in vars(SpeculativeAlgorithm) if name.startswith("is_")]
     assert len(asked) > 8
-    assert {name: getattr(found, name)() for name in asked} == {name: getattr(eagle3, name)() for name in asked}
-    interface = {name for name, part in vars(SpeculativeAlgorithm).items() if callable(part) and name[0] != "_"}
+    assert {name: getattr(found, name)() for name in asked} == {
+        name: getattr(eagle3, name)() for name in asked
+    }
+    interface = {
+        name
+        for name, part in vars(SpeculativeAlgorithm).items()
+        if callable(part) and name[0] != "_"
+    }
     assert interface - {"from_string", "register"} <= set(dir(found))
 
 
-def test_the_policy_stands_in_for_its_choice_of_nodes(running: SimpleNamespace, monkeypatch: Any) -> None:
+def test_the_policy_stands_in_for_its_choice_of_nodes(
+    running: SimpleNamespace, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("SPECENGINE_POLICY", "fixed")
     monkeypatch.setenv("SPECENGINE_POLICY_OPTIONS", "branching=2")
     specengine_sglang.register()
@@ -78,7 +96,9 @@ def test_the_policy_stands_in_for_its_choice_of_nodes(running: SimpleNamespace, 
     assert organize(scores, tokens, parents, 3)[0] == "its own"
 
 
-def test_a_chain_and_an_unknown_policy_are_refused_at_the_start(running: SimpleNamespace, monkeypatch: Any) -> None:
+def test_a_chain_and_an_unknown_policy_are_refused_at_the_start(
+    running: SimpleNamespace, monkeypatch: Any
+) -> None:
     specengine_sglang.register()
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 

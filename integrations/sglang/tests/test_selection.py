@@ -31,15 +31,23 @@ def sglang_functions(file: str, *names: str) -> dict[str, Any]:
         pytest.skip("SGLang is not installed")
     path = Path(spec.submodule_search_locations[0]) / file
     body = [
-        part for part in ast.parse(path.read_text()).body if isinstance(part, ast.FunctionDef) and part.name in names
+        part
+        for part in ast.parse(path.read_text()).body
+        if isinstance(part, ast.FunctionDef) and part.name in names
     ]
     assert len(body) == len(names), f"{file} has other functions than {names}"
     for function in body:
-        function.decorator_list = [kind for kind in function.decorator_list if ast.unparse(kind).startswith("triton")]
-    code = ["from __future__ import annotations\n", *(ast.unparse(function) + "\n" for function in body)]
+        function.decorator_list = [
+            kind for kind in function.decorator_list if ast.unparse(kind).startswith("triton")
+        ]
+    code = [
+        "from __future__ import annotations\n",
+        *(ast.unparse(function) + "\n" for function in body),
+    ]
     made = Path(os.environ["SGLANG_PARTS"]) / f"{path.stem}_parts.py"
     made.write_text(
-        "import torch\nimport triton\nimport triton.language as tl\nfrom typing import *\n" + "".join(code[1:])
+        "import torch\nimport triton\nimport triton.language as tl\nfrom typing import *\n"
+        + "".join(code[1:])
     )
     part = importlib.util.spec_from_file_location(made.stem, made)
     assert part is not None
@@ -65,7 +73,9 @@ def drafted(requests: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor], l
     for step in range(STEPS):
         probabilities = (2 * torch.randn(rows, VOCABULARY, generator=random)).softmax(-1)
         best = probabilities.topk(TOPK, dim=-1)
-        _, _, scores, info = made["select_top_k_tokens"](step, best.values, best.indices, None, scores, TOPK)
+        _, _, scores, info = made["select_top_k_tokens"](
+            step, best.values, best.indices, None, scores, TOPK
+        )
         for found, part in zip(lists, info, strict=True):
             found.append(part)
         rows = requests * TOPK
@@ -74,7 +84,9 @@ def drafted(requests: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor], l
 
 def built(parents: Tensor, chosen: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     """Build the tree of a choice by SGLang's kernel."""
-    kernel = sglang_functions("kernels/ops/speculative/spec_tree.py", "sgl_build_tree_kernel_efficient_triton")
+    kernel = sglang_functions(
+        "kernels/ops/speculative/spec_tree.py", "sgl_build_tree_kernel_efficient_triton"
+    )
     requests, nodes = chosen.shape[0], COUNT
     places = torch.full((3, requests, nodes), -1, dtype=torch.int64)
     mask = torch.ones(requests * nodes * nodes, dtype=torch.bool)
@@ -148,7 +160,10 @@ def test_a_policys_nodes_are_cut_to_the_likeliest_where_fewer_are_verified() -> 
     scores = [torch.tensor([[0.6, 0.3]]), torch.tensor([[0.5, 0.05], [0.2, 0.08]])]
     tokens = [torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6])]
     parents = [torch.tensor([-1, 0, 1]), torch.tensor([2, 4])]
-    assert select(chosen_policy("fixed", "branching=2,2"), scores, tokens, parents, 2).tolist() == [0, 2]
+    assert select(chosen_policy("fixed", "branching=2,2"), scores, tokens, parents, 2).tolist() == [
+        0,
+        2,
+    ]
 
 
 def test_what_sglang_cannot_ask_is_refused() -> None:

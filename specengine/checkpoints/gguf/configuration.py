@@ -19,7 +19,9 @@ _MODULE = re.compile(r"blk\.\d+\.(.+?)(?:\.weight|\.bias)?")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # the same of LongRoPE
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # keys that would change the forward, and the values that do not
+_WITHOUT_EFFECT: dict[
+    str, tuple[Any, ...]
+] = {  # keys that would change the forward, and the values that do not
     "expert_count": (0,),
     "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
@@ -79,7 +81,10 @@ def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
         if (form := family.gguf) is not None:
             for architecture in (form.architecture, *form.others):
                 by_architecture.setdefault(architecture, []).append((name, family, form))
-    return {name: sorted(stored, key=lambda one: one[2].holds is None) for name, stored in by_architecture.items()}
+    return {
+        name: sorted(stored, key=lambda one: one[2].holds is None)
+        for name, stored in by_architecture.items()
+    }
 
 
 class _Fields:
@@ -100,17 +105,25 @@ class _Fields:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = default if self.value(key) is None else self.value(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise self.error(key, value, "a positive number")
         return float(value)
 
     def error(self, key: str, value: object, accepted: str) -> CheckpointError:
         shown = "missing" if value is None else str(value)[:80]
-        return CheckpointError(f"{self.file.path}: {self.architecture}.{key} must be {accepted}; it is {shown}")
+        return CheckpointError(
+            f"{self.file.path}: {self.architecture}.{key} must be {accepted}; it is {shown}"
+        )
 
     def unsupported(self, key: str, reason: str) -> UnsupportedModelError:
         shown = str(self.value(key))[:80]
-        return UnsupportedModelError(f"{self.file.path}: {self.architecture}.{key} = {shown} {reason}")
+        return UnsupportedModelError(
+            f"{self.file.path}: {self.architecture}.{key} = {shown} {reason}"
+        )
 
 
 def config(file: GGUFFile) -> transformers.PretrainedConfig:
@@ -121,24 +134,38 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     """
     metadata = _Fields(file)
     stored = _stored()[metadata.architecture]
-    model_type, family, form = next(one for one in stored if one[2].holds is None or one[2].holds(metadata.value))
+    model_type, family, form = next(
+        one for one in stored if one[2].holds is None or one[2].holds(metadata.value)
+    )
     for key, values in _WITHOUT_EFFECT.items():
         longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if longrope or key in (*form.keys, *form.ignored, *form.read) or metadata.value(key) is None:
+        if (
+            longrope
+            or key in (*form.keys, *form.ignored, *form.read)
+            or metadata.value(key) is None
+        ):
             continue
         if metadata.value(key) not in values:
             raise metadata.unsupported(key, "is not supported")
     local = metadata.value("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if local is not None and metadata.value(key) not in (None, local):
-            raise metadata.unsupported(key, f"is not supported: it must be the size of a head with a window, {local}")
+            raise metadata.unsupported(
+                key, f"is not supported: it must be the size of a head with a window, {local}"
+            )
     of_layer_norms = metadata.value("attention.layer_norm_epsilon")
-    norms = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
+    norms = (
+        "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
+    )
     sizes, eps = _sizes(metadata, family, form), metadata.positive(norms, of_layer_norms)
-    fields: dict[str, Any] = {getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()}
+    fields: dict[str, Any] = {
+        getattr(family.fields, name): value for name, value in (sizes | {"eps": eps}).items()
+    }
     inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     fields |= {field: tensor in inside for field, tensor in form.flags.items()}
-    fields |= {field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in form.without.items()}
+    fields |= {
+        field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in form.without.items()
+    }
     fields |= {field: metadata.value(key) for key, field in form.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form)}
     fields |= {
@@ -150,7 +177,9 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     try:
         fields |= form.finish(fields, metadata.value)
-        return config_class(**fields, architectures=[config_class.__name__.replace("Config", "ForCausalLM")])
+        return config_class(
+            **fields, architectures=[config_class.__name__.replace("Config", "ForCausalLM")]
+        )
     except Exception as error:  # transformers' own checks, whose errors have no common base
         raise CheckpointError(
             f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
@@ -171,11 +200,15 @@ def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dic
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         shown = "it is missing" if embedding is None else f"it is {list(embedding.shape)}"
-        raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} must be [vocabulary, {hidden}]; {shown}")
+        raise CheckpointError(
+            f"{fields.file.path}: {_EMBEDDING} must be [vocabulary, {hidden}]; {shown}"
+        )
     tokens = fields.file.metadata.get("tokenizer.ggml.tokens", [])
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
         rows = embedding.shape[0]
-        raise CheckpointError(f"{fields.file.path}: {_EMBEDDING} has {rows} rows for {len(tokens)} tokens")
+        raise CheckpointError(
+            f"{fields.file.path}: {_EMBEDDING} has {rows} rows for {len(tokens)} tokens"
+        )
     count = len(fields.file.tensors)
     if not 0 < layers <= blocks <= count:
         raise fields.error("block_count", blocks, f"at most the number of tensors, {count}")
@@ -199,12 +232,16 @@ def _drafting(fields: _Fields) -> int:
     return count
 
 
-def _first_count(fields: _Fields, key: str, layers: int, form: families.GGUF, default: int | None = None) -> int:
+def _first_count(
+    fields: _Fields, key: str, layers: int, form: families.GGUF, default: int | None = None
+) -> int:
     """Return a count, or the first of a list of counts by layer: equal ones, unless the family's files have others."""
     listed = fields.value(key)
     if not isinstance(listed, list):
         return fields.count(key, default)
-    if len(listed) != layers or not all(type(each) is int and 0 < each < 1 << 31 for each in listed):
+    if len(listed) != layers or not all(
+        type(each) is int and 0 < each < 1 << 31 for each in listed
+    ):
         raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
     if key not in form.by_layer and len(set(listed)) > 1:
         raise fields.unsupported(key, "is not supported: layers have different numbers")
@@ -219,20 +256,30 @@ def _inner(fields: _Fields, layers: int, form: families.GGUF) -> int:
         return fields.count("expert_feed_forward_length")
     if key in form.by_layer or not isinstance(listed, list):
         return _first_count(fields, key, layers, form)
-    whole = len(listed) == fields.count("block_count") and all(type(each) is int and each >= 0 for each in listed)
+    whole = len(listed) == fields.count("block_count") and all(
+        type(each) is int and each >= 0 for each in listed
+    )
     if not whole or len(set(listed) - {0}) != 1:
         raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
     return int(max(listed))
 
 
-def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.Family, form: families.GGUF) -> int:
+def _key_value_heads(
+    fields: _Fields, heads: int, layers: int, family: families.Family, form: families.GGUF
+) -> int:
     """Return the number of the layers that have some; a list by layer says which have none."""
     key = "attention.head_count_kv"
     listed = fields.value(key)
     if not (family.kinds and isinstance(listed, list)):
         count = _first_count(fields, key, layers, form, heads)
-    elif len(listed) != layers or not all(type(each) is int and each >= 0 for each in listed) or not any(listed):
-        raise fields.error(key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers")
+    elif (
+        len(listed) != layers
+        or not all(type(each) is int and each >= 0 for each in listed)
+        or not any(listed)
+    ):
+        raise fields.error(
+            key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers"
+        )
     elif len(kinds := set(listed) - {0}) > 1:
         raise fields.unsupported(key, "is not supported: layers have different numbers of heads")
     else:
@@ -242,20 +289,32 @@ def _key_value_heads(fields: _Fields, heads: int, layers: int, family: families.
     return count
 
 
-def _head_dim(fields: _Fields, hidden: int, heads: int, ignored: tuple[str, ...], attention: families.Attention) -> int:
+def _head_dim(
+    fields: _Fields,
+    hidden: int,
+    heads: int,
+    ignored: tuple[str, ...],
+    attention: families.Attention,
+) -> int:
     if isinstance(attention, families.Latent):  # its other sizes are keys of the family
         return fields.count("rope.dimension_count")
     partial, size = attention.partial, fields.count("attention.key_length", hidden // heads)
     for key in {"attention.value_length", "rope.dimension_count"} - set(ignored):
         count = fields.count(key, size)
         if count != size and not (partial and key == "rope.dimension_count" and count < size):
-            raise fields.unsupported(key, f"is not supported: it must be the size of a head, {size}")
+            raise fields.unsupported(
+                key, f"is not supported: it must be the size of a head, {size}"
+            )
     if size % 2:
-        raise CheckpointError(f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even")
+        raise CheckpointError(
+            f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even"
+        )
     return size
 
 
-def _rope_parameters(fields: _Fields, head_dim: int, family: families.Family, form: families.GGUF) -> dict[str, Any]:
+def _rope_parameters(
+    fields: _Fields, head_dim: int, family: families.Family, form: families.GGUF
+) -> dict[str, Any]:
     if form.proportional and _ROPE_FACTORS in fields.file.tensors:
         return _proportional(fields, head_dim)
     if not family.attention.partial:
@@ -271,11 +330,17 @@ def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
         return _longrope(fields, theta, turned)
     kind = fields.value("rope.scaling.type")
     factor = fields.positive("rope.scaling.factor", fields.positive("rope.scale_linear", 1.0))
-    if kind == "none" or (kind in (None, "linear") and factor == 1):  # llama.cpp: linear where nothing is said
+    if kind == "none" or (
+        kind in (None, "linear") and factor == 1
+    ):  # llama.cpp: linear where nothing is said
         plain = {"rope_type": "default", "rope_theta": theta}
-        return _llama3_rope(fields, theta, turned) if _ROPE_FACTORS in fields.file.tensors else plain
+        return (
+            _llama3_rope(fields, theta, turned) if _ROPE_FACTORS in fields.file.tensors else plain
+        )
     if kind not in (None, "linear", "yarn") or _ROPE_FACTORS in fields.file.tensors:
-        raise fields.unsupported("rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind")
+        raise fields.unsupported(
+            "rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind"
+        )
     if kind != "yarn":
         trained = fields.value("rope.scaling.original_context_length")
         original = {} if trained is None else {"original_max_position_embeddings": trained}
@@ -304,7 +369,11 @@ def _proportional(fields: _Fields, head_dim: int) -> dict[str, Any]:
             f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of proportional positions"
         )
     theta = fields.positive("rope.freq_base", 10_000.0)
-    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turned / len(factors)}
+    return {
+        "rope_type": "proportional",
+        "rope_theta": theta,
+        "partial_rotary_factor": turned / len(factors),
+    }
 
 
 def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
@@ -338,7 +407,11 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
             f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3 models "
             f"(low {low}, high {high}, context {context}), so their meaning is unknown"
         )
-    frequencies = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": context}
+    frequencies = {
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **frequencies}
 
 
@@ -348,7 +421,9 @@ def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids")
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids"
+        )
     return [token for token in value if 0 <= token < vocabulary] or None
 
 
@@ -364,7 +439,10 @@ def require_complete(
     missing in the file, of another shape, or not used by the model.
     """
     names, rows = tensor_names(config, shapes), _rows(config)
-    for key, several in names.items():  # of latents, whose matrices older files have as one, as transformers has
+    for (
+        key,
+        several,
+    ) in names.items():  # of latents, whose matrices older files have as one, as transformers has
         whole = several[0].replace("attn_k_b", "attn_kv_b")
         names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
     expected: dict[str, tuple[int, ...]] = {}
@@ -374,7 +452,9 @@ def require_complete(
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
     stored = {
         # llama.cpp keeps vectors of Mamba-2 by group or by head
-        name: (math.prod(tensor.shape),) if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) else tensor.shape
+        name: (math.prod(tensor.shape),)
+        if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
+        else tensor.shape
         for name, tensor in file.tensors.items()
         if _block(name) not in drafts and not name.startswith(unread)
     }
@@ -398,7 +478,9 @@ def require_complete(
     }
     listed = [f"{what}: {_some(which)}" for what, which in problems.items() if which]
     if listed:
-        raise CheckpointError(f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}")
+        raise CheckpointError(
+            f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}"
+        )
     return names
 
 
@@ -411,7 +493,10 @@ def turned(config: transformers.PretrainedConfig, shape: tuple[int, ...]) -> tup
 
 
 def _split(
-    config: transformers.PretrainedConfig, names: tuple[str, ...], shape: tuple[int, ...], rows: Mapping[str, int]
+    config: transformers.PretrainedConfig,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    rows: Mapping[str, int],
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of a file that one of transformers is made of.
 
@@ -423,7 +508,11 @@ def _split(
     family = families.known()[config.model_type]
     if isinstance(attention := family.attention_of(config), families.Latent) and len(shape) == 2:
         heads, rank = family.shape(config).heads, attention.rank
-        return dict(zip(names, ((heads, rank, attention.plain), (heads, attention.value, rank)), strict=True))
+        return dict(
+            zip(
+                names, ((heads, rank, attention.plain), (heads, attention.value, rank)), strict=True
+            )
+        )
     if not is_stack(names[0]):
         return {name: (rows[name.rpartition(".")[0]], *shape[1:]) for name in names}
     return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
@@ -458,7 +547,9 @@ def _block(name: str) -> int | None:
     return None if block is None else int(block[1])
 
 
-def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def tensor_names(
+    config: transformers.PretrainedConfig, names: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
     """Return the names in GGUF files of tensors of transformers, by the latter.
 
     Mostly one; several where a stack of matrices is stored as several, whose rows alternate in transformers'.
@@ -472,7 +563,9 @@ def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) ->
         module, _, kind = name.rpartition(".")
         whole = name in modules
         stored_names[name] = (
-            tuple(modules[name]) if whole else tuple(_stored_name(stored, kind) for stored in modules[module])
+            tuple(modules[name])
+            if whole
+            else tuple(_stored_name(stored, kind) for stored in modules[module])
         )
     return stored_names
 
@@ -480,7 +573,11 @@ def tensor_names(config: transformers.PretrainedConfig, names: Iterable[str]) ->
 def _stored_name(module: str, kind: str) -> str:
     """Return the name of a module's tensor; those of a mixer itself have names of their own."""
     above, _, last = module.rpartition(".")
-    return f"{above}.{families.STATES[kind]}" if last == "ssm" and kind in families.STATES else f"{module}.{kind}"
+    return (
+        f"{above}.{families.STATES[kind]}"
+        if last == "ssm" and kind in families.STATES
+        else f"{module}.{kind}"
+    )
 
 
 def _some(names: list[str], limit: int = 6) -> str:

@@ -20,13 +20,26 @@ import numpy as np
 
 from specengine.errors import CheckpointError, InputError
 
-_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+_NUMBERS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MAX_PARTS = 1000
 _MAX_KEY_LENGTH = 65535  # docs/gguf.md
 _MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes: length of the key, type, value
-_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # bytes: length of the name, dimensions, one dimension, type, offset
+_MIN_TENSOR_BYTES = (
+    8 + 4 + 8 + 4 + 8
+)  # bytes: length of the name, dimensions, one dimension, type, offset
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,9 @@ class GGUFFile:
     descriptors are freed by `close`, by the end of a `with` block, or with the object.
     """
 
-    def __init__(self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
+    def __init__(
+        self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
+    ) -> None:
         self.path = sources[0].path
         self.metadata = metadata
         self.tensors = tensors
@@ -73,7 +88,9 @@ class GGUFFile:
         if out is None:
             out = np.empty(tensor.nbytes, np.uint8)
         elif out.dtype != np.uint8 or out.shape != (tensor.nbytes,) or not out.flags.c_contiguous:
-            raise InputError(f"out must be contiguous uint8 [{tensor.nbytes}] for {name}, not {out.dtype} {out.shape}")
+            raise InputError(
+                f"out must be contiguous uint8 [{tensor.nbytes}] for {name}, not {out.dtype} {out.shape}"
+            )
         self._sources[tensor.part].read_into(out.data, tensor.offset)
         return out
 
@@ -124,10 +141,14 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
         for number, other in enumerate(paths[1:], 1):
             cursor, inside, count = _opened(other, sources)
             if (inside.get("split.no"), inside.get("split.count")) != (number, len(paths)):
-                raise CheckpointError(f"{other} does not say that it is part {number + 1} of {len(paths)}")
+                raise CheckpointError(
+                    f"{other} does not say that it is part {number + 1} of {len(paths)}"
+                )
             more = _read_tensors(cursor, inside, count, number)
             if twice := sorted(tensors.keys() & more.keys()):
-                raise CheckpointError(f"{other}: tensor {twice[0][:80]!r} is in another part as well")
+                raise CheckpointError(
+                    f"{other}: tensor {twice[0][:80]!r} is in another part as well"
+                )
             tensors |= more
         stated = metadata.get("split.tensors.count", len(tensors))
         if len(paths) > 1 and stated != len(tensors):
@@ -147,7 +168,11 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     if block is None:
         raise InputError(f"kind must be one of {', '.join(Kind.__members__).lower()}, not {kind!r}")
     elements, row = math.prod(shape), shape[-1] if shape else 1
-    if row % block.elements or data.dtype != np.uint8 or data.size != elements // block.elements * block.bytes:
+    if (
+        row % block.elements
+        or data.dtype != np.uint8
+        or data.size != elements // block.elements * block.bytes
+    ):
         raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
     data = np.ascontiguousarray(data).reshape(-1)
     if kind == "f32":
@@ -190,7 +215,9 @@ class _Source:
             raise CheckpointError(f"{self.path} is closed")
         view, done = memoryview(out), 0
         try:
-            while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], offset + done)):
+            while done < len(view) and (
+                count := os.preadv(self._descriptor, [view[done:]], offset + done)
+            ):
                 done += count
             changed = done < len(view) or self._present_state() != self._state
         except OSError as error:
@@ -198,7 +225,9 @@ class _Source:
         finally:
             view.release()
         if changed:
-            raise CheckpointError(f"{self.path} was changed while it was read: load it again once it is complete")
+            raise CheckpointError(
+                f"{self.path} was changed while it was read: load it again once it is complete"
+            )
 
     def _present_state(self) -> tuple[int, int]:
         state = os.fstat(self._descriptor)
@@ -248,11 +277,15 @@ class _Cursor:
     def require_room(self, count: int, size: int) -> None:
         """Refuse a count of entries of `size` bytes or more each that the rest of the file cannot hold."""
         if count * size > self.source.size - self.position:
-            raise self.error(f"claims {count} entries, more than the file of {self.source.size} bytes can hold")
+            raise self.error(
+                f"claims {count} entries, more than the file of {self.source.size} bytes can hold"
+            )
 
     def _load(self, end: int) -> None:
         if end > self.source.size:
-            raise self.error(f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged")
+            raise self.error(
+                f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged"
+            )
         have = len(self._data)
         if end > have:
             more = bytearray(min(self.source.size, max(end, 2 * have, 1 << 20)) - have)
@@ -268,7 +301,9 @@ def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any]
     return cursor, _read_metadata(cursor, entry_count), tensor_count
 
 
-def _read_tensors(cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int) -> dict[str, GGUFTensor]:
+def _read_tensors(
+    cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int
+) -> dict[str, GGUFTensor]:
     infos = _read_tensor_infos(cursor, count)
     placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
     return {name: replace(tensor, part=file_number) for name, tensor in placed.items()}
@@ -281,9 +316,13 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
         raise CheckpointError(f"{cursor.source.path} is not a GGUF file: it begins with {magic!r}")
     version = cursor.number("I")
     if version and version & 0xFFFF == 0:
-        raise CheckpointError(f"{cursor.source.path} is big endian: only little-endian GGUF files are read")
+        raise CheckpointError(
+            f"{cursor.source.path} is big endian: only little-endian GGUF files are read"
+        )
     if version not in (2, 3):
-        raise CheckpointError(f"{cursor.source.path} has GGUF version {version}: only 2 and 3 are read")
+        raise CheckpointError(
+            f"{cursor.source.path} has GGUF version {version}: only 2 and 3 are read"
+        )
     tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
     cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
     cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
@@ -342,23 +381,32 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     if count in (0, 1):
         return [path]
     if type(count) is not int or not 1 < count <= _MAX_PARTS:
-        raise CheckpointError(f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}")
+        raise CheckpointError(
+            f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}"
+        )
     match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
     if match is None or int(match[2]) != count:
         raise CheckpointError(
             f"{path} is one of {count} parts, and is not named so (NAME-00001-of-{count:05d}.gguf); rename them, or "
             "join them with llama-gguf-split --merge"
         )
-    paths = [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    paths = [
+        path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
+        for number in range(1, count + 1)
+    ]
     if missing := [part_path.name for part_path in paths if not part_path.is_file()]:
-        raise CheckpointError(f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}")
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}"
+        )
     return paths
 
 
 def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", 32)
     if type(value) is not int or value <= 0 or value & (value - 1):
-        raise CheckpointError(f"{path}: general.alignment must be a power of two, not {str(value)[:80]}")
+        raise CheckpointError(
+            f"{path}: general.alignment must be a power of two, not {str(value)[:80]}"
+        )
     return value
 
 
@@ -390,8 +438,12 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     if 0 in shape:
         raise cursor.error(f"is empty: {list(shape)}")
     if shape[-1] % kind.elements:
-        raise cursor.error(f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block")
-    return GGUFTensor(name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes)
+        raise cursor.error(
+            f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block"
+        )
+    return GGUFTensor(
+        name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes
+    )
 
 
 def _type_name(number: int) -> str:
@@ -411,12 +463,16 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
     for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
         cursor.place = f"tensor {tensor.name[:80]!r}"
         if tensor.offset % alignment:
-            raise cursor.error(f"begins at byte {tensor.offset - start} of the data, not a multiple of {alignment}")
+            raise cursor.error(
+                f"begins at byte {tensor.offset - start} of the data, not a multiple of {alignment}"
+            )
         if tensor.offset < taken:
             raise cursor.error(f"overlaps tensor {last[:80]!r}")
         taken, last = tensor.offset + tensor.nbytes, tensor.name
         if taken > cursor.source.size:
-            raise cursor.error(f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged")
+            raise cursor.error(
+                f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged"
+            )
     return placed
 
 

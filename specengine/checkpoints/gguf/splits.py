@@ -60,14 +60,18 @@ _LLAMA3_LIKE = Splits((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2_LIKE = Splits((_QWEN2,))
 _GPT4O_LIKE = Splits((_GPT4O,))
 _BLOOM = Splits((_NO_STOPS,))
-_V3 = Splits((r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"))
+_V3 = Splits(
+    (r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+)
 _BAILING = Splits(
     (
         rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     )
 )
-_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+_SPACES = "|".join(
+    rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+)
 
 _BY_NAMES: dict[str, Splits] = {
     "default": DEFAULT,
@@ -79,7 +83,9 @@ _BY_NAMES: dict[str, Splits] = {
         ignore_merges=True,
     ),
     "jais-2": Splits(
-        (rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}|\s{{1}}",)
+        (
+            rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}|\s{{1}}",
+        )
     ),
     "deepseek-llm": Splits(
         (
@@ -93,7 +99,9 @@ _BY_NAMES: dict[str, Splits] = {
     ),
     "deepseek-coder": Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _V3,
-    "spark2_5": Splits((r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
+    "spark2_5": Splits(
+        (r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")
+    ),
     "youtu": Splits((_YOUTU, _by_case(rf"(?:{_SUFFIXES})?", "")), ignore_merges=True),
     "falcon": Splits((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _DIGITS,
@@ -109,7 +117,9 @@ _BY_NAMES: dict[str, Splits] = {
     "ufakzeka": Splits((rf"{_WORDS}|\p{{N}}|{_OTHERS}",)),
     "laguna": Splits((r"[^\n]+|[\n]+", _QWEN2)),
     "seed-coder": Splits(
-        (rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+        (
+            rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
     ),
     "bailingmoe bailingmoe2 llada-moe": _BAILING,
     "exaone-moe": Splits(

@@ -34,14 +34,43 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
-_SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file names none
+_SENTENCEPIECE_IDS = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "unknown_token_id": 0,
+}  # where the file names none
 _IS_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
     {
-        *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
-        *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
-        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        *(
+            "</s>",
+            "<eos>",
+            "[EOS]",
+            "<EOT>",
+            "_<EOT>",
+            "[EOT]",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|im_end|>",
+            "<|end|>",
+        ),
+        *(
+            "<|endoftext|>",
+            "<|end_of_text|>",
+            "<end_of_turn>",
+            "<end_of_utterance>",
+            "<turn|>",
+            "<|tool_response>",
+        ),
+        *(
+            "<|return|>",
+            "<|call|>",
+            "<|calls|>",
+            "<|flush|>",
+            "[e~[",
+            "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        ),
     }
 )
 # Marks of files and repositories, which end an answer as well: the file's id, or the first of these texts.
@@ -67,10 +96,16 @@ def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
     """
     value = file.metadata.get(f"tokenizer.ggml.{key}")
     if value is not None and type(value) is not int:
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}")
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}"
+        )
     if value is not None and 0 <= value < vocabulary:
         return value
-    default = _SENTENCEPIECE_IDS.get(key) if file.metadata.get("tokenizer.ggml.model") == "llama" else None
+    default = (
+        _SENTENCEPIECE_IDS.get(key)
+        if file.metadata.get("tokenizer.ggml.model") == "llama"
+        else None
+    )
     return default if default is not None and default < vocabulary else None
 
 
@@ -80,20 +115,33 @@ def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
     Ids outside of the vocabulary are noted on stderr.
     """
     texts = file.metadata.get("tokenizer.ggml.tokens")
-    texts = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+    texts = (
+        texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+    )
     vocabulary = len(texts) or vocabulary
     eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
-    _note_outside(file, vocabulary, "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens=")
+    _note_outside(
+        file,
+        vocabulary,
+        "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens=",
+    )
     ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
     return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
 
 
 def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
-    ids = {key: value for key, value in file.metadata.items() if _IS_ID.fullmatch(key) and type(value) is int}
+    ids = {
+        key: value
+        for key, value in file.metadata.items()
+        if _IS_ID.fullmatch(key) and type(value) is int
+    }
     for key, value in ids.items():
         if not 0 <= value < vocabulary:
             note = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
-            print(note + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""), file=sys.stderr)
+            print(
+                note + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""),
+                file=sys.stderr,
+            )
 
 
 @dataclass(frozen=True)
@@ -133,7 +181,11 @@ class Tokens:
     @cached_property
     def _named_ends(self) -> set[int]:
         stated = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
-        return self._of(*_END_TEXTS) | self._file_marks | {number for number in stated if number is not None}
+        return (
+            self._of(*_END_TEXTS)
+            | self._file_marks
+            | {number for number in stated if number is not None}
+        )
 
     @cached_property
     def _file_marks(self) -> set[int]:
@@ -182,7 +234,10 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("token_type_count", "add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap"),
         *("normalizer.lowercase", "normalizer.strip_accents"),
-        *(f"{name}_token_id" for name in ("seperator", "separator", "mask", "cls", "prefix", "suffix", "middle")),
+        *(
+            f"{name}_token_id"
+            for name in ("seperator", "separator", "mask", "cls", "prefix", "suffix", "middle")
+        ),
         *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid")),
     }
 )
@@ -196,24 +251,36 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
     _require_vocabulary(file)
     tokens = _tokens(file)
     ids = {name: special_id(file, key, len(tokens.texts)) for name, key in _SPECIAL_TOKENS.items()}
-    special = {name: None if number is None else tokens.texts[number] for name, number in ids.items()}
+    special = {
+        name: None if number is None else tokens.texts[number] for name, number in ids.items()
+    }
     splits = _splits(file) if file.metadata["tokenizer.ggml.model"] == "gpt2" else None
     options = _options(file, ids, splits)
     _note_unread(file)
     try:
         backend = (
-            _sentencepiece(file, tokens, special["unk_token"]) if splits is None else _byte_level(file, tokens, splits)
+            _sentencepiece(file, tokens, special["unk_token"])
+            if splits is None
+            else _byte_level(file, tokens, splits)
         )
         _add_special(backend, tokens, ids.values())
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special)
-    except Exception as error:  # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
-        raise CheckpointError(f"{file.path}: no tokenizer can be built from its vocabulary: {error}") from error
+    except (
+        Exception
+    ) as error:  # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
+        raise CheckpointError(
+            f"{file.path}: no tokenizer can be built from its vocabulary: {error}"
+        ) from error
 
 
 def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocab=tokens.ids, merges=merges, ignore_merges=splits.ignore_merges))
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in splits.expressions]
+    backend = Tokenizer(
+        models.BPE(vocab=tokens.ids, merges=merges, ignore_merges=splits.ignore_merges)
+    )
+    cuts = [
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in splits.expressions
+    ]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
     backend.decoder = decoders.ByteLevel()
@@ -223,13 +290,17 @@ def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
 def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Tokenizer:
     merges = _merges(file, tokens)
     backend = Tokenizer(
-        models.BPE(vocab=tokens.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=tokens.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
     )
     escaped = normalizers.Replace(" ", _SPACE)
     after = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if _is_merged(file):
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
-    if _flag(file, "add_space_prefix", not _is_merged(file)):  # before the text, and what follows a special token
+    if _flag(
+        file, "add_space_prefix", not _is_merged(file)
+    ):  # before the text, and what follows a special token
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escaped])
         after.append(decoders.Strip(" ", 1, 0))
     else:
@@ -244,7 +315,9 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
     if scores is None or _is_merged(file):
         return [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
     apart = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE)  # never made of letters
-    whole = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
+    whole = {
+        text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart
+    }
     pairs = [
         (score, text[:cut], text[cut:])
         for text, score in zip(tokens.texts, scores, strict=True)
@@ -259,14 +332,28 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
 def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
     """Add control tokens as special tokens, and the user's tokens as whole words in any text."""
     ids = {number for number in named if number is not None}
-    ids |= {number for number, kind in enumerate(tokens.kinds) if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)}
-    users = [number for number, kind in enumerate(tokens.kinds) if kind is TokenKind.USER_DEFINED and number not in ids]
-    backend.add_special_tokens([AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)])
-    backend.add_tokens([AddedToken(tokens.texts[i], normalized=False, special=False) for i in users])
+    ids |= {
+        number
+        for number, kind in enumerate(tokens.kinds)
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+    }
+    users = [
+        number
+        for number, kind in enumerate(tokens.kinds)
+        if kind is TokenKind.USER_DEFINED and number not in ids
+    ]
+    backend.add_special_tokens(
+        [AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)]
+    )
+    backend.add_tokens(
+        [AddedToken(tokens.texts[i], normalized=False, special=False) for i in users]
+    )
 
 
 def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
-    first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos) or _is_merged(file)
+    first = _flag(file, "add_bos_token", True if splits is None else splits.add_bos) or _is_merged(
+        file
+    )
     last = _flag(file, "add_eos_token", False)
     for name, adds in (("bos", first), ("eos", last)):
         if adds and ids[f"{name}_token"] is None:
@@ -280,20 +367,28 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
     """Return the template, or with named ones as well (as tool_use) all by name."""
     templates = {
-        key: value for key, value in file.metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+        key: value
+        for key, value in file.metadata.items()
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
     }
     wrong = next((key for key, value in templates.items() if not isinstance(value, str)), None)
     if wrong is not None:
         raise CheckpointError(f"{file.path}: {wrong[:80]} must be text")
     if templates.keys() <= {_TEMPLATE}:
         return templates.get(_TEMPLATE)
-    return {key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value for key, value in templates.items()}
+    return {
+        key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
+        for key, value in templates.items()
+    }
 
 
 def _splits(file: GGUFFile) -> Splits:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name is None or name == "":
-        _note(file, "has no tokenizer.ggml.pre, so text is split as by default; a newer conversion may answer better")
+        _note(
+            file,
+            "has no tokenizer.ggml.pre, so text is split as by default; a newer conversion may answer better",
+        )
         return DEFAULT
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}")
@@ -308,7 +403,9 @@ def _splits(file: GGUFFile) -> Splits:
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
     value = file.metadata.get(f"{_GGML}{name}", default)
     if not isinstance(value, bool):
-        raise CheckpointError(f"{file.path}: {_GGML}{name} must be true or false, not {str(value)[:80]}")
+        raise CheckpointError(
+            f"{file.path}: {_GGML}{name} must be true or false, not {str(value)[:80]}"
+        )
     return value
 
 
@@ -316,7 +413,10 @@ def _note_unread(file: GGUFFile) -> None:
     read_keys = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
     others = [key for key in file.metadata if key.startswith(_GGML) and key not in read_keys]
     if others:
-        _note(file, f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others")
+        _note(
+            file,
+            f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others",
+        )
 
 
 def _note(file: GGUFFile, text: str) -> None:
@@ -329,7 +429,10 @@ def _is_merged(file: GGUFFile) -> bool:
 
 
 def _tokens(file: GGUFFile) -> Tokens:
-    texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(file.metadata["tokenizer.ggml.tokens"])]
+    texts = [
+        text or f"[EMPTY_{number}]"
+        for number, text in enumerate(file.metadata["tokenizer.ggml.tokens"])
+    ]
     tokens = Tokens(file, texts, len(texts))
     if len(tokens.ids) < len(texts):
         twice = next(text for number, text in enumerate(texts) if tokens.ids[text] != number)
@@ -348,8 +451,12 @@ def _require_vocabulary(file: GGUFFile) -> None:
         )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
-        if f"tokenizer.ggml.{name}" in file.metadata and len(_listed(file, name, kind)) != len(tokens):
-            raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens")
+        if f"tokenizer.ggml.{name}" in file.metadata and len(_listed(file, name, kind)) != len(
+            tokens
+        ):
+            raise CheckpointError(
+                f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens"
+            )
     unscored = "tokenizer.ggml.scores" not in file.metadata
     if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
         _require_pairs(file, _listed(file, "merges", str))
@@ -360,11 +467,15 @@ def _require_vocabulary(file: GGUFFile) -> None:
 def _require_pairs(file: GGUFFile, merges: list[str]) -> None:
     wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
     if wrong is not None:
-        raise CheckpointError(f"{file.path}: a merge must be two pieces with one space between, not {wrong[:80]!r}")
+        raise CheckpointError(
+            f"{file.path}: a merge must be two pieces with one space between, not {wrong[:80]!r}"
+        )
 
 
 def _listed(file: GGUFFile, name: str, kind: type) -> list[Any]:
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not value or type(value[0]) is not kind:
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}, not empty")
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}, not empty"
+        )
     return value

@@ -41,7 +41,9 @@ SHORT_SHARE = 0.6  # share of the time for the short context
 EXPERT_SHARE = 0.15  # share of the time for the price of an expert
 ALIKE = (8, 16, 32)  # rows of the trees that it is measured by
 ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
-WARM_SECONDS = 0.2  # of cycles on a device before any is measured: a clock that idled takes so long to rise
+WARM_SECONDS = (
+    0.2  # of cycles on a device before any is measured: a clock that idled takes so long to rise
+)
 REHEARSED = 4  # cycles that a driver rehearses at once
 
 
@@ -94,7 +96,9 @@ class _Samples:
     draft: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     root: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
-    experts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # that a verification read
+    experts: dict[int, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # that a verification read
 
     def costs(self) -> tuple[Points, Points]:
         """Return lawful costs of verifications by nodes, and of draft passes by width."""
@@ -102,17 +106,26 @@ class _Samples:
 
     def spread(self) -> Points:
         """Return, by nodes, the interquartile range of a verification's seconds over their lower quartile."""
-        return {n: _quantile(times, 0.75) / _quantile(times, LOW) - 1 for n, times in sorted(self.verify.items())}
+        return {
+            n: _quantile(times, 0.75) / _quantile(times, LOW) - 1
+            for n, times in sorted(self.verify.items())
+        }
 
     def overhead(self) -> float:
         """Return the time of both commits and the extra time of the first draft pass."""
         _, draft = self.costs()
-        return _quantile(self.commit, LOW) + max(0.0, _quantile(self.root, LOW) - interpolated(draft, 1))
+        return _quantile(self.commit, LOW) + max(
+            0.0, _quantile(self.root, LOW) - interpolated(draft, 1)
+        )
 
 
 @torch.inference_mode()
 def measure(
-    target: Target, drafter: Drafter | None, driver: Driver | None = None, *, seconds: float = SECONDS
+    target: Target,
+    drafter: Drafter | None,
+    driver: Driver | None = None,
+    *,
+    seconds: float = SECONDS,
 ) -> PassCosts:
     """Measure the seconds of verifying n nodes, of drafting from n nodes, and of the rest of a cycle.
 
@@ -181,7 +194,10 @@ def _rehearsed(cycles: SyntheticCycles, driver: Driver, seconds: float) -> PassC
         cycles.begin(long)
         driver.rehearse(cycles.root, 1)
         later = _points(driver, _parts(cycles, driver, began + seconds))
-        growths = [_growth(before, after, long - short) for before, after in zip(points, later, strict=True)]
+        growths = [
+            _growth(before, after, long - short)
+            for before, after in zip(points, later, strict=True)
+        ]
     return PassCosts(
         "measured",
         verify,
@@ -207,7 +223,9 @@ def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, f
 
     A part that cycles do not have takes 0 seconds.
     """
-    by_part: dict[str, list[float]] = {name: [] for name in ("first", "root", "level", "end", "finish")}
+    by_part: dict[str, list[float]] = {
+        name: [] for name in ("first", "root", "level", "end", "finish")
+    }
     while True:
         for name, times in driver.rehearse(cycles.root, REHEARSED).items():
             by_part[name] += times
@@ -227,14 +245,20 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     prefill = cycles.begin(short)
     first = cycles.cycle(1, 1)
     if sum(first) < seconds / 20:
-        first = min((cycles.cycle(1, 1) for _ in range(3)), key=sum)  # the first cycle has warmed up
+        first = min(
+            (cycles.cycle(1, 1) for _ in range(3)), key=sum
+        )  # the first cycle has warmed up
     padded = cycles.target.captured
     allowed = min(seconds, MAX_CYCLES * sum(first))
     share = SHORT_SHARE if long > short else 1
     plans = PADDED_PLANS if padded else SHORT_PLANS
     samples = _rounds(cycles, plans if cycles.driver is None else (), began + share * allowed)
     verify, draft = samples.costs()
-    expert = 0.0 if cycles.target.experts is None else _expert(cycles, time.perf_counter() + EXPERT_SHARE * allowed)
+    expert = (
+        0.0
+        if cycles.target.experts is None
+        else _expert(cycles, time.perf_counter() + EXPERT_SHARE * allowed)
+    )
     smallest = len(cycles.plan(SMALLEST_PLAN).nodes)
     remaining = began + allowed - time.perf_counter() - (smallest + 1) * verify[max(verify)]
     long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
@@ -242,7 +266,10 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     if long >= 2 * short:
         cycles.begin(long)
         later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs()
-        growths = [_growth(before, after, long - short) for before, after in zip((verify, draft), later, strict=True)]
+        growths = [
+            _growth(before, after, long - short)
+            for before, after in zip((verify, draft), later, strict=True)
+        ]
     return PassCosts(
         "measured",
         verify,
@@ -255,7 +282,9 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
         verify_growth=growths[0],
         draft_growth=growths[1] if cycles.drafter is not None else {},
         padded=padded,
-        experts={n: statistics.median(samples.experts[n]) for n in verify} if samples.experts else {},
+        experts={n: statistics.median(samples.experts[n]) for n in verify}
+        if samples.experts
+        else {},
         all_experts=count_experts(cycles.target) if samples.experts else 0,
         expert=expert,
     )
@@ -273,9 +302,13 @@ def _expert(cycles: SyntheticCycles, until: float) -> float:
     for nodes in itertools.cycle(ALIKE):
         (slow, many), (fast, few) = (cycles.star(nodes, alike=alike) for alike in (False, True))
         differences.append((slow - fast, many - few))
-        if len(differences) > len(ALIKE) and (time.perf_counter() > until or len(differences) > MAX_CYCLES):
+        if len(differences) > len(ALIKE) and (
+            time.perf_counter() > until or len(differences) > MAX_CYCLES
+        ):
             break
-    seconds = [slower / more for slower, more in differences[1:] if more > 0]  # the first one warms up
+    seconds = [
+        slower / more for slower, more in differences[1:] if more > 0
+    ]  # the first one warms up
     return max(0.0, statistics.median(seconds)) if seconds else 0.0
 
 
@@ -292,7 +325,9 @@ def _rounds(cycles: SyntheticCycles, plans: Sequence[MeasuringPlan], until: floa
 
 
 def _round(cycles: SyntheticCycles, plan: MeasuringPlan, samples: _Samples, until: float) -> None:
-    for place, (nodes, width) in enumerate(zip(plan.nodes, itertools.cycle(plan.widths), strict=False)):
+    for place, (nodes, width) in enumerate(
+        zip(plan.nodes, itertools.cycle(plan.widths), strict=False)
+    ):
         if (len(samples.verify) > 1 or place > 1) and time.perf_counter() > until:
             return
         times = cycles.cycle(nodes, width)
@@ -307,7 +342,11 @@ def _round(cycles: SyntheticCycles, plan: MeasuringPlan, samples: _Samples, unti
 def _seconds(plan: MeasuringPlan, samples: _Samples) -> float:
     """Return the time that a round of this plan is expected to take."""
     verify, draft = samples.costs()
-    rest = _quantile(samples.root, LOW) + _quantile(samples.commit, LOW) + interpolated(draft, max(plan.widths))
+    rest = (
+        _quantile(samples.root, LOW)
+        + _quantile(samples.commit, LOW)
+        + interpolated(draft, max(plan.widths))
+    )
     return sum(rest + interpolated(verify, nodes) for nodes in plan.nodes)
 
 
@@ -317,7 +356,10 @@ def _growth(short: Points, long: Points, tokens: int) -> Points:
 
 def _costs(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
     chosen = {n: times for n, times in sorted(samples.items()) if n in always or len(times) > 1}
-    return lawful({n: _quantile(times, LOW) for n, times in chosen.items()}, {n: len(chosen[n]) for n in chosen})
+    return lawful(
+        {n: _quantile(times, LOW) for n, times in chosen.items()},
+        {n: len(chosen[n]) for n in chosen},
+    )
 
 
 def _quantile(times: list[float], share: float) -> float:
@@ -332,7 +374,9 @@ MAX_NODES, MAX_WIDTH = 96, 16  # the largest tree and draft pass of a plan
 CHILDREN = 3  # children per node of a verified tree
 DRIFT = 32  # tokens by which cycles may lengthen the context before it is rewound
 MAX_PATH = 8  # tokens that a cycle can add, and depth that a tree can have
-DRAFT_SLOTS = 4 * (MAX_WIDTH + 1)  # slots of the draft's scratch: a capture runs a pass several times
+DRAFT_SLOTS = 4 * (
+    MAX_WIDTH + 1
+)  # slots of the draft's scratch: a capture runs a pass several times
 
 Verified = tuple[list[int], Tensor | None]
 
@@ -352,7 +396,13 @@ class SyntheticCycles:
     Only the caches change; `end` clears them. Runs inside inference mode and `target.running()`.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, max_context: int, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        max_context: int,
+        driver: Driver | None = None,
+    ) -> None:
         self.target, self.drafter, self.driver = target, drafter, driver
         self._random = torch.Generator().manual_seed(0)
         self._prompt: list[int] = []
@@ -378,7 +428,9 @@ class SyntheticCycles:
 
     def cycle(self, nodes: int, width: int) -> CycleTimes:
         """Draft from the root and from `width` nodes, verify `nodes` nodes, commit a path. Return the times."""
-        if len(self.target.tokens) + MAX_PATH > min(len(self._prompt) + DRIFT, self.target.max_context):
+        if len(self.target.tokens) + MAX_PATH > min(
+            len(self._prompt) + DRIFT, self.target.max_context
+        ):
             self._rewind()
         if nodes not in self._verified:
             self._verified[nodes] = self._tree_of(nodes)
@@ -415,7 +467,9 @@ class SyntheticCycles:
             self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
         tree, frontier = self._drafted[width]
 
-        return self._timed(lambda: drafter.root(tree))[0], self._timed(lambda: drafter.step(tree, frontier))[0]
+        return self._timed(lambda: drafter.root(tree))[0], self._timed(
+            lambda: drafter.step(tree, frontier)
+        )[0]
 
     def _verification(self, tree: TokenTree) -> Callable[[], Verified]:
         """Return a function that verifies this tree and chooses greedily, as the engine does."""
@@ -458,12 +512,20 @@ class SyntheticCycles:
         """Return a tree of a root and `width` children, and the children as a frontier."""
         device = torch.device("cpu") if self.drafter is None else self.drafter.device
         tree = TokenTree.root(self.root, width + 1, device)
-        tokens = (self.root + torch.arange(width, device=device, dtype=torch.int64)) % self.target.vocab_size
-        return tree, tree.add(torch.zeros_like(tokens), tokens, -torch.ones(width, device=device, dtype=torch.float32))
+        tokens = (
+            self.root + torch.arange(width, device=device, dtype=torch.int64)
+        ) % self.target.vocab_size
+        return tree, tree.add(
+            torch.zeros_like(tokens), tokens, -torch.ones(width, device=device, dtype=torch.float32)
+        )
 
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(
-            self.target.vocab_size, (max(0, count),), generator=self._random, dtype=torch.int64, device="cpu"
+            self.target.vocab_size,
+            (max(0, count),),
+            generator=self._random,
+            dtype=torch.int64,
+            device="cpu",
         ).tolist()
 
     def _reserve(self, context: int) -> None:
@@ -475,7 +537,9 @@ class SyntheticCycles:
         if not self.target.captured:
             self.target.reserve(tokens, MAX_NODES)
         else:  # as in captured.py: attention without a kernel of its own runs over all slots
-            self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
+            self.target.reserve(
+                room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0
+            )
         innermost: Any = self.drafter
         while hasattr(innermost, "inner"):  # unwrap
             innermost = innermost.inner
@@ -484,7 +548,9 @@ class SyntheticCycles:
 
     def _rewind(self) -> None:
         prompt, drafter = self._prompt, self.drafter
-        cached = min(self.target.cached(prompt), len(prompt) if drafter is None else drafter.cached(prompt))
+        cached = min(
+            self.target.cached(prompt), len(prompt) if drafter is None else drafter.cached(prompt)
+        )
         features = self.target.prefill(prompt, cached)
         if drafter is not None:
             drafter.begin(prompt, features)
@@ -521,11 +587,17 @@ def processor_times() -> ProcessorTimes | None:
     """Return the counters now; None where the system does not tell them."""
     try:
         line = PROCESSOR_TIMES.read_text(encoding="ascii").splitlines()[0]
-        user, nice, system, _, _, irq, softirq, steal = (float(field) for field in line.split()[1:9])
+        user, nice, system, _, _, irq, softirq, steal = (
+            float(field) for field in line.split()[1:9]
+        )
         ticks = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
-    return ProcessorTimes(time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, time.process_time())
+    return ProcessorTimes(
+        time.monotonic(),
+        (user + nice + system + irq + softirq + steal) / ticks,
+        time.process_time(),
+    )
 
 
 def share_of_others(before: ProcessorTimes | None) -> float | None:

@@ -61,7 +61,9 @@ class _Kept:
 _loaded: dict[str, _Kept] = {}  # by file, so that a process measures once even if it cannot write
 
 
-def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, *, fresh: bool = False) -> PassCosts:
+def find(
+    target: Target, drafter: Drafter | None, driver: Driver | None = None, *, fresh: bool = False
+) -> PassCosts:
     """Return the costs of target and drafter on this machine, measured on first use and then read from the cache.
 
     driver: as in `identity`; fresh: measure again and store the result.
@@ -75,7 +77,9 @@ def find(target: Target, drafter: Drafter | None, driver: Driver | None = None, 
     name = _place(key)
     stored_costs = None if fresh else _loaded.get(name) or _read(key)
     if stored_costs is None or (not getattr(target, "others", 0) and stored_costs.may_improve()):
-        stored_costs = _Kept(measure(target, drafter, driver if target.device.type == "cuda" else None), time.time())
+        stored_costs = _Kept(
+            measure(target, drafter, driver if target.device.type == "cuda" else None), time.time()
+        )
         if reason := _write(key, stored_costs):
             stored_costs.costs = dataclasses.replace(
                 stored_costs.costs, source=f"{stored_costs.costs.source}, not stored: {reason}"
@@ -117,9 +121,23 @@ def _read(key: dict[str, Any]) -> _Kept | None:
 def _is_believable(costs: PassCosts) -> bool:
     """Return whether a machine can have measured this."""
     columns = (costs.verify, costs.draft, costs.verify_growth, costs.draft_growth)
-    seconds = [costs.overhead, costs.expert, *(second for column in columns for second in column.values())]
-    sizes = [costs.context, costs.all_experts, *(nodes for column in columns for nodes in column), *costs.experts]
-    fits = max(seconds) <= MAX_SECONDS and max(sizes) < 1 << 31 and min(costs.verify.values()) > 0 and costs.measured
+    seconds = [
+        costs.overhead,
+        costs.expert,
+        *(second for column in columns for second in column.values()),
+    ]
+    sizes = [
+        costs.context,
+        costs.all_experts,
+        *(nodes for column in columns for nodes in column),
+        *costs.experts,
+    ]
+    fits = (
+        max(seconds) <= MAX_SECONDS
+        and max(sizes) < 1 << 31
+        and min(costs.verify.values()) > 0
+        and costs.measured
+    )
     return fits and not (fault(costs.verify) or fault(costs.draft))
 
 
@@ -129,7 +147,11 @@ def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
         file = path(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as temporary:
-            content = {"key": key, "when": int(stored_costs.when), "costs": stored_costs.costs.to_dict()}
+            content = {
+                "key": key,
+                "when": int(stored_costs.when),
+                "costs": stored_costs.costs.to_dict(),
+            }
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except CacheFolderError as error:
         return str(error)
@@ -142,7 +164,9 @@ CPU_FACTS = Path("/proc/cpuinfo")
 DRIVER_FACTS = Path("/proc/driver/nvidia/version")
 
 
-def identity(target: Target, drafter: Drafter | None, driver: Driver | None = None) -> dict[str, Any]:
+def identity(
+    target: Target, drafter: Drafter | None, driver: Driver | None = None
+) -> dict[str, Any]:
     """Return what costs depend on, JSON-ready: model, draft, device, versions and how they run.
 
     driver: of the engine that runs them on a CUDA device, if it captures graphs; elsewhere it makes no difference.
@@ -155,7 +179,11 @@ def identity(target: Target, drafter: Drafter | None, driver: Driver | None = No
         "draft": None if drafter is None else drafter.name,
         "draft parameters": None
         if drafter is None
-        else sum(parameter.numel() for module in getattr(drafter, "weights", ()) for parameter in module.parameters()),
+        else sum(
+            parameter.numel()
+            for module in getattr(drafter, "weights", ())
+            for parameter in module.parameters()
+        ),
         "draft head": _head(drafter),
         "device": device_name(target.device),
         "dtype": str(getattr(target, "dtype", None)).removeprefix("torch."),
@@ -221,7 +249,11 @@ def _head(drafter: Any) -> str | None:
     while hasattr(drafter, "inner"):
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
-    return None if head is None else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
+    return (
+        None
+        if head is None
+        else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
+    )
 
 
 @functools.cache

@@ -20,7 +20,11 @@ CONVOLUTIONS = (
     "linear_attn.conv1d",
     "mamba.conv1d",
 )  # of the mixers' parts: a few weights for each channel
-STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # a mixer's vectors by their names in GGUF files
+STATES = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "D": "ssm_d",
+}  # a mixer's vectors by their names in GGUF files
 NO_LIMITS = (0.0, float("inf"))
 LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
 ROUTER_NORM = "router_norm"  # of ExpertsWithDense: is divided by the root of the hidden size
@@ -189,7 +193,9 @@ class Attention:
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
         kinds, window = getattr(config, "layer_types", None), None
-        if self.windows == "all" or (self.windows == "by type" and kinds and kinds[layer] == SLIDING):
+        if self.windows == "all" or (
+            self.windows == "by type" and kinds and kinds[layer] == SLIDING
+        ):
             window = config.sliding_window
         ropes = getattr(config, "rope_parameters", None) or {}
         rope = kinds[layer] if kinds and isinstance(ropes.get(kinds[layer]), dict) else ""
@@ -197,7 +203,9 @@ class Attention:
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
         """Return the stored row for each row of a module's parts, where these are not one after the other."""
-        return {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+        return (
+            {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+        )
 
     @property
     def refused(self) -> str:
@@ -259,7 +267,14 @@ class Latent(Attention):
 
     @property
     def refused(self) -> str:
-        if self.rank % 32 == 0 == self.plain % 2 == self.turned % 2 == self.value % 2 == (self.query_rank or 0) % 2:
+        if (
+            self.rank % 32
+            == 0
+            == self.plain % 2
+            == self.turned % 2
+            == self.value % 2
+            == (self.query_rank or 0) % 2
+        ):
             return ""
         return (
             f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
@@ -283,11 +298,19 @@ class Latent(Attention):
         else:
             yield from present(
                 ("self_attn.q_a_proj", Name("self_attn.q_a_proj", "attn_q_a"), self.query_rank),
-                ("self_attn.q_a_norm", Name("self_attn.q_a_layernorm", "attn_q_a_norm"), self.query_rank),
+                (
+                    "self_attn.q_a_norm",
+                    Name("self_attn.q_a_layernorm", "attn_q_a_norm"),
+                    self.query_rank,
+                ),
                 ("self_attn.q_proj", Name("self_attn.q_b_proj", "attn_q_b"), queries),
             )
         yield from present(
-            ("self_attn.kv_a_proj", Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"), self.rank + self.turned),
+            (
+                "self_attn.kv_a_proj",
+                Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+                self.rank + self.turned,
+            ),
             ("self_attn.kv_a_norm", Name("self_attn.kv_a_layernorm", "attn_kv_a_norm"), self.rank),
         )
         for head in range(shape.heads):
@@ -317,7 +340,11 @@ def latent_factors(config: Any) -> Factors:
     """Return the factor on scores, which grows with that of YaRN."""
     rope = config.rope_parameters
     every, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
-    grown = 0.1 * every * math.log(factor) + 1.0 if rope.get("rope_type") != "default" and factor > 1 else 1.0
+    grown = (
+        0.1 * every * math.log(factor) + 1.0
+        if rope.get("rope_type") != "default" and factor > 1
+        else 1.0
+    )
     return Factors(scores=(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * grown**2)
 
 
@@ -410,10 +437,26 @@ class GatedDelta(Mixer):
         beta, alpha = ("ssm_ba", "ssm_ba") if self.fused else ("ssm_beta", "ssm_alpha")
         return present(
             ("linear_attn", Name("linear_attn", "ssm"), self.heads),
-            ("linear_attn.in_proj_qkv", Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"), channels),
-            ("linear_attn.in_proj_z", Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"), values),
-            ("linear_attn.in_proj_b", Name(f"linear_attn.in_proj_{narrow or 'b'}", beta), self.heads),
-            ("linear_attn.in_proj_a", Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha), self.heads),
+            (
+                "linear_attn.in_proj_qkv",
+                Name(f"linear_attn.in_proj_{wide or 'qkv'}", "attn_qkv"),
+                channels,
+            ),
+            (
+                "linear_attn.in_proj_z",
+                Name(f"linear_attn.in_proj_{wide or 'z'}", "attn_gate"),
+                values,
+            ),
+            (
+                "linear_attn.in_proj_b",
+                Name(f"linear_attn.in_proj_{narrow or 'b'}", beta),
+                self.heads,
+            ),
+            (
+                "linear_attn.in_proj_a",
+                Name(f"linear_attn.in_proj_{narrow or 'a'}", alpha),
+                self.heads,
+            ),
             ("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels),
             (GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size),
             ("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden),
@@ -432,7 +475,11 @@ class GatedDelta(Mixer):
     def orders_in_files(self) -> dict[str, list[int]]:
         if self.is_in_order_in_files:
             return {}
-        values, singles, keys = self._tiled(self.value_size), self._tiled(1), 2 * self.key_heads * self.key_size
+        values, singles, keys = (
+            self._tiled(self.value_size),
+            self._tiled(1),
+            2 * self.key_heads * self.key_size,
+        )
         channels = [*range(keys), *(keys + row for row in values)]
         wide = {"attn_qkv": channels, "ssm_conv1d": channels, "attn_gate": values}
         return wide | dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles)
@@ -485,7 +532,13 @@ class Mamba2(Mixer):
     def refused(self) -> str:
         if self.limits != NO_LIMITS:
             return f"time_step_limit {self.limits} in its config"
-        if self.size % 4 == self.head_size % 16 == self.heads % self.groups == self.heads % (self.norms or 1) == 0:
+        if (
+            self.size % 4
+            == self.head_size % 16
+            == self.heads % self.groups
+            == self.heads % (self.norms or 1)
+            == 0
+        ):
             return ""
         return (
             f"{self.groups} groups of {self.heads} heads of {self.head_size} channels and {self.size} numbers each in "
@@ -539,7 +592,9 @@ class PlainMLP:
     down: Name
 
     def parts(self, shape: Shape) -> Iterator[Part]:
-        return present(("mlp.gate_proj", self.up, shape.inner), ("mlp.down_proj", self.down, shape.hidden))
+        return present(
+            ("mlp.gate_proj", self.up, shape.inner), ("mlp.down_proj", self.down, shape.hidden)
+        )
 
 
 def has_experts(value: Callable[[str], Any]) -> bool:
@@ -643,7 +698,11 @@ class Experts:
             ("mlp.router.choice", self.choice, self.count),
             ("mlp.router.scales", self.scales, self.count),
         )
-        stacks = (("gate", self.gate, self.inner), ("up", self.up, self.inner), ("down", self.down, shape.hidden))
+        stacks = (
+            ("gate", self.gate, self.inner),
+            ("up", self.up, self.inner),
+            ("down", self.down, shape.hidden),
+        )
         for number in range(self.count):
             for kind, name, size in stacks:
                 if name is None:
@@ -721,7 +780,10 @@ class OwnInputs:
     @property
     def axes(self) -> dict[str, int]:
         """Map the tensors that hold parts of all layers to the dimension along which these stand."""
-        return {f"{self.embedding.transformers}.weight": 1, f"{self.projection.transformers}.weight": 0}
+        return {
+            f"{self.embedding.transformers}.weight": 1,
+            f"{self.projection.transformers}.weight": 0,
+        }
 
 
 @dataclass(frozen=True)
@@ -835,7 +897,9 @@ class GGUF:
     others: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
-    finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = lambda fields, value: {}
+    finish: Callable[[dict[str, Any], Callable[[str], Any]], dict[str, Any]] = (
+        lambda fields, value: {}
+    )
     holds: Callable[[Callable[[str], Any]], bool] | None = None
     by_layer: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
@@ -894,7 +958,9 @@ class Family:
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""
-        sizes = {size.name: stated(config, getattr(self.fields, size.name)) for size in fields(Shape)}
+        sizes = {
+            size.name: stated(config, getattr(self.fields, size.name)) for size in fields(Shape)
+        }
         head_dim = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
         return Shape(**sizes | {"head_dim": head_dim} | self.sizes(config))
 
@@ -905,12 +971,16 @@ class Family:
     @property
     def attention(self) -> Attention:
         """The attention of the layers that have one: it turns channels alike in all of them."""
-        return (self.layer if isinstance(self.layer, Layer) else self.attending).attention or Attention()
+        return (
+            self.layer if isinstance(self.layer, Layer) else self.attending
+        ).attention or Attention()
 
     def attention_of(self, config: Any) -> Attention:
         """Return the attention of a config's layers that have one, with its sizes."""
         attentions = (layer.attention for layer in self.layers_of(config))
-        return next((attention for attention in attentions if attention is not None), self.attention)
+        return next(
+            (attention for attention in attentions if attention is not None), self.attention
+        )
 
     def recurrence(self, config: Any) -> list[int]:
         """Return the sizes of the recurrent mixers, which are alike in all layers that have one; empty if none has."""
@@ -919,7 +989,9 @@ class Family:
 
     def mixer(self, config: Any) -> Mixer | None:
         """Return the recurrent mixer of the first layer that has one."""
-        return next((layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None)
+        return next(
+            (layer.mixer for layer in self.layers_of(config) if layer.mixer is not None), None
+        )
 
     def keeps(self, config: Any) -> dict[tuple[int, int], int]:
         """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
@@ -938,18 +1010,30 @@ class Family:
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
         numbers = range(self.shape(config).layers)
-        return [self.layer if isinstance(self.layer, Layer) else self.layer(config, number) for number in numbers]
+        return [
+            self.layer if isinstance(self.layer, Layer) else self.layer(config, number)
+            for number in numbers
+        ]
 
     def routing(self, config: Any) -> Routing:
         """Return how all layers that have experts choose them."""
         return next(
-            (layer.experts.routing for layer in self.layers_of(config) if layer.experts is not None), NO_ROUTING
+            (
+                layer.experts.routing
+                for layer in self.layers_of(config)
+                if layer.experts is not None
+            ),
+            NO_ROUTING,
         )
 
     def routes(self, config: Any) -> Routes:
         """Return how many experts there are, over all layers."""
         experts = [layer.experts for layer in self.layers_of(config) if layer.experts is not None]
-        return Routes(len(experts), sum(each.routing.chosen for each in experts), sum(each.count for each in experts))
+        return Routes(
+            len(experts),
+            sum(each.routing.chosen for each in experts),
+            sum(each.count for each in experts),
+        )
 
     def places(self, config: Any) -> list[Place]:
         """Return how each layer sees positions."""
@@ -964,8 +1048,15 @@ class Family:
         for number, layer in enumerate(self.layers_of(config)):
             kind = layer, self.shape_at(config, number)
             if kind not in kinds:
-                kinds[kind] = {name: rows for block in layer.firsts for name, rows in block.orders(kind[1]).items()}
-            orders |= {f"{self.layers.transformers}.{number}.{name}": rows for name, rows in kinds[kind].items()}
+                kinds[kind] = {
+                    name: rows
+                    for block in layer.firsts
+                    for name, rows in block.orders(kind[1]).items()
+                }
+            orders |= {
+                f"{self.layers.transformers}.{number}.{name}": rows
+                for name, rows in kinds[kind].items()
+            }
         return orders
 
     def parts(self, config: Any) -> Iterator[Part]:
@@ -981,7 +1072,9 @@ class Family:
         for number, layer in enumerate(self.layers_of(config)):
             above = Name(f"{self.layers.transformers}.{number}", f"{self.layers.gguf}.{number}")
             for part in layer.parts(self.shape_at(config, number)):
-                yield Part(f"model.layers.{number}.{part.native}", part.name.below(above), part.size)
+                yield Part(
+                    f"model.layers.{number}.{part.native}", part.name.below(above), part.size
+                )
 
 
 def config_at(config: Any, layer: int | str) -> Any:

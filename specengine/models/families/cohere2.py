@@ -12,7 +12,9 @@ FAMILY = Family(
         mlp_norm=None,
     ),
     fields=Fields(eps="layer_norm_eps"),
-    gguf=GGUF("cohere2", keys={"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"}),
+    gguf=GGUF(
+        "cohere2", keys={"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"}
+    ),
     layer_norms=True,
     parallel=lambda config: True,
     factors=lambda config: Factors(divisor=1 / config.logit_scale),

@@ -13,10 +13,18 @@ def layer(config: Any, number: int) -> Layer:
     if number < config.first_k_dense_replace:
         return Layer(attention=attention)
     groups, kept_groups = (
-        (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+        (config.n_group, config.topk_group)
+        if config.topk_method == "group_limited_greedy"
+        else (1, 1)
     )
     routing = Routing(
-        config.num_experts_per_tok, "softmax", 0.0, config.routed_scaling_factor, groups, kept_groups, rated=1
+        config.num_experts_per_tok,
+        "softmax",
+        0.0,
+        config.routed_scaling_factor,
+        groups,
+        kept_groups,
+        rated=1,
     )
     experts = Experts(
         config.n_routed_experts,

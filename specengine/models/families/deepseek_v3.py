@@ -63,7 +63,8 @@ STORED = GGUF(
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Return the sizes of heads, which older files state as those of keys and values, and the factor on scores."""
     key, size = (
-        value(f"attention.{part}_length_mla") or value(f"attention.{part}_length") for part in ("key", "value")
+        value(f"attention.{part}_length_mla") or value(f"attention.{part}_length")
+        for part in ("key", "value")
     )
     rope, turned, grown = (
         fields["rope_parameters"],
@@ -89,7 +90,9 @@ FAMILY = Family(
     layer=layer,
     attending=Layer(attention=Latent()),
     sizes=latent_sizes,
-    alone=lambda config, number: {"first_k_dense_replace": int(number < config.first_k_dense_replace)},
+    alone=lambda config, number: {
+        "first_k_dense_replace": int(number < config.first_k_dense_replace)
+    },
     factors=latent_factors,
     gguf=replace(STORED, finish=finish, holds=lambda value: value("expert_gating_func") == SIGMOID),
     exact=(CHOICE,),

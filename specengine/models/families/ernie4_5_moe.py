@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name, Routing, shared_experts
+from specengine.models.families import (
+    GGUF,
+    Attention,
+    Experts,
+    Family,
+    Layer,
+    Name,
+    Routing,
+    shared_experts,
+)
 
 ATTENTION = Attention(neighbours=True)
 CHOICE = "mlp.gate.moe_statics.e_score_correction_bias"

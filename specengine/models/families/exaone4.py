@@ -20,7 +20,9 @@ FAMILY = Family(
             q_norm=Name("self_attn.q_norm", "attn_q_norm"),
             k_norm=Name("self_attn.k_norm", "attn_k_norm"),
             windows="by type",
-            turns=lambda config, layer: config.sliding_window is None or config.layer_types[layer] == SLIDING,
+            turns=lambda config, layer: (
+                config.sliding_window is None or config.layer_types[layer] == SLIDING
+            ),
         ),
         attention_output_norm=Name("post_attention_layernorm", "post_attention_norm"),
         mlp_norm=None,

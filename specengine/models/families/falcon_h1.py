@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Factors, Family, Layer, Mamba2, Scaled, mamba
+from specengine.models.families import (
+    GGUF,
+    Attention,
+    Factors,
+    Family,
+    Layer,
+    Mamba2,
+    Scaled,
+    mamba,
+)
 from specengine.models.families import bamba as separate
 
 ATTENTION = replace(separate.ATTENTION, attention=Attention())
@@ -52,7 +61,9 @@ FAMILY = Family(
     norm=separate.FAMILY.norm,
     factors=lambda config: Factors(
         embedding=config.embedding_multiplier,
-        divisor=1 / config.lm_head_multiplier if config.lm_head_multiplier else 0.0,  # which is refused
+        divisor=1 / config.lm_head_multiplier
+        if config.lm_head_multiplier
+        else 0.0,  # which is refused
         by_token=True,
     ),
     scaled=scaled,
@@ -65,7 +76,11 @@ FAMILY = Family(
             "ssm.group_count": "mamba_n_groups",
             "ssm.time_step_rank": "mamba_n_heads",
         },
-        flags={"mamba_conv_bias": "ssm_conv1d.bias", "mlp_bias": "ffn_up.bias", "mamba_rms_norm": "ssm_norm.weight"},
+        flags={
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mlp_bias": "ffn_up.bias",
+            "mamba_rms_norm": "ssm_norm.weight",
+        },
         finish=lambda fields, value: {"mamba_norm_before_gate": False},
     ),
 )

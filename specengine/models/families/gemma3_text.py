@@ -13,8 +13,13 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or LOCAL_THETA}
     wide = fields["num_hidden_layers"] == LAYERS_OF_27B
     return {
-        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
-        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"] if wide else fields["head_dim"],
+        "rope_parameters": {
+            "full_attention": fields["rope_parameters"],
+            "sliding_attention": local,
+        },
+        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
+        if wide
+        else fields["head_dim"],
     }
 
 

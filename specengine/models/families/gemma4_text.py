@@ -20,7 +20,9 @@ from specengine.models.families import (
 
 K_NORM = Name("self_attn.k_norm", "attn_k_norm")
 GATE_UP = Name("experts.gate_up_proj", "ffn_gate_up_exps.weight")
-ATTENTION = Attention(q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=K_NORM, windows="by type", v_normed=True)
+ATTENTION = Attention(
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=K_NORM, windows="by type", v_normed=True
+)
 
 
 def reads(config: Any, number: int) -> int | None:
@@ -39,9 +41,15 @@ def attention(config: Any, number: int) -> Attention:
     source = reads(config, number)
     shares = bool(config.attention_k_eq_v) and config.layer_types[number] != SLIDING
     if source is not None:
-        return Attention(q_norm=ATTENTION.q_norm, k=None, v=None, windows="by type", v_normed=True, reads=source)
+        return Attention(
+            q_norm=ATTENTION.q_norm, k=None, v=None, windows="by type", v_normed=True, reads=source
+        )
     return Attention(
-        q_norm=ATTENTION.q_norm, k_norm=K_NORM, v=None if shares else ATTENTION.v, windows="by type", v_normed=True
+        q_norm=ATTENTION.q_norm,
+        k_norm=K_NORM,
+        v=None if shares else ATTENTION.v,
+        windows="by type",
+        v_normed=True,
     )
 
 
@@ -117,7 +125,9 @@ def unread(config: Any) -> list[Name]:
     """Return what files hold of layers that read another one's keys and values: those that they do not make."""
     parts = (ATTENTION.k, ATTENTION.v, ATTENTION.k_norm)
     layers = [
-        Name(f"model.layers.{i}", f"blk.{i}") for i in range(config.num_hidden_layers) if reads(config, i) is not None
+        Name(f"model.layers.{i}", f"blk.{i}")
+        for i in range(config.num_hidden_layers)
+        if reads(config, i) is not None
     ]
     return [part.below(above) for above in layers for part in parts if part is not None]
 
@@ -125,7 +135,11 @@ def unread(config: Any) -> list[Name]:
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Files state the heads of full layers, and lists by layer."""
     full, pattern = fields["rope_parameters"], value("attention.sliding_window_pattern")
-    types = [SLIDING if slides else "full_attention" for slides in pattern] if isinstance(pattern, list) else None
+    types = (
+        [SLIDING if slides else "full_attention" for slides in pattern]
+        if isinstance(pattern, list)
+        else None
+    )
     local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or 10_000.0}
     heads, widths = value("attention.head_count_kv"), value("feed_forward_length")
     added: dict[str, Any] = {
@@ -140,7 +154,9 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
         "use_double_wide_mlp": isinstance(widths, list) and widths[-1] == 2 * widths[0],
     }
     if isinstance(heads, list) and types is not None:
-        by_type = dict(zip(reversed(types), reversed(heads), strict=False))  # the first one of each type
+        by_type = dict(
+            zip(reversed(types), reversed(heads), strict=False)
+        )  # the first one of each type
         added["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
         added["num_global_key_value_heads"] = by_type.get("full_attention")
     return added

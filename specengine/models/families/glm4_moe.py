@@ -2,11 +2,21 @@
 
 from typing import Any
 
-from specengine.models.families import Attention, Experts, Family, Layer, Name, by_sigmoid, shared_experts
+from specengine.models.families import (
+    Attention,
+    Experts,
+    Family,
+    Layer,
+    Name,
+    by_sigmoid,
+    shared_experts,
+)
 
 PLAIN = Attention(partial=True)
 NORMED = Attention(
-    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=Name("self_attn.k_norm", "attn_k_norm"), partial=True
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"),
+    k_norm=Name("self_attn.k_norm", "attn_k_norm"),
+    partial=True,
 )
 CHOICE = "mlp.gate.e_score_correction_bias"
 
@@ -30,6 +40,8 @@ def layer(config: Any, number: int) -> Layer:
 FAMILY = Family(
     layer=layer,
     attending=Layer(attention=PLAIN),
-    alone=lambda config, number: {"first_k_dense_replace": int(number < config.first_k_dense_replace)},
+    alone=lambda config, number: {
+        "first_k_dense_replace": int(number < config.first_k_dense_replace)
+    },
     exact=(CHOICE,),
 )

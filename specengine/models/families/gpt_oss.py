@@ -25,7 +25,10 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     """Files say no more of positions than that they are scaled, and give experts' channels a key of their own."""
     rope = fields["rope_parameters"]
     inner = value("expert_feed_forward_length") or fields["intermediate_size"]
-    return {"intermediate_size": inner, "rope_parameters": rope | ({"truncate": False} if len(rope) > 2 else {})}
+    return {
+        "intermediate_size": inner,
+        "rope_parameters": rope | ({"truncate": False} if len(rope) > 2 else {}),
+    }
 
 
 FAMILY = Family(

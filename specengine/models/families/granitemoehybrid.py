@@ -8,7 +8,9 @@ from specengine.models.families import Attention, Experts, GatedMLP, Layer, Name
 from specengine.models.families import granitemoe as sparse
 
 RECURRENT = "linear_attention"
-ATTENTION = Layer(attention=Attention(turns=lambda config, layer: config.position_embedding_type == "rope"))
+ATTENTION = Layer(
+    attention=Attention(turns=lambda config, layer: config.position_embedding_type == "rope")
+)
 
 
 def shared(suffix: str) -> GatedMLP:
@@ -44,7 +46,8 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
         "mamba_expand": inner // fields["hidden_size"],
         "num_local_experts": value("expert_count") or 0,
         "num_experts_per_tok": value("expert_used_count") or 0,
-        "shared_intermediate_size": value("expert_shared_feed_forward_length") or fields["intermediate_size"],
+        "shared_intermediate_size": value("expert_shared_feed_forward_length")
+        or fields["intermediate_size"],
         "position_embedding_type": None if value("rope.scaling.finetuned") is False else "rope",
     }
 

@@ -4,7 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Family, Fields, GatedMLP, Layer, Name, ShortConvolution
+from specengine.models.families import (
+    GGUF,
+    Attention,
+    Family,
+    Fields,
+    GatedMLP,
+    Layer,
+    Name,
+    ShortConvolution,
+)
 
 CONVOLUTION = "conv"
 ATTENTION = Layer(

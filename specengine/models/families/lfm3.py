@@ -28,7 +28,9 @@ def layer(config: Any, number: int) -> Layer:
     if config.layer_types[number] == CONVOLUTION:
         return replace(chosen, attention=None, mixer=ShortConvolution(config.conv_L_cache))
     return (
-        chosen if config.use_attention_gate else replace(chosen, attention=replace(FAMILY.attention, head_gates=None))
+        chosen
+        if config.use_attention_gate
+        else replace(chosen, attention=replace(FAMILY.attention, head_gates=None))
     )
 
 

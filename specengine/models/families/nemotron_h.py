@@ -49,7 +49,9 @@ NETWORK = Layer(attention_norm=None, attention=None, mlp_norm=NORM)
 def network(module: str, suffix: str) -> GatedMLP:
     """Return a network without gates; suffix: of its names in GGUF files."""
     return GatedMLP(
-        None, Name(f"{module}.up_proj", f"ffn_up{suffix}"), Name(f"{module}.down_proj", f"ffn_down{suffix}")
+        None,
+        Name(f"{module}.up_proj", f"ffn_up{suffix}"),
+        Name(f"{module}.down_proj", f"ffn_down{suffix}"),
     )
 
 

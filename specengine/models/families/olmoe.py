@@ -5,7 +5,9 @@ from typing import Any
 from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name, Routing
 
 ATTENTION = Attention(
-    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=Name("self_attn.k_norm", "attn_k_norm"), whole_norms=True
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"),
+    k_norm=Name("self_attn.k_norm", "attn_k_norm"),
+    whole_norms=True,
 )
 
 
@@ -13,12 +15,16 @@ def layer(config: Any, number: int) -> Layer:
     del number
     scores = "normalised softmax" if config.norm_topk_prob else "softmax"
     routing = Routing(config.num_experts_per_tok, scores)
-    return Layer(attention=ATTENTION, mlp=Experts(config.num_experts, config.intermediate_size, routing))
+    return Layer(
+        attention=ATTENTION, mlp=Experts(config.num_experts, config.intermediate_size, routing)
+    )
 
 
 FAMILY = Family(
     layer=layer,
     attending=Layer(attention=ATTENTION),
-    gguf=GGUF("olmoe", keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}),
+    gguf=GGUF(
+        "olmoe", keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+    ),
     neutral={"clip_qkv": None},
 )

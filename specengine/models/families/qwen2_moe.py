@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name, Routing, shared_experts
+from specengine.models.families import (
+    GGUF,
+    Attention,
+    Experts,
+    Family,
+    Layer,
+    Name,
+    Routing,
+    shared_experts,
+)
 
 ATTENTION = Attention(windows="by type")
 
@@ -14,7 +23,9 @@ def is_sparse(config: Any, number: int) -> bool:
 
 
 def routing_of(config: Any) -> Routing:
-    return Routing(config.num_experts_per_tok, "normalised softmax" if config.norm_topk_prob else "softmax")
+    return Routing(
+        config.num_experts_per_tok, "normalised softmax" if config.norm_topk_prob else "softmax"
+    )
 
 
 def alone(config: Any, number: int) -> dict[str, Any]:

@@ -7,4 +7,6 @@ NORMED = Attention(
     k_norm=Name("self_attn.k_norm", "attn_k_norm"),
     windows="by type",
 )
-FAMILY = Family(layer=Layer(attention=NORMED), gguf=GGUF("qwen3", flags={"attention_bias": "attn_q.bias"}))
+FAMILY = Family(
+    layer=Layer(attention=NORMED), gguf=GGUF("qwen3", flags={"attention_bias": "attn_q.bias"})
+)

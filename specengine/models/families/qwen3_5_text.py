@@ -38,10 +38,15 @@ def layer(config: Any, number: int) -> Layer:
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Recurrent layers are listed, or all but every n-th."""
     count, every = fields["num_hidden_layers"], value("full_attention_interval") or 4
-    listed = value("attention.recurrent_layers") or [(number + 1) % every for number in range(count)]
+    listed = value("attention.recurrent_layers") or [
+        (number + 1) % every for number in range(count)
+    ]
     return {
-        "layer_types": [RECURRENT if recurrent else "full_attention" for recurrent in listed[:count]],
-        "linear_value_head_dim": (value("ssm.inner_size") or 0) // (value("ssm.time_step_rank") or 1),
+        "layer_types": [
+            RECURRENT if recurrent else "full_attention" for recurrent in listed[:count]
+        ],
+        "linear_value_head_dim": (value("ssm.inner_size") or 0)
+        // (value("ssm.time_step_rank") or 1),
     }
 
 

@@ -6,7 +6,9 @@ from specengine.models.families import GGUF, Attention, Experts, Family, Layer, 
 from specengine.models.families.qwen2_moe import alone, is_sparse, routing_of
 
 NORMED = Attention(
-    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=Name("self_attn.k_norm", "attn_k_norm"), windows="all"
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"),
+    k_norm=Name("self_attn.k_norm", "attn_k_norm"),
+    windows="all",
 )
 
 

@@ -15,7 +15,10 @@ def layer(config: Any, number: int) -> Layer:
     if not (is_sparse(config, number) and isinstance(plain_layer.mlp, Experts)):
         return replace(plain_layer, mlp=GatedMLP())
     scores = "normalised softmax" if config.norm_topk_prob else "softmax"
-    return replace(plain_layer, mlp=replace(plain_layer.mlp, routing=Routing(config.num_experts_per_tok, scores)))
+    return replace(
+        plain_layer,
+        mlp=replace(plain_layer.mlp, routing=Routing(config.num_experts_per_tok, scores)),
+    )
 
 
 def is_sparse(config: Any, number: int) -> bool:
@@ -29,4 +32,6 @@ def alone(config: Any, number: int) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [] if is_sparse(config, number) else [0]}
 
 
-FAMILY = replace(plain.FAMILY, layer=layer, alone=alone, gguf=replace(plain.FILES, architecture="qwen3next"))
+FAMILY = replace(
+    plain.FAMILY, layer=layer, alone=alone, gguf=replace(plain.FILES, architecture="qwen3next")
+)

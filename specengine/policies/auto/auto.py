@@ -63,7 +63,9 @@ class Auto(TreePolicy):
     rounds: int = 2
     costs: str | PassCosts = MEASURED
 
-    patience: ClassVar[int] = 16  # cycles in a row without a draft pass, after which one looks whether it pays again
+    patience: ClassVar[int] = (
+        16  # cycles in a row without a draft pass, after which one looks whether it pays again
+    )
 
     def __post_init__(self) -> None:
         require_minimum("auto", self, budget=1, width=1, max_passes=1, rounds=1)
@@ -76,10 +78,14 @@ class Auto(TreePolicy):
             isinstance(self.costs, str | PassCosts),
         )
         costs = ASSUMED if self.costs == MEASURED else self.costs
-        self._costs = CostModel(find_costs(costs) if isinstance(costs, str) else costs, self.budget, self.width)
+        self._costs = CostModel(
+            find_costs(costs) if isinstance(costs, str) else costs, self.budget, self.width
+        )
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._state = PerDevice(self._start)
-        self._together: PerDevice[SearchState] | None = None  # state of the one that it learns together with
+        self._together: PerDevice[SearchState] | None = (
+            None  # state of the one that it learns together with
+        )
         self._group = 0  # of answers: greedy, sampled
         self._paces = Pace(), Pace()  # by group
         self._pace = self._paces[0]
@@ -105,17 +111,25 @@ class Auto(TreePolicy):
 
     def plan(self) -> Plan:
         costs = self._costs
-        plain = costs.predicted.verify[1] if costs.base.measured and costs.predicted.verify else None
-        self._rests = self._pace.resting > 0 if costs.shared is None else costs.shared.resting()  # all texts, or none
+        plain = (
+            costs.predicted.verify[1] if costs.base.measured and costs.predicted.verify else None
+        )
+        self._rests = (
+            self._pace.resting > 0 if costs.shared is None else costs.shared.resting()
+        )  # all texts, or none
         learns = costs.shared is None or not self._rests
         if not learns:
             self._count(1)
         elif costs.stale:
             self.reprice()
         measured = self.costs == MEASURED
-        return Plan(self.patience, self._rests, PLAIN_REASON, plain, measured, learns, times=measured)
+        return Plan(
+            self.patience, self._rests, PLAIN_REASON, plain, measured, learns, times=measured
+        )
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
+    def begin(
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+    ) -> None:
         self._costs.context = tokens
         self._costs.find = costs if self.costs == MEASURED else None
         self._group = int(sampled)
@@ -140,7 +154,12 @@ class Auto(TreePolicy):
         """Return the root if its pass pays or is due, else nothing."""
         free = _source(tree) if ops.is_free(tree.size) else None
         bounds = self.budget, math.log(SURE)
-        pays = ops.number(ops.start_search(tree.arrays, tree.size, *state.books, self.rounds, free, bounds)) > 0
+        pays = (
+            ops.number(
+                ops.start_search(tree.arrays, tree.size, *state.books, self.rounds, free, bounds)
+            )
+            > 0
+        )
         skipped = ops.number(state.skipped)
         asked = pays | (skipped >= self.patience)
         if isinstance(asked, Tensor):
@@ -154,12 +173,16 @@ class Auto(TreePolicy):
         drafted = step.unmixed or Drafted(step.logits, step.token_ids, step.normalized, step.marks)
         if not drafted.logits.shape[0]:
             return self._first(tree, state)
-        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits)
+        return ops.grow_likely(
+            tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits
+        )
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state[tree.device]
         free = LEAVES, MAX_FREE, math.log(MIN_FREE)
-        return ops.keep_likely(tree.arrays, tree.size, *state.books, _source(tree), free, self.budget)
+        return ops.keep_likely(
+            tree.arrays, tree.size, *state.books, _source(tree), free, self.budget
+        )
 
     def learn(self, outcome: Outcome) -> None:
         began = time.perf_counter()
@@ -171,7 +194,9 @@ class Auto(TreePolicy):
             return
         rested = self._rests and cycle is not None
         if not rested:
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, *self._state[tree.device].books)
+            ops.count_outcomes(
+                tree.arrays, tree.size, path, chosen, *self._state[tree.device].books
+            )
         if cycle is None:
             return
         state, experts = self._state[tree.device], self._costs.experts
@@ -193,12 +218,16 @@ class Auto(TreePolicy):
             if costs.shared is None:
                 total = seconds.total if rested else seconds.total + self._learning
                 plain = costs.predicted.measured[1]
-                self._pace.observe(len(cycle.tokens), total, plain, expected=costs.predicted.rows[1] / plain)
+                self._pace.observe(
+                    len(cycle.tokens), total, plain, expected=costs.predicted.rows[1] / plain
+                )
             tokens, spent = state.throughput.recent.tolist()
             grown = cycle.tree if cycle.grown is None else cycle.grown
             passes = 0 if rested else int(grown.passes)
             drafted = int(state.notes.drafted[: len(grown)].sum()) if passes else 0
-            lost = costs.observe(cycle, seconds.total - len(cycle.tokens) * spent / tokens, passes, drafted)
+            lost = costs.observe(
+                cycle, seconds.total - len(cycle.tokens) * spent / tokens, passes, drafted
+            )
             if costs.tries and not rested:
                 costs.corrections.verify.charge(costs.predicted.rows[1], lost)
                 self.reprice()
@@ -209,7 +238,9 @@ class Auto(TreePolicy):
         """Learn from a cycle of graphs that took so many seconds; others say nothing of them."""
         passes = int(cycle.tree.passes)
         if cycle.seconds.captured and self._costs.base.padded:
-            self._pace.observe(len(cycle.tokens), took, self._costs.predicted.measured[1], passes > 0)
+            self._pace.observe(
+                len(cycle.tokens), took, self._costs.predicted.measured[1], passes > 0
+            )
             self._costs.observe_graphs(cycle.seconds, passes)
 
     def _count(self, tokens: int) -> None:
@@ -222,8 +253,12 @@ class Auto(TreePolicy):
 
     def _start(self, device: torch.device) -> SearchState:
         costs = self._costs
-        widths = torch.tensor([n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64)
-        state = SearchState(self.capacity, widths, costs.price(), costs.base.overhead, costs.expert_prices(), device)
+        widths = torch.tensor(
+            [n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64
+        )
+        state = SearchState(
+            self.capacity, widths, costs.price(), costs.base.overhead, costs.expert_prices(), device
+        )
         state.counts.group.fill_(self._group)
         if self._together is not None:
             state.share(self._together[device])
@@ -246,4 +281,8 @@ class Auto(TreePolicy):
 def _source(tree: TokenTree) -> Source:
     """Return where ops ask for continuations that need no draft pass."""
     free = tree.free
-    return free if free is None or isinstance(free, Beside) else lambda nodes, *most: free(tree, Nodes(*nodes), *most)
+    return (
+        free
+        if free is None or isinstance(free, Beside)
+        else lambda nodes, *most: free(tree, Nodes(*nodes), *most)
+    )

@@ -61,8 +61,12 @@ class CostModel:
         self.stale = False  # whether prices are to be brought up to date before the next tree
         self.tries = False  # whether the present cycle is priced to try rows that no cycle has
         self.book = CostCorrections()
-        self.find: Callable[[], PassCosts] | None = None  # the costs at present: other texts come and go
-        self._counted: dict[tuple[int, int], ExpertReads] = {}  # by experts of a row, and all experts
+        self.find: Callable[[], PassCosts] | None = (
+            None  # the costs at present: other texts come and go
+        )
+        self._counted: dict[
+            tuple[int, int], ExpertReads
+        ] = {}  # by experts of a row, and all experts
         self.predicted = PredictedSeconds([], [], [], [], [])  # until prices are asked for
         self._use(costs)
 
@@ -104,7 +108,9 @@ class CostModel:
         measured, passes = rows.tolist(), tables.draft.tolist()
         corrected = corrections.verify.column(measured)
         prices = CostTable(self._by_nodes(corrected), _tensor(draft.column(passes)))
-        self.predicted = PredictedSeconds(measured, passes, corrected, prices.verify.tolist(), prices.draft.tolist())
+        self.predicted = PredictedSeconds(
+            measured, passes, corrected, prices.verify.tolist(), prices.draft.tolist()
+        )
         return prices
 
     def expert_prices(self) -> list[float]:
@@ -127,7 +133,11 @@ class CostModel:
         shared, seconds, corrections = self.shared, cycle.seconds, self.corrections
         if shared is None:
             rows = len(cycle.tree)
-            took = seconds.verify + seconds.walk - (0.0 if self.experts is None else self.experts.extra)
+            took = (
+                seconds.verify
+                + seconds.walk
+                - (0.0 if self.experts is None else self.experts.extra)
+            )
         else:
             rows, took = shared.forward() or (0, 0.0)
             lost = took - self.predicted.rows[shared.others + 1]
@@ -144,7 +154,9 @@ class CostModel:
         verify, draft = self.predicted.verify[1], self.predicted.draft[-1]
         self.corrections.verify.observe_all(verify, seconds.verify + seconds.walk, CORRECTION)
         expected = passes * draft + self.base.overhead if passes else 0.0
-        self.corrections.draft.observe_all(expected, seconds.draft + seconds.policy + seconds.commit, CORRECTION)
+        self.corrections.draft.observe_all(
+            expected, seconds.draft + seconds.policy + seconds.commit, CORRECTION
+        )
 
     # ---- its parts
 
@@ -154,7 +166,9 @@ class CostModel:
         self.experts: ExpertReads | None = None
         if costs.expert > 0 and costs.experts:
             each = int(costs.experts[1])
-            self.experts = self._counted.setdefault((each, costs.all_experts), ExpertReads(each, costs.all_experts))
+            self.experts = self._counted.setdefault(
+                (each, costs.all_experts), ExpertReads(each, costs.all_experts)
+            )
             self.experts.extra = 0.0
 
     def _by_nodes(self, rows: list[float]) -> Tensor:

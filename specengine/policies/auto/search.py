@@ -15,7 +15,11 @@ from specengine.costs import CostTable
 from specengine.ops import Counts, Notes, Prices, Throughput
 from specengine.ops.worth import LEVELS, MAX_CHANCE, MIN_CHANCE
 
-SHARED = "hits", "tries", "table"  # of Counts, between texts; how sure a draft's first tokens are is each text's own
+SHARED = (
+    "hits",
+    "tries",
+    "table",
+)  # of Counts, between texts; how sure a draft's first tokens are is each text's own
 PRIOR = Path(__file__).parents[1] / "networks" / "chances.safetensors"
 PRIOR_TRIES = 8.0  # tries that a prior counts for
 
@@ -37,18 +41,24 @@ class SearchState:
         plain = seconds.verify[1:2]
         prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
         recent = torch.cat([torch.ones_like(plain), plain]) * PRIOR_TRIES
-        self.skipped, verified, self.none = torch.zeros(3, 1, dtype=torch.int32, device=device).unbind()
+        self.skipped, verified, self.none = torch.zeros(
+            3, 1, dtype=torch.int32, device=device
+        ).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         beside = torch.full_like(drafting, overhead)
         relations = drafting.new_tensor(experts)
-        self.throughput = Throughput(*seconds, prices, recent, drafting, verified, beside, relations)
+        self.throughput = Throughput(
+            *seconds, prices, recent, drafting, verified, beside, relations
+        )
         ops.update_throughput(self.throughput, self.none)
         self.books = self.counts, self.notes, self.throughput
 
     def price(self, tables: CostTable, overhead: float, experts: Sequence[float]) -> None:
         """Bring prices up to date. experts: what prices nodes by their relation, as Throughput has it."""
         throughput = self.throughput
-        throughput.verify.copy_(tables.verify, non_blocking=True)  # whose host has other things to do
+        throughput.verify.copy_(
+            tables.verify, non_blocking=True
+        )  # whose host has other things to do
         throughput.draft.copy_(tables.draft, non_blocking=True)
         throughput.overhead.fill_(overhead)
         if experts or throughput.experts.numel():
@@ -85,4 +95,10 @@ def _counts(device: torch.device) -> Counts:
 def _notes(capacity: int, device: torch.device) -> Notes:
     cells, places = torch.zeros(2, capacity + 1, dtype=torch.int64, device=device).unbind()
     waiting, drafted = torch.zeros(2, capacity + 1, dtype=torch.bool, device=device).unbind()
-    return Notes(torch.zeros(capacity + 1, device=device, dtype=torch.float32), cells, places, waiting, drafted)
+    return Notes(
+        torch.zeros(capacity + 1, device=device, dtype=torch.float32),
+        cells,
+        places,
+        waiting,
+        drafted,
+    )

@@ -27,12 +27,22 @@ class StoppedChain(Chain):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(type(self).__name__.lower(), "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
+        require(
+            type(self).__name__.lower(),
+            "threshold",
+            self.threshold,
+            "0 to 1",
+            0 <= self.threshold <= 1,
+        )
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
         passes, edge = ops.number(tree.passes), ops.number(log_probs[0])
-        above = ops.number(tree.path_log_probs.index_select(0, frontier.ids)) if self.judges_path else 0.0
+        above = (
+            ops.number(tree.path_log_probs.index_select(0, frontier.ids))
+            if self.judges_path
+            else 0.0
+        )
         # logarithms are compared, as a probability's rounding would differ between devices
         sure = above + edge >= (math.log(self.threshold) if self.threshold else -math.inf)
         proposed = (edge > -math.inf) & (sure | (passes == 1))

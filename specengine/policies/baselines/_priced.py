@@ -43,7 +43,10 @@ class Priced(TreePolicy):
     def price(self, nodes: int, width: int) -> None:
         """Prepare prices of trees of up to so many nodes, the root included, and of passes from up to so many."""
         given = ASSUMED if self.costs == MEASURED else self.costs
-        self._sizes, self._known = (nodes, width), given if isinstance(given, PassCosts) else find_costs(given)
+        self._sizes, self._known = (
+            (nodes, width),
+            given if isinstance(given, PassCosts) else find_costs(given),
+        )
         self._find: Callable[[], PassCosts] | None = None
         self._context = self._cycles = 0
         self._prices = PerDevice(self._priced)
@@ -52,7 +55,9 @@ class Priced(TreePolicy):
     def plan(self) -> Plan:
         return READS if self.costs == MEASURED else STAYS
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None) -> None:
+    def begin(
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+    ) -> None:
         self._find = costs if self.costs == MEASURED else None
         self._context, self._cycles = tokens, 0
         self._reprice()
@@ -78,7 +83,9 @@ class Priced(TreePolicy):
     def _priced(self, device: torch.device) -> PricesByCount:
         tables = self._known.table(*self._sizes, self._context)
         overhead = torch.full((1,), self._known.overhead, dtype=torch.float64, device=device)
-        return PricesByCount(tables.verify.double().to(device), tables.draft.double().to(device), overhead)
+        return PricesByCount(
+            tables.verify.double().to(device), tables.draft.double().to(device), overhead
+        )
 
     @torch.inference_mode()
     def _reprice(self) -> None:

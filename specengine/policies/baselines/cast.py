@@ -56,7 +56,9 @@ class Cast(Priced):
     recent: int = 8
     costs: str | PassCosts = MEASURED
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"children": 4, "width": 4, "breadth": 2.0, "deeper": 1.5}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpu": {"children": 4, "width": 4, "breadth": 2.0, "deeper": 1.5}
+    }
 
     def __post_init__(self) -> None:
         require_minimum("cast", self, budget=1, children=1, width=1, passes=1, recent=1)
@@ -79,14 +81,19 @@ class Cast(Priced):
         return self._falls[device][1:]
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        nodes, prices = step.add_best_children(tree, frontier, self.children), self._prices[tree.device]
+        nodes, prices = (
+            step.add_best_children(tree, frontier, self.children),
+            self._prices[tree.device],
+        )
         scores = tree.scores(tree.best(nodes, self.width)).sort(descending=True).values
         utility = scores.double().exp().cumsum(0)
         costs = prices.draft[1:] / prices.verify[1]
         count = last_best(utility - self.breadth * costs, nodes.live)
         at = (count - 1).clamp(min=0)
         gained, cost = utility.index_select(0, at), costs.index_select(0, at)
-        fall = self._fall(gained, (ops.number(tree.passes) > 1) & (ops.number(nodes.live) > 0), tree.device)
+        fall = self._fall(
+            gained, (ops.number(tree.passes) > 1) & (ops.number(nodes.live) > 0), tree.device
+        )
         goes_on = (fall * gained >= self.deeper * cost) & (nodes.live > 0)
         found = ops.select_best(tree.scores(nodes), nodes.live, self.width, count.int())
         beam = Nodes(nodes.ids.index_select(0, found.ids), found.live)
@@ -114,7 +121,9 @@ class Cast(Priced):
         return (ratios * present).sum(0, keepdim=True) / present.sum(0, keepdim=True)
 
     def _no_falls(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        last, ones = (torch.ones(size, dtype=torch.float64, device=device) for size in (1, self.recent))
+        last, ones = (
+            torch.ones(size, dtype=torch.float64, device=device) for size in (1, self.recent)
+        )
         present = torch.zeros_like(ones)
         present[-1:] = 1.0  # the ratio that the paper begins with
         return last, ones, present

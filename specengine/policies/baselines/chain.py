@@ -32,4 +32,6 @@ class Chain(TreePolicy):
         return self.length
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        return step.add_best_children(tree, frontier, 1).where(ops.number(tree.passes) < self.length)
+        return step.add_best_children(tree, frontier, 1).where(
+            ops.number(tree.passes) < self.length
+        )

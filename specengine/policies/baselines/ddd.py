@@ -34,7 +34,13 @@ class Ddd(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("ddd", "checks", self.checks, "expansions of 0 or more", all(check >= 0 for check in self.checks))
+        require(
+            "ddd",
+            "checks",
+            self.checks,
+            "expansions of 0 or more",
+            all(check >= 0 for check in self.checks),
+        )
         require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:

@@ -72,11 +72,17 @@ class DDTree(TreePolicy):
             above = ops.select_best(at, tree.size, self.budget - 1).where(there)
             scores = tree.path_log_probs.index_select(0, above.ids)
             shared = edges[place].expand(len(scores), -1).contiguous()
-            found = ops.best_candidates(shared, scores, above.live, self.budget - 1, normalized=True)
+            found = ops.best_candidates(
+                shared, scores, above.live, self.budget - 1, normalized=True
+            )
             parents = above.ids.index_select(0, found.rows)
-            layer = tree.add(parents, tokens[place].index_select(0, found.columns), found.log_probs, found.live)
+            layer = tree.add(
+                parents, tokens[place].index_select(0, found.columns), found.log_probs, found.live
+            )
         return layer
 
     def unfinished(self, tree: TokenTree, layer: Nodes) -> Flag:
         """Return whether positions of the block are left behind those of a layer."""
-        return (ops.number(layer.live) > 0) & (ops.number(tree.depths.index_select(0, layer.ids[:1])) < self.block)
+        return (ops.number(layer.live) > 0) & (
+            ops.number(tree.depths.index_select(0, layer.ids[:1])) < self.block
+        )

@@ -27,7 +27,9 @@ class Fixed(TreePolicy):
         holds = bool(self.branching) and all(count >= 1 for count in self.branching)
         require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
         # int64 [passes]: children of each node, by depth
-        self._wanted = PerDevice(lambda device: torch.tensor(self.branching, device=device, dtype=torch.int64))
+        self._wanted = PerDevice(
+            lambda device: torch.tensor(self.branching, device=device, dtype=torch.int64)
+        )
 
     @property
     def capacity(self) -> int:

@@ -42,11 +42,19 @@ class Gammatune(Beam):
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.expansions + 1
-        require("gammatune", "height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most)
+        require(
+            "gammatune",
+            "height",
+            self.height,
+            f"1 to expansions + 1 = {most}",
+            1 <= self.height <= most,
+        )
         require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
         self._mean, self._height = float(self.height), self.height
         # int32 [1]: `_height`, as the rule reads it
-        self._heights = PerDevice(lambda device: torch.tensor([self._height], dtype=torch.int32, device=device))
+        self._heights = PerDevice(
+            lambda device: torch.tensor([self._height], dtype=torch.int32, device=device)
+        )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         return ops.number(tree.passes) >= ops.number(self._heights[tree.device])

@@ -45,11 +45,17 @@ class OptTree(TreePolicy):
 
     def __post_init__(self) -> None:
         require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
-        require("opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
+        require(
+            "opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf
+        )
         least = 2 if self.lag else 1
-        require("opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least)
+        require(
+            "opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least
+        )
         # float64 [1]: expected tokens of the tree so far
-        self._value = PerDevice(lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device))
+        self._value = PerDevice(
+            lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device)
+        )
 
     @property
     def capacity(self) -> int:
@@ -71,9 +77,13 @@ class OptTree(TreePolicy):
         value = self._value[tree.device]
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
         passes, expected = ops.number(tree.passes), self._expected(tree)
-        gain = ops.number(expected) - ops.where(passes == 1 + self.lag, -math.inf, ops.number(value))
+        gain = ops.number(expected) - ops.where(
+            passes == 1 + self.lag, -math.inf, ops.number(value)
+        )
         value.copy_(expected)
-        return layer.where((passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold)))
+        return layer.where(
+            (passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold))
+        )
 
     def keep(self, tree: TokenTree) -> Nodes:
         scores = tree.path_log_probs

@@ -67,9 +67,14 @@ class Smart(Priced):
         spent = self.spend(tree, frontier.live)
         edges, tokens = step.best_children(self.children)
         scores = tree.path_log_probs.index_select(0, frontier.ids)
-        found = ops.best_candidates(edges, scores, frontier.live, self.width, limit=room, normalized=True)
+        found = ops.best_candidates(
+            edges, scores, frontier.live, self.width, limit=room, normalized=True
+        )
         taken = self._taken(tree, found, spent, passes < self.passes)
-        parents, chosen = frontier.ids.index_select(0, found.rows), tokens[found.rows, found.columns]
+        parents, chosen = (
+            frontier.ids.index_select(0, found.rows),
+            tokens[found.rows, found.columns],
+        )
         nodes = tree.add(parents, chosen, found.log_probs, taken)
         return nodes.where((passes < self.passes) & (ops.number(tree.size) < self.budget))
 
@@ -81,10 +86,16 @@ class Smart(Priced):
         prices, device = self._prices[tree.device], tree.device
         place = torch.arange(self.width + 1, device=device, dtype=torch.int64)
         there = torch.arange(tree.capacity, device=device, dtype=torch.int64) < tree.size
-        known = tree.path_log_probs.masked_fill(~there, -math.inf).double().exp().sum(0, keepdim=True)
+        known = (
+            tree.path_log_probs.masked_fill(~there, -math.inf).double().exp().sum(0, keepdim=True)
+        )
         brings = found.scores.double().exp().masked_fill(place[:-1] >= found.live, 0.0)
         tokens = known + brings.cumsum(0) - brings  # of the tree before each candidate
-        verify = prices.verify.index_select(0, (tree.size + place).clamp(max=self.budget))  # no more have room
+        verify = prices.verify.index_select(
+            0, (tree.size + place).clamp(max=self.budget)
+        )  # no more have room
         costs = spent + verify + prices.draft * drafts
-        raises = (self.discount * brings * costs[:-1] > tokens * costs.diff()) & (place[:-1] < found.live)
+        raises = (self.discount * brings * costs[:-1] > tokens * costs.diff()) & (
+            place[:-1] < found.live
+        )
         return raises.int().cumprod(0).sum(0, keepdim=True).int()

@@ -47,7 +47,9 @@ class Specdecpp(Beam):
         require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
         self._learned = _classifier.load("specdecpp", self.classifier)
         # by node, and a spare one: product of acceptances from the root
-        self._reached = PerDevice(lambda device: torch.ones(self.capacity + 1, device=device, dtype=torch.float32))
+        self._reached = PerDevice(
+            lambda device: torch.ones(self.capacity + 1, device=device, dtype=torch.float32)
+        )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         states = self._require(step.hidden).to(tree.device)
@@ -69,7 +71,9 @@ class Specdecpp(Beam):
         """Return the hidden states. Raises InputError if the draft gives none, or those of another width."""
         size = self._learned.facts["hidden_size"]
         if states is None:
-            raise InputError("policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give")
+            raise InputError(
+                "policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give"
+            )
         if states.shape[-1] != size:
             raise InputError(
                 f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "

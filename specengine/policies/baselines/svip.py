@@ -32,4 +32,6 @@ class Svip(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
-        return (self.factor * ops.doubled(step.row(best).entropy()).clamp(min=0.0)).sqrt() > self.threshold
+        return (
+            self.factor * ops.doubled(step.row(best).entropy()).clamp(min=0.0)
+        ).sqrt() > self.threshold

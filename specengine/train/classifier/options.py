@@ -124,6 +124,10 @@ class ClassifierOptions(Checked):
 # Sources: C2T, appendix C.2; Learning to Draft, A.1 (which leaves the batch open).
 SETTINGS = {
     "c2t": ClassifierOptions(),
-    "disco": ClassifierOptions(epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
-    "specdecpp": ClassifierOptions(epochs=5, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0),
+    "disco": ClassifierOptions(
+        epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0
+    ),
+    "specdecpp": ClassifierOptions(
+        epochs=5, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0
+    ),
 }

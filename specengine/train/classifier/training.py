@@ -23,7 +23,19 @@ from specengine.train.classifier.trees import LoggedTree, Trees
 DEPTH_BASE = 0  # depth of the root's children as a feature
 NEAR = 0.01  # recalls this close to the best count as equal
 BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # limits of the entropy buckets, in nats
-KEEP_RATES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2)  # points of the recorded curve
+KEEP_RATES = (
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+)  # points of the recorded curve
 
 Progress = Callable[[str], None]
 
@@ -47,7 +59,9 @@ def rows_of(kind: str, logged: LoggedTree) -> LabelledRows:
 
 def _c2t_rows(logged: LoggedTree) -> LabelledRows:
     tree = logged.tree
-    features = c2t_features(tree.path_log_probs[1:], parent_entropies(logged), tree.depths[1:], DEPTH_BASE)
+    features = c2t_features(
+        tree.path_log_probs[1:], parent_entropies(logged), tree.depths[1:], DEPTH_BASE
+    )
     return LabelledRows(features, logged.accepted[1:])
 
 
@@ -60,16 +74,22 @@ def _disco_rows(logged: LoggedTree) -> LabelledRows:
     ]
     nodes = torch.cat(best)
     rows = row_of[tree.parents[nodes]]
-    features = disco_features(logged.top_probs[rows], logged.entropies[rows], tree.depths[nodes], DEPTH_BASE)
+    features = disco_features(
+        logged.top_probs[rows], logged.entropies[rows], tree.depths[nodes], DEPTH_BASE
+    )
     return LabelledRows(features, tree.depths[nodes] <= int(tree.depths[logged.accepted].max()))
 
 
 def _specdecpp_rows(logged: LoggedTree) -> LabelledRows:
     if not logged.hidden.shape[1]:
-        raise InputError("trees: they have no hidden states of the draft; only EAGLE heads have them")
+        raise InputError(
+            "trees: they have no hidden states of the draft; only EAGLE heads have them"
+        )
     below = logged.expanded > 0
     nodes = logged.expanded[below]
-    return LabelledRows(logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes])
+    return LabelledRows(
+        logged.hidden[below], logged.choices[logged.parents[nodes]] == logged.tokens[nodes]
+    )
 
 
 def parent_entropies(logged: LoggedTree) -> Tensor:
@@ -85,7 +105,11 @@ def _row_of(logged: LoggedTree) -> Tensor:
 
 
 def train_classifier(
-    kind: str, trees: Trees, out: Path, options: ClassifierOptions | None = None, progress: Progress = lambda line: None
+    kind: str,
+    trees: Trees,
+    out: Path,
+    options: ClassifierOptions | None = None,
+    progress: Progress = lambda line: None,
 ) -> Path:
     """Train the classifier of policy `kind` on `trees`. Write the file `out`, which the policy reads, and return it.
 
@@ -98,7 +122,11 @@ def train_classifier(
     rows = _joined([rows_of(kind, tree) for tree in learnt])
     sizes: dict[str, Any] = {}
     if kind == "specdecpp":
-        sizes = {"hidden_size": rows.inputs.shape[1], "width": options.head_width, "blocks": options.blocks}
+        sizes = {
+            "hidden_size": rows.inputs.shape[1],
+            "width": options.head_width,
+            "blocks": options.blocks,
+        }
     torch.manual_seed(options.seed)
     net = KINDS[kind].make(sizes)
     measure = _measure_c2t if kind == "c2t" else _measure_stop
@@ -125,10 +153,16 @@ def train_classifier(
             "learnt rows": len(rows.labels),
             "learnt positives": int(rows.labels.sum()),
         },
-        "training": {name: value for name, value in asdict(options).items() if name not in ("width", "blocks")},
+        "training": {
+            name: value
+            for name, value in asdict(options).items()
+            if name not in ("width", "blocks")
+        },
         "held_out": figures,
     }
-    _classifier.save(out, kind, net, facts, torch.bfloat16 if kind == "specdecpp" else torch.float32)
+    _classifier.save(
+        out, kind, net, facts, torch.bfloat16 if kind == "specdecpp" else torch.float32
+    )
     progress(json.dumps(figures["at_beta"]))
     return out
 
@@ -136,9 +170,14 @@ def train_classifier(
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[LoggedTree], list[LoggedTree]]:
+def _split(
+    logged: list[LoggedTree], options: ClassifierOptions
+) -> tuple[list[LoggedTree], list[LoggedTree]]:
     order = torch.randperm(
-        len(logged), generator=torch.Generator().manual_seed(options.seed), dtype=torch.int64, device="cpu"
+        len(logged),
+        generator=torch.Generator().manual_seed(options.seed),
+        dtype=torch.int64,
+        device="cpu",
     ).tolist()
     held_back = max(1, round(options.held_back * len(logged)))
     if len(logged) < 2:
@@ -147,7 +186,11 @@ def _split(logged: list[LoggedTree], options: ClassifierOptions) -> tuple[list[L
 
 
 def _fit(
-    net: Any, rows: LabelledRows, options: ClassifierOptions, measure: Callable[[], dict[str, Any]], progress: Progress
+    net: Any,
+    rows: LabelledRows,
+    options: ClassifierOptions,
+    measure: Callable[[], dict[str, Any]],
+    progress: Progress,
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Train, and return the figures on held-out trees and the weights after every epoch."""
     kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
@@ -157,14 +200,20 @@ def _fit(
     for epoch in range(1, options.epochs + 1):
         loss = torch.zeros((), dtype=torch.float32, device="cpu")
         for batch in _balanced(rows.labels, options, generator).split(options.batch):
-            loss = binary_cross_entropy_with_logits(net.logits(rows.inputs[batch]), rows.labels[batch].float())
+            loss = binary_cross_entropy_with_logits(
+                net.logits(rows.inputs[batch]), rows.labels[batch].float()
+            )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         figures = measure()
-        epochs.append((figures, {name: tensor.clone() for name, tensor in net.state_dict().items()}))
+        epochs.append(
+            (figures, {name: tensor.clone() for name, tensor in net.state_dict().items()})
+        )
         if epoch == options.epochs or epoch % max(1, options.epochs // 10) == 0:
-            progress(f"epoch {epoch}: loss {float(loss.detach()):.3f}, at 0.5 {json.dumps(figures['at_half'])}")
+            progress(
+                f"epoch {epoch}: loss {float(loss.detach()):.3f}, at 0.5 {json.dumps(figures['at_half'])}"
+            )
     return epochs
 
 
@@ -172,7 +221,9 @@ def _balanced(labels: Tensor, options: ClassifierOptions, generator: torch.Gener
     """Return row numbers in random order: all positives, and `negatives` times as many randomly drawn others."""
     positives, others = labels.nonzero()[:, 0], (~labels).nonzero()[:, 0]
     count = min(len(others), max(1, round(options.negatives * len(positives))))
-    drawn = others[torch.randperm(len(others), generator=generator, dtype=torch.int64, device="cpu")[:count]]
+    drawn = others[
+        torch.randperm(len(others), generator=generator, dtype=torch.int64, device="cpu")[:count]
+    ]
     rows = torch.cat([positives, drawn])
     return rows[torch.randperm(len(rows), generator=generator, dtype=torch.int64, device="cpu")]
 
@@ -185,7 +236,9 @@ def _recall_first(epochs: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) ->
 
 
 def _joined(parts: Sequence[LabelledRows]) -> LabelledRows:
-    return LabelledRows(torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts]))
+    return LabelledRows(
+        torch.cat([rows.inputs for rows in parts]), torch.cat([rows.labels for rows in parts])
+    )
 
 
 def _require_both(rows: LabelledRows, name: str) -> None:
@@ -224,18 +277,28 @@ def path_minimum(confidence: Tensor, logged: LoggedTree) -> Tensor:
 
 @torch.no_grad()
 def _measure_c2t(
-    net: Any, held_back: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
+    net: Any,
+    held_back: Sequence[LoggedTree],
+    rows: Sequence[LabelledRows],
+    options: ClassifierOptions,
 ) -> dict[str, Any]:
     confidence = torch.cat(
-        [path_minimum(net(own_rows.inputs), tree) for own_rows, tree in zip(rows, held_back, strict=True)]
+        [
+            path_minimum(net(own_rows.inputs), tree)
+            for own_rows, tree in zip(rows, held_back, strict=True)
+        ]
     )
     paths = torch.cat([own_rows.inputs[:, 0] for own_rows in rows])
     labels = torch.cat([own_rows.labels for own_rows in rows])
-    ranks = torch.cat([own_rows.inputs[:, 0].argsort(descending=True, stable=True).argsort() for own_rows in rows])
+    ranks = torch.cat(
+        [own_rows.inputs[:, 0].argsort(descending=True, stable=True).argsort() for own_rows in rows]
+    )
     entropies = torch.cat([own_rows.inputs[:, 1] for own_rows in rows])
     beta = calibrated(confidence, labels, options)
     keeps = confidence >= beta
-    bucket = torch.bucketize(entropies, torch.tensor(BUCKETS, dtype=torch.float32, device="cpu"), right=True)
+    bucket = torch.bucketize(
+        entropies, torch.tensor(BUCKETS, dtype=torch.float32, device="cpu"), right=True
+    )
     names = [f"[{a:g}, {b:g})" for a, b in zip((0.0, *BUCKETS), (*BUCKETS, math.inf), strict=True)]
     inside = [(name, bucket == number) for number, name in enumerate(names)]
 
@@ -249,7 +312,12 @@ def _measure_c2t(
         bounded = scores(paths >= _threshold(paths, scored["keep_rate"]), labels)
         ranked = scores(ranks < round(scored["keep_rate"] * len(labels) / len(held_back)), labels)
         others = {"recall_of_path_bound": bounded["recall"], "recall_of_top_n": ranked["recall"]}
-        return {"beta": round(at, 5), "keep_rate": scored["keep_rate"], "recall": scored["recall"], **others}
+        return {
+            "beta": round(at, 5),
+            "keep_rate": scored["keep_rate"],
+            "recall": scored["recall"],
+            **others,
+        }
 
     return {
         "beta": beta,
@@ -259,7 +327,10 @@ def _measure_c2t(
         "nodes_per_tree": round(float(keeps.sum()) / len(held_back), 2),
         "acceptance_length": round(1 + float((keeps & labels).sum()) / len(held_back), 3),
         "by_entropy": {
-            name: {"share": round(float(within.float().mean()), 4), **scores(keeps[within], labels[within])}
+            name: {
+                "share": round(float(within.float().mean()), 4),
+                **scores(keeps[within], labels[within]),
+            }
             for name, within in inside
             if bool(within.any())
         },
@@ -282,7 +353,10 @@ def _threshold(values: Tensor, share: float) -> float:
 
 @torch.no_grad()
 def _measure_stop(
-    net: Any, held_back: Sequence[LoggedTree], rows: Sequence[LabelledRows], options: ClassifierOptions
+    net: Any,
+    held_back: Sequence[LoggedTree],
+    rows: Sequence[LabelledRows],
+    options: ClassifierOptions,
 ) -> dict[str, Any]:
     joined = _joined(rows)
     probabilities = net(joined.inputs)

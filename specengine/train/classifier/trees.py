@@ -110,10 +110,20 @@ class Trees(ShardFolder):
 
     def add(self, number: int, trees: Sequence[LoggedTree], columns: Columns) -> None:
         """Write a shard with at least one tree."""
-        tensors = {name: torch.cat([getattr(tree, name) for tree in trees]) for name in (*PER_NODE, *PER_ROW)}
-        tensors |= {name: tensors[name].to(torch.int32) for name in ("tokens", "parents", "choices", "expanded")}
-        tensors["nodes"] = torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int64, device="cpu")
-        tensors["rows"] = torch.tensor([len(tree.expanded) for tree in trees], dtype=torch.int64, device="cpu")
+        tensors = {
+            name: torch.cat([getattr(tree, name) for tree in trees])
+            for name in (*PER_NODE, *PER_ROW)
+        }
+        tensors |= {
+            name: tensors[name].to(torch.int32)
+            for name in ("tokens", "parents", "choices", "expanded")
+        }
+        tensors["nodes"] = torch.tensor(
+            [len(tree.tokens) for tree in trees], dtype=torch.int64, device="cpu"
+        )
+        tensors["rows"] = torch.tensor(
+            [len(tree.expanded) for tree in trees], dtype=torch.int64, device="cpu"
+        )
         tensors["normalized"] = torch.tensor(columns.normalized, dtype=torch.bool, device="cpu")
         if columns.token_ids is not None:
             tensors["token_ids"] = columns.token_ids.cpu()
@@ -131,7 +141,10 @@ class Trees(ShardFolder):
 
 def _shard(tensors: dict[str, Tensor]) -> Shard:
     parts = []
-    for names, sizes in ((PER_NODE, tensors["nodes"].tolist()), (PER_ROW, tensors["rows"].tolist())):
+    for names, sizes in (
+        (PER_NODE, tensors["nodes"].tolist()),
+        (PER_ROW, tensors["rows"].tolist()),
+    ):
         columns = (tensors[name] for name in names)
         parts += [(one.long() if one.dtype is torch.int32 else one).split(sizes) for one in columns]
     trees = [LoggedTree(*tree) for tree in zip(*parts, strict=True)]
@@ -157,7 +170,9 @@ def collect(
     """
     if engine.drafter is None:
         raise InputError("draft: got none, but the trees come from a draft")
-    settings = {key: value for key, value in asdict(options).items() if key != "trees"}  # a folder may grow
+    settings = {
+        key: value for key, value in asdict(options).items() if key != "trees"
+    }  # a folder may grow
     drafter = engine.drafter
     if isinstance(drafter, Lookup):  # its columns differ in every step
         drafter = drafter.inner
@@ -169,7 +184,9 @@ def collect(
         if 0 < options.trees <= have:
             return trees
         if len(prompt) < MIN_PROMPT:
-            raise InputError(f"prompts: number {number + 1} has {len(prompt)} tokens, {MIN_PROMPT} or more are needed")
+            raise InputError(
+                f"prompts: number {number + 1} has {len(prompt)} tokens, {MIN_PROMPT} or more are needed"
+            )
         if not trees.shard(number).is_file():
             logged = list(_answer(recording, watched, prompt, options.length))
             if not logged:
@@ -178,21 +195,31 @@ def collect(
             new += len(logged)
             have += len(logged)
             target_count = f" of {options.trees}" if options.trees else ""
-            progress(f"{have}{target_count} trees, {new / (time.perf_counter() - began):.2f} per second")
+            progress(
+                f"{have}{target_count} trees, {new / (time.perf_counter() - began):.2f} per second"
+            )
         else:
             have += len(trees.read(trees.shard(number)).trees)
     if have < options.trees or not have:
-        raise InputError(f"prompts: got {have} of {options.trees} trees; pass more prompts, or ask for fewer trees")
+        raise InputError(
+            f"prompts: got {have} of {options.trees} trees; pass more prompts, or ask for fewer trees"
+        )
     return trees
 
 
 def questions(corpus: Corpus) -> list[list[int]]:
     """Return the token ids before the first answer of each text: its first user turn, with the chat template."""
-    prompts = [text.tokens[: int(text.answers.int().argmax())].tolist() for text in corpus if bool(text.answers.any())]
+    prompts = [
+        text.tokens[: int(text.answers.int().argmax())].tolist()
+        for text in corpus
+        if bool(text.answers.any())
+    ]
     return [tokens for tokens in prompts if len(tokens) >= MIN_PROMPT]
 
 
-def _answer(engine: Engine, watched: Recorder, prompt: list[int], length: int) -> Iterator[LoggedTree]:
+def _answer(
+    engine: Engine, watched: Recorder, prompt: list[int], length: int
+) -> Iterator[LoggedTree]:
     sampler = WatchingSampler()
     for cycle in engine.answer(prompt, sampler, max_new_tokens=length, temperature=0.0):
         logged = watched.logged(cycle, sampler)
@@ -237,12 +264,16 @@ class Recorder(TreePolicy):
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
         if self._rows and self.options.logits and not columns.same(self.columns):
-            raise InputError("draft: its distributions cover other tokens at each step, so they cannot be logged")
+            raise InputError(
+                "draft: its distributions cover other tokens at each step, so they cannot be logged"
+            )
         self.columns = columns
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)
 
-    def begin(self, tokens: int, sampled: bool = False, costs: Callable[[], Any] | None = None) -> None:
+    def begin(
+        self, tokens: int, sampled: bool = False, costs: Callable[[], Any] | None = None
+    ) -> None:
         self.policy.begin(tokens, sampled, costs)
 
     def learn(self, outcome: Outcome) -> None:
@@ -260,14 +291,20 @@ class Recorder(TreePolicy):
             tree.tokens.cpu(),
             tree.parents.cpu(),
             tree.log_probs.cpu(),
-            torch.tensor([-1 if choice is None else choice for choice in choices], dtype=torch.int64, device="cpu"),
+            torch.tensor(
+                [-1 if choice is None else choice for choice in choices],
+                dtype=torch.int64,
+                device="cpu",
+            ),
             edge_log_probs(logits, tree).cpu(),
             accepted,
             *rows,
         )
 
 
-def distribution_facts(step: Step, options: CollectOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def distribution_facts(
+    step: Step, options: CollectOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return entropies, top probabilities, hidden states and logits of a LoggedTree, by row of `step`."""
     log_probs, _ = step.best_children(TOP_PROBS)
     top_probs = torch.zeros(len(log_probs), TOP_PROBS, device=log_probs.device, dtype=torch.float32)

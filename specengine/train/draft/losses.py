@@ -20,7 +20,10 @@ from specengine.train.draft.teacher import HeadTeacher, Reading
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
 BLOCK = 2048  # rows of the draft's head whose gradients are computed at once
-CHUNK_VALUES = (1 << 20, 1 << 28)  # float32 logits at a time, on a CPU (fits its caches) and on a GPU
+CHUNK_VALUES = (
+    1 << 20,
+    1 << 28,
+)  # float32 logits at a time, on a CPU (fits its caches) and on a GPU
 NOISE_LENGTH = 512  # sequence length at which the noise has its nominal width
 
 
@@ -92,12 +95,16 @@ def loss_of(
         total = entropy.loss / positions
         if loss.regression:
             aim = labels.states[index].to(step.states.dtype)
-            distances = smooth_l1_loss(step.states[chosen].float(), aim.float(), reduction="none").mean(dim=-1)
+            distances = smooth_l1_loss(
+                step.states[chosen].float(), aim.float(), reduction="none"
+            ).mean(dim=-1)
             total = total + loss.regression * distances.sum() / positions
         totals.append(total * loss.decay**number)
         hits.append(entropy.hits / max(len(index), 1))
         overlap.append(entropy.overlap / max(len(index), 1))
-    return Report(torch.stack(totals).sum(), hits if measure else None, overlap if measure else None)
+    return Report(
+        torch.stack(totals).sum(), hits if measure else None, overlap if measure else None
+    )
 
 
 def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
@@ -108,7 +115,9 @@ def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> T
         else rows.float() + 0.5
     )
     counts = (rows.sum(dim=1) * share).ceil().long()
-    order = keys.masked_fill(~rows, -1.0).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+    order = keys.masked_fill(~rows, -1.0).argsort(dim=1, descending=True, stable=True)[
+        :, : int(counts.max())
+    ]
     missing = torch.arange(order.shape[1], device=rows.device, dtype=torch.int64) >= counts[:, None]
     # In the order of the text, the missing ones last.
     return order.masked_fill(missing, rows.shape[1]).sort(dim=1).values.masked_fill(missing, -1)
@@ -147,11 +156,18 @@ def _along_text(
         positions = positions.clamp(0, length - 1)
         here = torch.where(inside, where[sequence, positions], -1)
         tokens = reading.tokens[sequence, positions][..., None]
-        yield UnrolledStep(unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None])
+        yield UnrolledStep(
+            unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None]
+        )
 
 
 def _along_tree(
-    loss: Loss, teacher: Any, reading: Reading, anchors: Tensor, labels: Labels, unrolling: Unrolling
+    loss: Loss,
+    teacher: Any,
+    reading: Reading,
+    anchors: Tensor,
+    labels: Labels,
+    unrolling: Unrolling,
 ) -> Iterator[UnrolledStep]:
     """Yield the later steps of TALF. The label of a node of the target's tree is the target's distribution after it."""
     roots = anchors.clamp(min=0) + 1  # positions of the root tokens
@@ -173,7 +189,10 @@ def _text_labels(labels: Labels, reading: Reading, rows: Tensor) -> Tensor:
 def _with_noise(features: Tensor, width: float, generator: torch.Generator | None) -> Tensor:
     if not width:
         return features
-    noise = torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32) - 0.5
+    noise = (
+        torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32)
+        - 0.5
+    )
     return features + (noise * (width * NOISE_LENGTH / features.shape[1])).to(features.dtype)
 
 
@@ -185,7 +204,12 @@ class Unrolling:
     """
 
     def __init__(
-        self, head: EagleHead, teacher: HeadTeacher, features: Tensor, tokens: Tensor, anchors: Tensor
+        self,
+        head: EagleHead,
+        teacher: HeadTeacher,
+        features: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
     ) -> None:
         """features: [batch, length, ...]; tokens: int64 [batch, length]; anchors: rows, -1 for none."""
         self._head, self._teacher = head, teacher
@@ -198,7 +222,9 @@ class Unrolling:
         """Return recurrent states of all rows, [batch, length - 1, hidden size]."""
         attend = _Recorded(within(self._head.config.sliding_window))
         tokens = self._tokens[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(tokens.shape)
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand(
+            tokens.shape
+        )
         hidden = self._head.fuse(self._features[:, :-1].to(self._head.dtype))
         states = self._head(hidden, self._teacher.embed(self._head, tokens), positions, attend)
         self._prefix = attend.key, attend.value
@@ -214,15 +240,23 @@ class Unrolling:
         self._depth += 1
         count, width = tokens.shape[1:]
         hidden = _of_parents(self._states.detach() if detach else self._states, parents)
-        self._path = [(_of_parents(key, parents), _of_parents(value, parents)) for key, value in self._path]
+        self._path = [
+            (_of_parents(key, parents), _of_parents(value, parents)) for key, value in self._path
+        ]
         window = self._head.config.sliding_window
         path = self._path[max(self._depth - window, 0) if window else 0 :]
-        begin = self._anchors + (self._depth - window + 1) if window else torch.zeros_like(self._anchors)
+        begin = (
+            self._anchors + (self._depth - window + 1)
+            if window
+            else torch.zeros_like(self._anchors)
+        )
         attend = _Recorded(_PathAttention(self._prefix, path, begin, self._anchors, width))
         positions = (self._anchors + self._depth)[:, :, None].expand(tokens.shape)
         embeddings = self._teacher.embed(self._head, tokens.flatten(1))
         states = self._head(hidden.flatten(1, 2), embeddings, positions.flatten(1), attend)
-        own = (part.transpose(1, 2).unflatten(1, (count, width)) for part in (attend.key, attend.value))
+        own = (
+            part.transpose(1, 2).unflatten(1, (count, width)) for part in (attend.key, attend.value)
+        )
         self._path.append(tuple(own))
         self._states = states.unflatten(1, (count, width))
         return self._states
@@ -276,7 +310,9 @@ class _PathAttention:
         near = [*((_per_node(k), _per_node(v)) for k, v in self._path), (key, value)]
         scores = (query.flatten(2, 3) @ far_key.transpose(-1, -2)).view(*shape, -1)
         scores = scores.masked_fill(self._hidden, float("-inf"))
-        weights = torch.cat([scores, *((query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in near)], dim=-1)
+        weights = torch.cat(
+            [scores, *((query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in near)], dim=-1
+        )
         far, *shares = weights.softmax(dim=-1).split([far_key.shape[-2], *[1] * len(near)], dim=-1)
         out = (far.flatten(2, 3) @ far_value).view(*shape, size)
         for share, (_, v) in zip(shares, near, strict=True):
@@ -337,7 +373,9 @@ class Labels:
         first, self._count = self._count, self._count + len(states)
         return torch.arange(first, self._count, device=states.device, dtype=torch.int64)
 
-    def cross_entropy(self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool) -> _Entropy:
+    def cross_entropy(
+        self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool
+    ) -> _Entropy:
         """Return the sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
 
         states: [rows, hidden size], recurrent; index: int64 [rows], the label of each.
@@ -348,7 +386,9 @@ class Labels:
         if torch.is_autocast_enabled(device):
             read = read.to(torch.get_autocast_dtype(device))
         hits = torch.zeros(2, device=read.device, dtype=torch.float32)
-        total = _LinearCrossEntropy.apply(read, layer.weight, layer.bias, self, index, loss, hits if measure else None)
+        total = _LinearCrossEntropy.apply(
+            read, layer.weight, layer.bias, self, index, loss, hits if measure else None
+        )
         return _Entropy(total, *hits.tolist())
 
 
@@ -383,9 +423,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         into_bias = torch.zeros_like(bias) if bias is not None and wants[2] else None
         total = torch.zeros((), dtype=torch.float32, device=states.device)
         probabilities, ids = labels.probabilities, labels.best
-        for block in torch.arange(len(states), device=states.device, dtype=torch.int64).split(BLOCK):
+        for block in torch.arange(len(states), device=states.device, dtype=torch.int64).split(
+            BLOCK
+        ):
             slopes = []
-            for rows in block.split(max(1, CHUNK_VALUES[states.device.type == "cuda"] // len(weight))):
+            for rows in block.split(
+                max(1, CHUNK_VALUES[states.device.type == "cuda"] // len(weight))
+            ):
                 logits = linear(states[rows], as_used, bias_used).float()
                 aim, best = probabilities[index[rows]].float(), ids[index[rows]]
                 if measured is not None:
@@ -396,7 +440,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 normalizer = logits.logsumexp(dim=-1, keepdim=True)
                 total += (normalizer * mass).sum() - torch.linalg.vecdot(aim, logits).sum()
                 if any(wants):
-                    slopes.append(logits.sub_(normalizer).exp_().mul_(mass).sub_(aim).to(states.dtype))
+                    slopes.append(
+                        logits.sub_(normalizer).exp_().mul_(mass).sub_(aim).to(states.dtype)
+                    )
             if not slopes:
                 continue
             slope = torch.cat(slopes)
@@ -411,7 +457,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        into = (None if saved is None else saved * slope.to(saved.dtype) for saved in ctx.saved_tensors)
+        into = (
+            None if saved is None else saved * slope.to(saved.dtype) for saved in ctx.saved_tensors
+        )
         return (*into, None, None, None, None)
 
 

@@ -30,7 +30,11 @@ from specengine.train.draft.options import Loss, TrainOptions
 from specengine.train.draft.teacher import HeadTeacher
 
 RIDGE = 1e-4  # relative to the mean squared input
-MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = 8192, 32768, 1024  # of a head, chosen from the text
+MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = (
+    8192,
+    32768,
+    1024,
+)  # of a head, chosen from the text
 COVERED = 0.99  # share of the answers' tokens that it has, if it may be so large
 
 
@@ -53,7 +57,10 @@ class Weights(NamedTuple):
         if isinstance(model, NativeLM):
             source, family = model.source, family_of(model.config)
             stored, embedding = source.shapes(), f"{family.embedding.transformers}.weight"
-            prefix, head = family.embedding.transformers.rpartition(".")[0], f"{family.head.transformers}.weight"
+            prefix, head = (
+                family.embedding.transformers.rpartition(".")[0],
+                f"{family.head.transformers}.weight",
+            )
 
             def parameter(name: str) -> Tensor | None:
                 return source.tensor(f"{prefix}.{name}") if f"{prefix}.{name}" in stored else None
@@ -65,7 +72,9 @@ class Weights(NamedTuple):
         return cls(config, table.shape[0], table.device, states.get, lambda: rows)
 
 
-def new_head(model: PreTrainedModel | NativeLM, options: TrainOptions, loss: Loss, counts: Tensor) -> EagleHead:
+def new_head(
+    model: PreTrainedModel | NativeLM, options: TrainOptions, loss: Loss, counts: Tensor
+) -> EagleHead:
     """Return a float32 head for `model` to train. counts: int64 [vocabulary], of each token in the answers."""
     weights = Weights.of(model)
     device = weights.device
@@ -80,7 +89,9 @@ def new_head(model: PreTrainedModel | NativeLM, options: TrainOptions, loss: Los
         if config.own_embeddings:
             head.embed_tokens.requires_grad_(False)
         return head
-    version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (1 if loss.name in ("eagle", "hass") else 3)
+    version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (
+        1 if loss.name in ("eagle", "hass") else 3
+    )
     config = new_config(weights, version, options)
     torch.manual_seed(options.seed)
     head = make_head(config).to(device)
@@ -114,20 +125,32 @@ def _resized(
                 state[name] = torch.cat(
                     [
                         state[name],
-                        torch.randn(added, state[name].shape[1], dtype=torch.float32, device="cpu").to(state[name])
+                        torch.randn(
+                            added, state[name].shape[1], dtype=torch.float32, device="cpu"
+                        ).to(state[name])
                         * 0.02,
                     ]
                 )
-            state[down] = torch.cat([state[down], state[down].new_zeros(len(state[down]), added)], dim=1)
+            state[down] = torch.cat(
+                [state[down], state[down].new_zeros(len(state[down]), added)], dim=1
+            )
             continue
-        weight = state[gate].float().norm(dim=1) * state[up].float().norm(dim=1) * state[down].float().norm(dim=0)
+        weight = (
+            state[gate].float().norm(dim=1)
+            * state[up].float().norm(dim=1)
+            * state[down].float().norm(dim=0)
+        )
         chosen = weight.argsort(descending=True, stable=True)[:size].sort().values
         state |= {gate: state[gate][chosen], up: state[up][chosen], down: state[down][:, chosen]}
     return replace(config, intermediate_size=size), state
 
 
 def _with_more_tokens(
-    config: EagleConfig, state: dict[str, Tensor], weights: Weights, options: TrainOptions, counts: Tensor
+    config: EagleConfig,
+    state: dict[str, Tensor],
+    weights: Weights,
+    options: TrainOptions,
+    counts: Tensor,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Return the head with a vocabulary of `options.draft_vocab_size`.
 
@@ -145,7 +168,11 @@ def _with_more_tokens(
     name = next(name for name in state if name.endswith("lm_head.weight"))
     added = rows[new.to(rows.device)].to(state[name])
     weight = torch.cat([state[name], added])[order.to(rows.device)]
-    state = {**state, name: weight, "d2t": (ids - torch.arange(size, dtype=torch.int64, device="cpu")).to(state["d2t"])}
+    state = {
+        **state,
+        name: weight,
+        "d2t": (ids - torch.arange(size, dtype=torch.int64, device="cpu")).to(state["d2t"]),
+    }
     return replace(config, draft_vocab_size=size), state
 
 
@@ -186,19 +213,23 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
     return EagleConfig(
         version=version,  # type: ignore[arg-type]
         hidden_size=target.hidden_size,
-        intermediate_size=options.intermediate_size or getattr(target, "intermediate_size", 4 * target.hidden_size),
+        intermediate_size=options.intermediate_size
+        or getattr(target, "intermediate_size", 4 * target.hidden_size),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         target_hidden_size=target.hidden_size,
         vocab_size=vocab_size,
-        draft_vocab_size=min(options.draft_vocab_size, vocab_size) if own_vocabulary else vocab_size,
+        draft_vocab_size=min(options.draft_vocab_size, vocab_size)
+        if own_vocabulary
+        else vocab_size,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=max(2048, *options.lengths),
         layer_ids=default_layer_ids(target.num_hidden_layers) if version == 3 else None,
         fc_bias=version == 1,
-        qkv_bias=weights.parameter(f"layers.{target.num_hidden_layers - 1}.self_attn.q_proj.bias") is not None,
+        qkv_bias=weights.parameter(f"layers.{target.num_hidden_layers - 1}.self_attn.q_proj.bias")
+        is not None,
     )
 
 
@@ -216,7 +247,9 @@ def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
         return
     size = head.config.draft_vocab_size
     best = counts.argsort(descending=True, stable=True)[:size].sort().values
-    head.d2t.copy_(best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device, dtype=torch.int64))
+    head.d2t.copy_(
+        best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device, dtype=torch.int64)
+    )
 
 
 @torch.no_grad()

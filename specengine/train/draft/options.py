@@ -7,7 +7,16 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
-from specengine.errors import ABOVE_0, Checked, at_least, number, one_of, option, require, require_known
+from specengine.errors import (
+    ABOVE_0,
+    Checked,
+    at_least,
+    number,
+    one_of,
+    option,
+    require,
+    require_known,
+)
 from specengine.train.text.options import SynthesisOptions
 
 LossName = Literal["eagle", "hass", "ttt", "talf"]
@@ -195,7 +204,9 @@ class TrainOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit = bool(self.lengths) and min(self.lengths) >= 8 and max(self.lengths) <= self.batch_tokens
+        fit = (
+            bool(self.lengths) and min(self.lengths) >= 8 and max(self.lengths) <= self.batch_tokens
+        )
         require("lengths", self.lengths, f"8 to batch_tokens = {self.batch_tokens} each", fit)
 
 
@@ -212,14 +223,25 @@ RECIPES = {
         "two CPU cores; 89 minutes for a model of 135M parameters, text included, with other work on the machine",
         SynthesisOptions(tokens=650_000, rows=64, length=512),
         TrainOptions(
-            steps=1700, batch_tokens=1024, lengths=(512, 1024), learning_rate=1e-3, validate_every=500, save_every=50
+            steps=1700,
+            batch_tokens=1024,
+            lengths=(512, 1024),
+            learning_rate=1e-3,
+            validate_every=500,
+            save_every=50,
         ),
         make_loss("ttt", steps=3, anchors=0.5),
     ),
     "gpu": TrainingRecipe(
         "one large GPU, tens of minutes for small models; not measured",
         SynthesisOptions(tokens=30_000_000, rows=1024, length=1024),
-        TrainOptions(steps=12_000, batch_tokens=8192, lengths=(1024, 2048), learning_rate=5e-4, validate_every=1000),
+        TrainOptions(
+            steps=12_000,
+            batch_tokens=8192,
+            lengths=(1024, 2048),
+            learning_rate=5e-4,
+            validate_every=1000,
+        ),
         make_loss("ttt", steps=5),
     ),
 }

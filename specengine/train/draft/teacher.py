@@ -78,7 +78,9 @@ class HeadTeacher(ABC):
         """Return the reading of one text."""
         return self.read(text.tokens.long().to(self.device)[None])
 
-    def read_batch(self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False) -> Reading:
+    def read_batch(
+        self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False
+    ) -> Reading:
         """Return the reading of sequences. tokens: int64 [batch, length]; pieces: the texts that each is made of."""
         return self.read(tokens, keep_cache=keep_cache)
 
@@ -93,7 +95,9 @@ class HeadTeacher(ABC):
         if ids is not None:
             logits = logits[:, ids]
         best = logits.max(dim=-1)
-        return torch.where(best.values == highest, best.indices, -1), logits.float().softmax(dim=-1).to(states.dtype)
+        return torch.where(best.values == highest, best.indices, -1), logits.float().softmax(
+            dim=-1
+        ).to(states.dtype)
 
 
 class ServingTeacher(HeadTeacher):
@@ -130,22 +134,33 @@ class StoredTeacher(ServingTeacher):
     def read_text(self, text: Text) -> Reading:
         return self.read_batch(text.tokens.long()[None], [[text]])
 
-    def read_batch(self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False) -> Reading:
+    def read_batch(
+        self, tokens: Tensor, pieces: Sequence[Sequence[Text]], *, keep_cache: bool = False
+    ) -> Reading:
         states = [[text.states for text in texts if text.states is not None] for texts in pieces]
         features = torch.stack([torch.cat([piece.features for piece in row]) for row in states])
         top = torch.stack(
-            [torch.cat([torch.cat([piece.ids, piece.logs.float()], 1) for piece in row]) for row in states]
+            [
+                torch.cat([torch.cat([piece.ids, piece.logs.float()], 1) for piece in row])
+                for row in states
+            ]
         )
         return Reading(tokens, features, top, None)
 
     def labels(self, states: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens, logs = states.chunk(2, dim=-1)
-        vocabulary = torch.arange(self.model.vocab_size, dtype=torch.int64, device="cpu") if ids is None else ids
+        vocabulary = (
+            torch.arange(self.model.vocab_size, dtype=torch.int64, device="cpu")
+            if ids is None
+            else ids
+        )
         columns = torch.searchsorted(vocabulary, tokens.long()).clamp(max=len(vocabulary) - 1)
         inside = vocabulary[columns] == tokens
         chances = logs.exp() * inside
         probabilities = torch.zeros(len(states), len(vocabulary), dtype=torch.float32, device="cpu")
-        probabilities.scatter_add_(1, columns, chances / chances.sum(dim=-1, keepdim=True).clamp(min=1e-30))
+        probabilities.scatter_add_(
+            1, columns, chances / chances.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        )
         return torch.where(inside[:, 0], columns[:, 0], -1), probabilities.to(torch.bfloat16)
 
 
@@ -175,12 +190,16 @@ class Teacher(HeadTeacher):
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
         """Run whole sequences without padding. tokens: int64 [batch, length]."""
         cache = DynamicCache(config=self.model.config) if keep_cache else None
-        out = self.decoder(input_ids=tokens, past_key_values=cache, use_cache=keep_cache, output_hidden_states=True)
+        out = self.decoder(
+            input_ids=tokens, past_key_values=cache, use_cache=keep_cache, output_hidden_states=True
+        )
         features = torch.cat([out.hidden_states[i] for i in self.feature_ids], dim=-1)
         return Reading(tokens, features, out.hidden_states[-1], cache)
 
     @_as_stored
-    def grow(self, reading: Reading, anchors: Tensor, *, width: int, depths: int) -> list[TargetLayer]:
+    def grow(
+        self, reading: Reading, anchors: Tensor, *, width: int, depths: int
+    ) -> list[TargetLayer]:
         """Return the target's own beam tree after each anchor, one TargetLayer per depth from 1 (SALF & TALF, Alg. 1).
 
         anchors: int64 [batch, anchors], positions of root tokens. Every depth keeps the `width` nodes with the
@@ -197,11 +216,14 @@ class Teacher(HeadTeacher):
             layers.append(TargetLayer(tokens, parents, states))
         return layers
 
-    def _best_children(self, states: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _best_children(
+        self, states: Tensor, scores: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return parents, tokens and log path probabilities [batch, anchors, width] of the most likely children."""
         top = [_top(self.head(rows).float(), width) for rows in states.flatten(0, 2).split(256)]
         log_probabilities, tokens = (
-            torch.cat(list(parts)).view(*states.shape[:3], width) for parts in zip(*top, strict=True)
+            torch.cat(list(parts)).view(*states.shape[:3], width)
+            for parts in zip(*top, strict=True)
         )
         joint = (scores[..., None] + log_probabilities).flatten(2)
         best = joint.topk(width, dim=-1)
@@ -211,13 +233,20 @@ class Teacher(HeadTeacher):
     def _check_head(self) -> None:
         """Raise UnsupportedModelError if the logits are not the head's output, which the losses read."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        out, logits = self.decoder(input_ids=token, output_hidden_states=True), self.model(input_ids=token).logits
-        if len(out.hidden_states) != self.layers + 1 or not all(0 <= i <= self.layers for i in self.feature_ids):
+        out, logits = (
+            self.decoder(input_ids=token, output_hidden_states=True),
+            self.model(input_ids=token).logits,
+        )
+        if len(out.hidden_states) != self.layers + 1 or not all(
+            0 <= i <= self.layers for i in self.feature_ids
+        ):
             raise UnsupportedModelError(
                 f"target: it has {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
                 f"reads {', '.join(map(str, self.feature_ids))}"
             )
-        if not torch.allclose(self.head(out.hidden_states[-1]).float(), logits.float(), rtol=1e-2, atol=1e-2):
+        if not torch.allclose(
+            self.head(out.hidden_states[-1]).float(), logits.float(), rtol=1e-2, atol=1e-2
+        ):
             raise UnsupportedModelError(
                 "target: its logits are not those of its head on the last hidden state (a soft cap or a scale); "
                 "training a draft for such a model is not supported"
@@ -236,7 +265,8 @@ class Branches:
         self._teacher, self._cache, self._anchors = teacher, reading.cache, anchors
         # bool [batch, anchors, 1, length]: the text that an anchor's nodes see
         self._text = (
-            torch.arange(reading.tokens.shape[1], device=anchors.device, dtype=torch.int64) <= anchors[..., None]
+            torch.arange(reading.tokens.shape[1], device=anchors.device, dtype=torch.int64)
+            <= anchors[..., None]
         )[:, :, None]
         self._lineage: Tensor | None = None  # bool [batch, anchors, width, depth, width]: ancestors
 
@@ -257,12 +287,18 @@ class Branches:
         self._lineage = diagonal
         depth = diagonal.shape[3]
         # Columns after the text: depth by depth, anchor by anchor. A node only sees columns of its own anchor.
-        mine = torch.eye(count, dtype=torch.bool, device=tokens.device)[None, :, None, None, :, None]
-        nodes = (diagonal[:, :, :, :, None] & mine).reshape(batch, count * width, depth * count * width)
+        mine = torch.eye(count, dtype=torch.bool, device=tokens.device)[
+            None, :, None, None, :, None
+        ]
+        nodes = (diagonal[:, :, :, :, None] & mine).reshape(
+            batch, count * width, depth * count * width
+        )
         text = self._text.expand(-1, -1, width, -1).reshape(batch, count * width, -1)
         mask = torch.cat([text, nodes], dim=-1)[:, None]
         dtype = self._teacher.model.dtype
-        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+            ~mask, torch.finfo(dtype).min
+        )
         out = self._teacher.decoder(
             input_ids=tokens.flatten(1),
             position_ids=(self._anchors + depth)[:, :, None].expand(-1, -1, width).flatten(1),

@@ -35,10 +35,17 @@ from specengine.train.text.corpus import Corpus, Text
 STATE, LOG = "training.pt", "log.jsonl"
 MEASURE_EVERY = 10  # steps
 MAX_HELD_BACK = 32  # texts
-PACED, PACED_SHARE = 5, 0.85  # steps that are timed to choose their number, and share of the time that steps take
+PACED, PACED_SHARE = (
+    5,
+    0.85,
+)  # steps that are timed to choose their number, and share of the time that steps take
 MIN_STEPS, VALIDATIONS = 100, 24  # where their number is chosen
 START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
-HOUSEKEEPING = ("validate_every", "save_every", "temperatures")  # options that do not change the result
+HOUSEKEEPING = (
+    "validate_every",
+    "save_every",
+    "temperatures",
+)  # options that do not change the result
 
 Progress = Callable[[str], None]
 
@@ -85,7 +92,11 @@ class _Run:
         seconds: float | None,
     ) -> None:
         # fail now rather than after the training
-        self.target = NativeTarget(model) if isinstance(model, NativeLM) else HuggingFaceTarget(model, pack=False)
+        self.target = (
+            NativeTarget(model)
+            if isinstance(model, NativeLM)
+            else HuggingFaceTarget(model, pack=False)
+        )
         vocab_size = self.target.vocab_size
         if corpus.manifest.get("vocab_size") != vocab_size:
             raise InputError(
@@ -115,10 +126,17 @@ class _Run:
         self.coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
         self.teacher = self._teacher(model, corpus)
         if saved is None and options.start == "target" and self.head.config.version == 1:
-            start_from_text(self.head, self.teacher, [batch.tokens for batch in self.epochs.batches[:START_BATCHES]])
+            start_from_text(
+                self.head,
+                self.teacher,
+                [batch.tokens for batch in self.epochs.batches[:START_BATCHES]],
+            )
         self.learns = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.learns, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
+            self.learns,
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
         )
         self.average = _average(self.head, options.average)
         self.step, self.seconds = 0, 0.0
@@ -133,11 +151,16 @@ class _Run:
         ids = self.head.config.feature_ids(self.target.lm.layers)
         if not isinstance(model, NativeLM):
             return Teacher(model, ids)
-        states, along_text = corpus.manifest.get("features"), not (self.loss.width or self.loss.regression)
+        states, along_text = (
+            corpus.manifest.get("features"),
+            not (self.loss.width or self.loss.regression),
+        )
         if states == list(ids) and along_text and self.head.vocabulary_head() is not None:
             return StoredTeacher(self.target, ids)
         why = (
-            f"was kept with states {states}, {list(ids)} are needed" if along_text else "does not suffice for this loss"
+            f"was kept with states {states}, {list(ids)} are needed"
+            if along_text
+            else "does not suffice for this loss"
         )
         self.progress(f"The text {why}: transformers runs the target again, which takes longer")
         return Teacher(model.model, ids)
@@ -150,9 +173,13 @@ class _Run:
             self._backward(batch, measure=False)
             took.append(time.perf_counter() - began)
         steps = max(MIN_STEPS, int(PACED_SHARE * seconds / statistics.median(took)))
-        self.options = replace(self.options, steps=steps, validate_every=max(1, steps // VALIDATIONS))
+        self.options = replace(
+            self.options, steps=steps, validate_every=max(1, steps // VALIDATIONS)
+        )
         self.begun_as["options"] = _settings(self.options)
-        self.progress(f"{steps:,} steps in {seconds / 3600:.1f} hours, {statistics.median(took):.2f} s each")
+        self.progress(
+            f"{steps:,} steps in {seconds / 3600:.1f} hours, {statistics.median(took):.2f} s each"
+        )
 
     def train(self, until: int) -> None:
         options = self.options
@@ -187,7 +214,9 @@ class _Run:
         """Fit temperatures to the trained head, and save it."""
         if self.options.temperatures and self.epochs.held_back:
             texts = self.epochs.held_back
-            self.temperatures = fit_temperatures(self.result, self.teacher, texts, autocast=self.options.autocast)
+            self.temperatures = fit_temperatures(
+                self.result, self.teacher, texts, autocast=self.options.autocast
+            )
             self._log(temperatures=self.temperatures)
             self.progress(f"temperatures by depth: {', '.join(map(str, self.temperatures))}")
         self.save()
@@ -196,7 +225,9 @@ class _Run:
         """Compute the gradients of one batch. Raise InputError if the loss is not finite."""
         device = self.teacher.device
         generator = torch.Generator(device).manual_seed(self.options.seed * 1_000_003 + self.step)
-        reading = self.teacher.read_batch(batch.tokens.to(device), batch.pieces, keep_cache=self.loss.width > 0)
+        reading = self.teacher.read_batch(
+            batch.tokens.to(device), batch.pieces, keep_cache=self.loss.width > 0
+        )
         with autocasting(device, enabled=self.options.autocast):
             report = loss_of(
                 self.loss,
@@ -209,7 +240,9 @@ class _Run:
             )
         if not math.isfinite(float(report.loss.detach())):
             loss = float(report.loss.detach())
-            raise InputError(f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate")
+            raise InputError(
+                f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         report.loss.backward()
         return report
@@ -218,7 +251,9 @@ class _Run:
         options = self.options
         warm = max(1, round(options.warmup * options.steps))
         share = (self.step - warm) / max(1, options.steps - warm)
-        factor = (self.step + 1) / warm if self.step < warm else 0.5 * (1 + math.cos(math.pi * share))
+        factor = (
+            (self.step + 1) / warm if self.step < warm else 0.5 * (1 + math.cos(math.pi * share))
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * factor
         return options.learning_rate * factor
@@ -264,7 +299,9 @@ class _Run:
         try:
             return torch.load(file, weights_only=True, map_location="cpu")
         except Exception as error:
-            raise InputError(f"out: {file} is damaged ({why_not_loaded(error)}); delete it to start again") from error
+            raise InputError(
+                f"out: {file} is damaged ({why_not_loaded(error)}); delete it to start again"
+            ) from error
 
     def _require_same(self, saved: dict[str, Any], *names: str) -> None:
         for field in names or self.begun_as:
@@ -280,21 +317,31 @@ class _Run:
         if self.average is not None:
             self.average.load_state_dict(saved["average"])
         self.step, self.seconds = saved["step"], saved["seconds"]
-        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
-        valid = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        lines = (
+            self.log.read_text(encoding="utf-8").splitlines(keepends=True)
+            if self.log.is_file()
+            else []
+        )
+        valid = [
+            line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step
+        ]
         with atomic(self.log) as temporary:
             temporary.write_text("".join(valid), encoding="utf-8")
         self.progress(f"resuming at step {self.step} of {self.options.steps}")
 
     def _log(self, **values: Any) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        cpu = round(time.process_time(), 1)  # of this process, independent of other work on the machine
+        cpu = round(
+            time.process_time(), 1
+        )  # of this process, independent of other work on the machine
         entry = {"step": self.step, "seconds": round(self.seconds, 1), "cpu_seconds": cpu, **values}
         with self.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
         if "loss" in values and self.step % 50 == 1:
             remaining = (self.options.steps - self.step) * self.seconds / self.step
-            self.progress(f"step {self.step}: loss {values['loss']:.3f}, {remaining / 60:.0f} min left")
+            self.progress(
+                f"step {self.step}: loss {values['loss']:.3f}, {remaining / 60:.0f} min left"
+            )
 
     def _log_validation(self, validation: Validation) -> None:
         self._log(held_back=validation._asdict())
@@ -307,7 +354,9 @@ class _Run:
 
 def _average(head: EagleHead, decay: float) -> AveragedModel | None:
     def moved(average: Tensor, now: Tensor, steps: Tensor | int) -> Tensor:
-        return average.lerp(now.to(average.dtype), 1 - min(decay, float((1 + steps) / (10 + steps))))
+        return average.lerp(
+            now.to(average.dtype), 1 - min(decay, float((1 + steps) / (10 + steps)))
+        )
 
     return AveragedModel(head, avg_fn=moved) if decay else None
 
@@ -348,7 +397,9 @@ def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
     sequence starts with it again. A text longer than a sequence is cut. The first texts fill up the last batch.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    order = torch.randperm(len(texts), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    order = torch.randperm(
+        len(texts), generator=generator, dtype=torch.int64, device="cpu"
+    ).tolist()
     batches: list[Batch] = []
     place = 0
     while place < len(order):
@@ -365,7 +416,9 @@ def pack(texts: Sequence[Text], options: TrainOptions) -> list[Batch]:
     return batches
 
 
-def _row(texts: Sequence[Text], order: list[int], place: int, length: int) -> tuple[list[Text], int]:
+def _row(
+    texts: Sequence[Text], order: list[int], place: int, length: int
+) -> tuple[list[Text], int]:
     """Return the pieces of a sequence from `place` in the order, and the place after them."""
     pieces: list[Text] = []
     room = length
@@ -384,11 +437,17 @@ class Epochs:
     shards: numbers of those to read, so that a resumed run has the same text; None: all that there are
     """
 
-    def __init__(self, corpus: Corpus, options: TrainOptions, shards: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, options: TrainOptions, shards: Sequence[int] | None = None
+    ) -> None:
         self._seed = options.seed
         self.shards = corpus.numbers() if shards is None else list(shards)
-        texts = [text for number in self.shards for text in corpus.read(number) if text.answers[2:].any()]
-        held_back = min(MAX_HELD_BACK, math.ceil(options.held_back * len(texts))) if len(texts) > 1 else 0
+        texts = [
+            text for number in self.shards for text in corpus.read(number) if text.answers[2:].any()
+        ]
+        held_back = (
+            min(MAX_HELD_BACK, math.ceil(options.held_back * len(texts))) if len(texts) > 1 else 0
+        )
         self.held_back, self.texts = texts[:held_back], texts[held_back:]
         if not self.texts:
             raise InputError(f"data: {corpus.folder} has no text with an answer")
@@ -398,5 +457,7 @@ class Epochs:
         """Yield batches without end."""
         for epoch in itertools.count():
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.batches), generator=generator, dtype=torch.int64, device="cpu")
+            order = torch.randperm(
+                len(self.batches), generator=generator, dtype=torch.int64, device="cpu"
+            )
             yield from (self.batches[number] for number in order.tolist())

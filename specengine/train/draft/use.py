@@ -117,7 +117,9 @@ class Learner:
         engine.ring = None  # what is written here is not the user's
         config = self.learnt.base.config
         if not config.own_head:
-            raise InputError("learn: this head reads the target's vocabulary head, so it cannot learn from use")
+            raise InputError(
+                "learn: this head reads the target's vocabulary head, so it cannot learn from use"
+            )
         self.engine, self.options, self.loss, self.turn, self.progress = (
             engine,
             options or UseOptions(),
@@ -126,7 +128,10 @@ class Learner:
             progress,
         )
         self.target: Any = engine.target
-        self.teacher: Any = ServingTeacher(engine.target, config.feature_ids(engine.target.lm.layers))  # type: ignore[attr-defined]
+        self.teacher: Any = ServingTeacher(
+            engine.target,
+            config.feature_ids(engine.target.lm.layers),  # type: ignore[attr-defined]
+        )
         self._general = None if general is None else list(general)
         self._scores: dict[str, Tensor] = {}  # of the head in use, by text
         self.rounds = 0
@@ -138,7 +143,9 @@ class Learner:
         """
         end, rounds, rate = time.monotonic() + seconds, list[Round](), self.options.learning_rate
         with self.learnt.alone():
-            while not rounds or (time.monotonic() < end and rate >= self.options.learning_rate * SLOWEST):
+            while not rounds or (
+                time.monotonic() < end and rate >= self.options.learning_rate * SLOWEST
+            ):
                 rounds.append(self.round(rate))
                 if not rounds[-1].swapped:
                     rate /= 2
@@ -148,7 +155,9 @@ class Learner:
         """Train a candidate, compare it, and put it into use where it is better."""
         began = time.monotonic(), time.process_time()
         ring = self.learnt.texts()
-        learnt_from, held_back = ([text for text in ring if text.held_back is back] for back in (False, True))
+        learnt_from, held_back = (
+            [text for text in ring if text.held_back is back] for back in (False, True)
+        )
         if len(learnt_from) < MIN_TEXTS[0] or len(held_back) < MIN_TEXTS[1]:
             raise InputError(
                 f"learn: {len(learnt_from)} texts to train on and {len(held_back)} held back are too few, "
@@ -159,12 +168,18 @@ class Learner:
         current = self.learnt.head()
         texts = [as_text(text) for text in learnt_from]
         copy = self.trained(current, texts, trained, rate)
-        others = [(f"general-{number}", text) for number, text in enumerate(general) if number % HELD_BACK == 0]
+        others = [
+            (f"general-{number}", text)
+            for number, text in enumerate(general)
+            if number % HELD_BACK == 0
+        ]
         mine = [(text.name, as_text(text)) for text in held_back[-COMPARED:]]
         for share in SHARES:
             candidate = mixed(current, copy, share)
             on_own = self.compared(current, candidate, mine)
-            on_others = self.compared(self.learnt.base, candidate, others)  # so that small losses do not add up
+            on_others = self.compared(
+                self.learnt.base, candidate, others
+            )  # so that small losses do not add up
             if better := on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error:
                 self.swap(candidate, [text for _, text in (*mine, *others)])
                 break
@@ -197,15 +212,25 @@ class Learner:
     # ---- training
 
     def trained(
-        self, start: eagle.Checkpoint, learnt_from: Sequence[Text], general: Sequence[Text], rate: float
+        self,
+        start: eagle.Checkpoint,
+        learnt_from: Sequence[Text],
+        general: Sequence[Text],
+        rate: float,
     ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
         options, order = self.options, random.Random(len(self.learnt.rounds()))
         state = {
             name: tensor.clone() for name, tensor in start.state.items()
         }  # float32 weights would be taken as they are
-        head = head_from(start.config, state, torch.float32, self.teacher.device).train().requires_grad_(True)
-        learns = [weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"]
+        head = (
+            head_from(start.config, state, torch.float32, self.teacher.device)
+            .train()
+            .requires_grad_(True)
+        )
+        learns = [
+            weight for name, weight in head.named_parameters() if name != "embed_tokens.weight"
+        ]
         optimizer = torch.optim.AdamW(learns, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
         for step in range(options.steps):
             share = (step + 1) / (options.steps + 1)
@@ -213,7 +238,11 @@ class Learner:
                 group["lr"] = rate * min(1.0, 10 * share, (1 - share) / 0.7)
             texts = [
                 *_drawn(learnt_from, options.step_tokens * (1 - options.general), order),
-                *(_drawn(general, options.step_tokens * options.general, order) if options.general else ()),
+                *(
+                    _drawn(general, options.step_tokens * options.general, order)
+                    if options.general
+                    else ()
+                ),
             ]
             optimizer.zero_grad(set_to_none=True)
             reading, answers = self._read(texts)
@@ -221,7 +250,9 @@ class Learner:
                 loss_of(self.loss, head, self.teacher, reading, answers).loss.backward()
             torch.nn.utils.clip_grad_norm_(learns, 0.5)
             optimizer.step()
-        kept = {name: tensor.to(start.state[name].dtype) for name, tensor in head.state_dict().items()}
+        kept = {
+            name: tensor.to(start.state[name].dtype) for name, tensor in head.state_dict().items()
+        }
         return start._replace(state=kept)
 
     def _read(self, texts: Sequence[Text]) -> tuple[Reading, Tensor]:
@@ -231,18 +262,27 @@ class Learner:
             self.turn()
             readings.append(self.teacher.read_text(text))
         tokens, features, states = (
-            pad_sequence([reading[part][0] for reading in readings], batch_first=True) for part in range(3)
+            pad_sequence([reading[part][0] for reading in readings], batch_first=True)
+            for part in range(3)
         )
-        return Reading(tokens, features, states, None), pad_sequence([text.answers for text in texts], batch_first=True)
+        return Reading(tokens, features, states, None), pad_sequence(
+            [text.answers for text in texts], batch_first=True
+        )
 
     # ---- comparing
 
     def compared(
-        self, current: eagle.Checkpoint, candidate: eagle.Checkpoint, texts: Sequence[tuple[str, Text]]
+        self,
+        current: eagle.Checkpoint,
+        candidate: eagle.Checkpoint,
+        texts: Sequence[tuple[str, Text]],
     ) -> HeadComparison:
         """Compare two heads on texts, by name; those of a name always with the same one until a swap."""
         was = torch.stack(
-            [self._scores[name] if name in self._scores else self._score(current, text) for name, text in texts]
+            [
+                self._scores[name] if name in self._scores else self._score(current, text)
+                for name, text in texts
+            ]
         )
         self._scores |= {name: row for (name, _), row in zip(texts, was, strict=True)}
         now = torch.stack([self._score(candidate, text) for _, text in texts])
@@ -250,7 +290,9 @@ class Learner:
         before, after = float(was[:, 0].sum() / rows.sum()), float(now[:, 0].sum() / rows.sum())
         # of a ratio of sums, by texts
         off = (now[:, 0] - was[:, 0]) - (after - before) * rows
-        error = float((off.square().sum() * len(texts) / max(len(texts) - 1, 1)).sqrt() / rows.sum())
+        error = float(
+            (off.square().sum() * len(texts) / max(len(texts) - 1, 1)).sqrt() / rows.sum()
+        )
         return HeadComparison(before, after - before, error)
 
     def _score(self, found: eagle.Checkpoint, text: Text) -> Tensor:
@@ -262,7 +304,8 @@ class Learner:
         """Put a head into use, with temperatures fitted to these held-back texts."""
         head = head_from(found.config, found.state, torch.float32, self.teacher.device)
         temperatures = (
-            fit_temperatures(head, self.teacher, texts[:: -(-len(texts) // CALIBRATED)]) or found.config.temperatures
+            fit_temperatures(head, self.teacher, texts[:: -(-len(texts) // CALIBRATED)])
+            or found.config.temperatures
         )
         self.learnt.swap(replace(found.config, temperatures=temperatures), found.state)
         self._scores.clear()

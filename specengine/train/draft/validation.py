@@ -34,11 +34,15 @@ class Validation(NamedTuple):
     tokens_per_cycle: float
 
 
-def validate(head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, autocast: bool) -> Validation:
+def validate(
+    head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, autocast: bool
+) -> Validation:
     """Validate on up to 12 texts."""
     hits, overlap = agreement(head, teacher, texts[:VALIDATED], autocast=autocast)
     with autocasting(teacher.device, enabled=autocast):
-        chains = torch.stack([chain_lengths(head, teacher, text) for text in texts[:VALIDATED]]).sum(dim=0)
+        chains = torch.stack(
+            [chain_lengths(head, teacher, text) for text in texts[:VALIDATED]]
+        ).sum(dim=0)
     return Validation(hits, overlap, float(chains[0] / chains[1]))
 
 
@@ -53,9 +57,18 @@ def agreement(
     for text in texts:
         reading = teacher.read_text(text)
         with autocasting(teacher.device, enabled=autocast):
-            report = loss_of(measuring, head, teacher, reading, text.answers.to(teacher.device)[None], measure=True)
+            report = loss_of(
+                measuring,
+                head,
+                teacher,
+                reading,
+                text.answers.to(teacher.device)[None],
+                measure=True,
+            )
         weight = int(text.answers.sum())
-        sums += weight * torch.tensor([report.hits, report.overlap], dtype=torch.float64, device="cpu")
+        sums += weight * torch.tensor(
+            [report.hits, report.overlap], dtype=torch.float64, device="cpu"
+        )
         counted += weight
     hits, overlap = (sums / counted).tolist()
     return hits, overlap
@@ -77,14 +90,19 @@ def chain_lengths(head: EagleHead, teacher: HeadTeacher, text: Text) -> Tensor:
         best = logits_of(head, teacher, states).argmax(dim=-1)
         best = best if ids is None else ids[best]
         at = places + 2 + depth
-        right = right & (at < tokens.shape[1]) & (best == tokens[0, at.clamp(max=tokens.shape[1] - 1)])
+        right = (
+            right & (at < tokens.shape[1]) & (best == tokens[0, at.clamp(max=tokens.shape[1] - 1)])
+        )
         total += float(right.sum())
     return torch.tensor([total, float(len(places))], dtype=torch.float64, device="cpu")
 
 
 @contextmanager
 def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled), warnings.catch_warnings():
+    with (
+        torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled),
+        warnings.catch_warnings(),
+    ):
         # The weights of the norms stay float32 on purpose.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield
@@ -92,13 +110,20 @@ def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
 
 DEPTHS = 6
 ANCHORS = 64  # places per text
-SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")  # candidates for 1 / temperature
+SHARPNESS = torch.linspace(
+    0.5, 2.0, 61, dtype=torch.float32, device="cpu"
+)  # candidates for 1 / temperature
 CHUNK = 128  # rows of logits at a time
 
 
 @torch.no_grad()
 def fit_temperatures(
-    head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, depths: int = DEPTHS, autocast: bool = False
+    head: EagleHead,
+    teacher: HeadTeacher,
+    texts: Sequence[Text],
+    *,
+    depths: int = DEPTHS,
+    autocast: bool = False,
 ) -> tuple[float, ...]:
     """Return a temperature for each depth from 1, which makes the target's best tokens as likely as possible.
 
@@ -117,7 +142,9 @@ def fit_temperatures(
         with autocasting(teacher.device, enabled=autocast):
             for depth, states in enumerate(along_text(head, teacher, reading, places, depths)):
                 inside = places + 1 + depth < length
-                total, count = _losses(head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]])
+                total, count = _losses(
+                    head, teacher, states[inside], reading.states[0, (places + 1 + depth)[inside]]
+                )
                 losses[depth] += total
                 rows[depth] += count
     if not bool(rows.all()):
@@ -127,7 +154,9 @@ def fit_temperatures(
 
 def spread(places: Tensor, count: int) -> Tensor:
     """Return up to `count` of these places, evenly spaced."""
-    chosen = torch.linspace(0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu")
+    chosen = torch.linspace(
+        0, len(places) - 1, min(count, len(places)), dtype=torch.float32, device="cpu"
+    )
     return places[chosen.long().unique().to(places.device)]
 
 
@@ -152,12 +181,18 @@ def logits_of(head: EagleHead, teacher: HeadTeacher, states: Tensor) -> Tensor:
     return (teacher.head(states.to(teacher.model.dtype)) if logits is None else logits).float()
 
 
-def _losses(head: EagleHead, teacher: HeadTeacher, draft: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def _losses(
+    head: EagleHead, teacher: HeadTeacher, draft: Tensor, target: Tensor
+) -> tuple[Tensor, int]:
     """Return sums over rows of -log p of the target's best token, float64 by sharpness, and the number of rows.
 
     draft, target: states [rows, hidden size] of the same places.
     """
-    total, count, ids = torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"), 0, head.target_ids()
+    total, count, ids = (
+        torch.zeros(len(SHARPNESS), dtype=torch.float64, device="cpu"),
+        0,
+        head.target_ids(),
+    )
     sharpness = SHARPNESS.to(draft.device)
     for draft_rows, target_rows in zip(draft.split(CHUNK), target.split(CHUNK), strict=True):
         logits = logits_of(head, teacher, draft_rows)

@@ -48,9 +48,13 @@ class ShardFolder:
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"{contents.field}: {folder} is not a folder of {contents.content} ({error})") from error
+            raise InputError(
+                f"{contents.field}: {folder} is not a folder of {contents.content} ({error})"
+            ) from error
         if not isinstance(manifest, dict) or manifest.get("format") != cls.FORMAT:
-            raise InputError(f"{contents.field}: {file} has another format than {cls.FORMAT}; {contents.redo} again")
+            raise InputError(
+                f"{contents.field}: {file} has another format than {cls.FORMAT}; {contents.redo} again"
+            )
         return cls(folder, manifest)
 
     @classmethod
@@ -90,7 +94,9 @@ class ShardFolder:
             return read(load_file(file))
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             redo = f"delete it and {self.contents.redo.split()[0]} it again"
-            raise InputError(f"{self.contents.field}: {file} is damaged ({error}); {redo}") from error
+            raise InputError(
+                f"{self.contents.field}: {file} is damaged ({error}); {redo}"
+            ) from error
 
 
 class States(NamedTuple):
@@ -115,7 +121,9 @@ class Text(NamedTuple):
 
     def begin(self, count: int) -> Text:
         """Return the first `count` tokens. Nothing is read or copied."""
-        states = None if self.states is None else States(*(values[:count] for values in self.states))
+        states = (
+            None if self.states is None else States(*(values[:count] for values in self.states))
+        )
         return Text(self.tokens[:count], self.answers[:count], states)
 
 
@@ -134,16 +142,25 @@ class Corpus(ShardFolder):
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).to(torch.int32),
             "answers": torch.cat([text.answers for text in texts]),
-            "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64, device="cpu"),
+            "lengths": torch.tensor(
+                [len(text.tokens) for text in texts], dtype=torch.int64, device="cpu"
+            ),
             "seconds": torch.tensor([seconds], dtype=torch.float64, device="cpu"),
         }
         states = [text.states for text in texts if text.states is not None]
-        tensors |= {name: torch.cat([getattr(values, name) for values in states]) for name in States._fields if states}
+        tensors |= {
+            name: torch.cat([getattr(values, name) for values in states])
+            for name in States._fields
+            if states
+        }
         self.save(number, tensors)
 
     def seconds(self, number: int) -> float:
         """Return how long writing a shard took. Raise InputError if it is damaged."""
-        return self.load(self.shard(number), lambda tensors: float(tensors["seconds"]) if "seconds" in tensors else 0.0)
+        return self.load(
+            self.shard(number),
+            lambda tensors: float(tensors["seconds"]) if "seconds" in tensors else 0.0,
+        )
 
     def read(self, number: int) -> list[Text]:
         """Return the texts of a shard; states stay on disk until they are used. Raise InputError if it is damaged."""
@@ -160,4 +177,7 @@ def _texts(tensors: dict[str, Tensor]) -> list[Text]:
     if {len(tensors[name]) for name in names} != {sum(lengths)}:
         raise ValueError("its tensors have different lengths")
     texts = zip(*(tensors[name].split(lengths) for name in names), strict=True)
-    return [Text(tokens, answers, States(*states) if states else None) for tokens, answers, *states in texts]
+    return [
+        Text(tokens, answers, States(*states) if states else None)
+        for tokens, answers, *states in texts
+    ]

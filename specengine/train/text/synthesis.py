@@ -37,7 +37,9 @@ TOP = 32  # tokens whose chances are kept
 PIECE = 64  # tokens of a prompt that a text runs at a time
 BLOCK = 128  # tokens
 MAY_GROW = ("tokens", "gib")  # options of a folder that a later call may change
-BASE_LEAD = 8  # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
+BASE_LEAD = (
+    8  # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class ChatFormat:
             return cls(list(tokenizer("")["input_ids"]), stops=stops)
         marks = ["\u2042first\u2042", "\u2042second\u2042", "\u2042third\u2042"]
         roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        messages = [
+            {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
+        ]
         question = filled(tokenizer, messages[:1], add_generation_prompt=True)
         dialogue = filled(tokenizer, messages, add_generation_prompt=True)
         try:
@@ -75,7 +79,9 @@ class ChatFormat:
         except (ValueError, IndexError) as error:
             raise InputError("target: its chat template changes the text of the turns") from error
         texts = (before, to_answer, to_user)
-        first, second, third = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+        first, second, third = (
+            list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts
+        )
         return cls(first, second, third, stops | {second[0], third[0]})
 
 
@@ -83,7 +89,10 @@ def as_turns(turns: Sequence[str], form: ChatFormat, tokenizer: Any) -> list[lis
     """Return the ids of each user's turn with the ids of the chat template around it."""
     plain = [list(tokenizer(turn, add_special_tokens=False)["input_ids"]) for turn in turns]
     first, *later = plain
-    return [form.before + first + form.to_answer, *(form.to_user + turn + form.to_answer for turn in later)]
+    return [
+        form.before + first + form.to_answer,
+        *(form.to_user + turn + form.to_answer for turn in later),
+    ]
 
 
 class Writer(ABC):
@@ -103,13 +112,19 @@ class Writer(ABC):
         self.target: Any = target
         self.form, self.options, self.features = form, options, features
         special = set(tokenizer.all_special_ids) | form.stops
-        self._ordinary = [i for i in range(min(target.vocab_size, len(tokenizer))) if i not in special]
-        self._no_words = torch.ones(target.vocab_size, dtype=torch.bool, device=target.device)  # also unnamed rows
+        self._ordinary = [
+            i for i in range(min(target.vocab_size, len(tokenizer))) if i not in special
+        ]
+        self._no_words = torch.ones(
+            target.vocab_size, dtype=torch.bool, device=target.device
+        )  # also unnamed rows
         self._no_words[self._ordinary] = False
 
     def write(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         """Return the texts of a shard that have an answer. prompts: users' turns of conversations to mix in."""
-        generator = torch.Generator(self._no_words.device).manual_seed(self.options.seed * 1_000_003 + shard)
+        generator = torch.Generator(self._no_words.device).manual_seed(
+            self.options.seed * 1_000_003 + shard
+        )
         rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
         with torch.inference_mode():
             self._fill(rows, generator)
@@ -124,18 +139,24 @@ class Writer(ABC):
         device = logits.device
         users = [number for number, row in enumerate(rows) if row.asks]
         if users:  # a user's turn has at least one word, and no markup in it
-            first = torch.tensor([not rows[number].words for number in users], device=device, dtype=torch.bool)
+            first = torch.tensor(
+                [not rows[number].words for number in users], device=device, dtype=torch.bool
+            )
             banned = self._no_words.repeat(len(users), 1)
             banned[:, sorted(self.form.stops)] &= first[:, None]
             logits[users] = logits[users].masked_fill(banned, float("-inf"))
         best = logits.argmax(dim=-1)
-        temperatures = torch.tensor([row.temperature_now for row in rows], device=device, dtype=torch.float32)
+        temperatures = torch.tensor(
+            [row.temperature_now for row in rows], device=device, dtype=torch.float32
+        )
         drawing = temperatures.nonzero()[:, 0]
         if len(drawing):
             best[drawing] = _sample(logits[drawing], temperatures[drawing], generator)
         return best.tolist()
 
-    def row(self, number: int, shard: int, prompts: list[list[list[int]]], generator: torch.Generator) -> Row:
+    def row(
+        self, number: int, shard: int, prompts: list[list[list[int]]], generator: torch.Generator
+    ) -> Row:
         temperature = ANSWER_TEMPERATURES[number % len(ANSWER_TEMPERATURES)]
         if prompts and number < self.options.prompt_share * self.options.rows:
             turns = prompts[(shard * self.options.rows + number) % len(prompts)]
@@ -143,7 +164,11 @@ class Writer(ABC):
         begin = list(self.form.before)
         if not self.form.chat:
             pick = torch.randint(
-                len(self._ordinary), (), generator=generator, device=generator.device, dtype=torch.int64
+                len(self._ordinary),
+                (),
+                generator=generator,
+                device=generator.device,
+                dtype=torch.int64,
             )
             begin.append(self._ordinary[int(pick)])
         return Row(self.form, self.options.length, temperature, [begin])
@@ -152,7 +177,9 @@ class Writer(ABC):
 class Row:
     """One conversation while it is written."""
 
-    def __init__(self, form: ChatFormat, length: int, temperature: float, turns: list[list[int]]) -> None:
+    def __init__(
+        self, form: ChatFormat, length: int, temperature: float, turns: list[list[int]]
+    ) -> None:
         self.form, self.length, self.temperature = form, length, temperature
         self.forced = deque(turns[0])  # tokens to append before any is drawn
         self.turns = deque(turns[1:])  # later turns of a prompt
@@ -205,7 +232,11 @@ class Row:
         if self.turns:
             turn = self.turns.popleft()
             self.forced.extend(turn[len(self.form.to_user) - len(rest) :])
-        elif self.form.chat and not self.prompted and self.length - len(self.tokens) > TURN_ROOM * self.length:
+        elif (
+            self.form.chat
+            and not self.prompted
+            and self.length - len(self.tokens) > TURN_ROOM * self.length
+        ):
             self.forced.extend(rest)
             self.asks = True
         else:
@@ -245,12 +276,22 @@ def write_corpus(  # noqa: PLR0913
     InputError if `folder` was begun with other settings, and if `options.gib` is too little for a shard's states.
     """
     form = ChatFormat.of(tokenizer, stop_tokens(target, tokenizer))
-    turn_ids = [ids for ids in (as_turns(turns, form, tokenizer) for turns in prompts) if len(ids[0]) < options.length]
+    turn_ids = [
+        ids
+        for ids in (as_turns(turns, form, tokenizer) for turns in prompts)
+        if len(ids[0]) < options.length
+    ]
     if prompts and not turn_ids:
         raise InputError(f"prompts: each is longer than the length of {options.length} tokens")
     if not form.chat and len(form.before) + 1 >= options.length:
-        raise InputError(f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens")
-    manifest: dict[str, Any] = {"target": name, "prompts": len(turn_ids), "vocab_size": target.vocab_size}
+        raise InputError(
+            f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens"
+        )
+    manifest: dict[str, Any] = {
+        "target": name,
+        "prompts": len(turn_ids),
+        "vocab_size": target.vocab_size,
+    }
     writer: Writer = Lockstep(target, form, options, tokenizer)
     most = options.tokens
     if isinstance(target, NativeTarget):
@@ -272,7 +313,9 @@ def write_corpus(  # noqa: PLR0913
         spent += corpus.seconds(number)
         share = min(1.0, max(have / most, spent / seconds))
         remaining = spent * (1 / share - 1)
-        progress(f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {remaining / 60:.0f} min left")
+        progress(
+            f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {remaining / 60:.0f} min left"
+        )
         number += 1
     return corpus
 
@@ -289,7 +332,9 @@ def _most_tokens(options: SynthesisOptions, token_bytes: int) -> int:
     return most + 1
 
 
-def _written(writer: Writer, number: int, turns: Any, have: int, progress: Callable[[str], None]) -> list[Any]:
+def _written(
+    writer: Writer, number: int, turns: Any, have: int, progress: Callable[[str], None]
+) -> list[Any]:
     """Return the texts of a shard. Says when the first one begins, which takes longest, and where Ctrl-C came."""
     if not have:
         progress("Writing the first shard; a line follows each")
@@ -319,10 +364,14 @@ class Lockstep(Writer):
     def _fill(self, rows: list[Row], generator: torch.Generator) -> None:
         model, device = self.target.lm.model.eval(), self.target.device
         lead = min(len(row.forced) for row in rows)
-        inputs = torch.tensor([[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64)
+        inputs = torch.tensor(
+            [[row.take() for _ in range(lead)] for row in rows], device=device, dtype=torch.int64
+        )
         cache = DynamicCache(config=model.config)
         for _ in range(lead, self.options.length):
-            logits = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
             drawn = self.draw(logits, rows, generator)
             inputs = torch.tensor(
                 [[row.advance(token)] for row, token in zip(rows, drawn, strict=True)],
@@ -336,11 +385,15 @@ class Lockstep(Writer):
 def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
     """Return a drawn token per row, int64 [rows]."""
     lowest = logits.amax(dim=-1) + temperatures * math.log(MIN_P)
-    logits, ids = _with_largest(logits, lambda largest: int((largest >= lowest[:, None]).sum(dim=1).max()))
+    logits, ids = _with_largest(
+        logits, lambda largest: int((largest >= lowest[:, None]).sum(dim=1).max())
+    )
     probabilities = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
     cumulated = probabilities.cumsum(dim=-1)
-    noise = torch.rand(len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32)
+    noise = torch.rand(
+        len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32
+    )
     # To the right of the drawn value, so that a token without probability is never chosen.
     drawn = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
     drawn = torch.minimum(drawn, (cumulated < cumulated[:, -1:]).sum(dim=-1))
@@ -353,11 +406,19 @@ def _with_largest(logits: Tensor, count: Callable[[Tensor], int]) -> tuple[Tenso
     count: how many blocks, by the largest logit of each block. Reading all of a large vocabulary once and then few
     tokens is several times faster than softmax and top-k of all.
     """
-    blocks = pad(logits, (0, -logits.shape[1] % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK))
+    blocks = pad(logits, (0, -logits.shape[1] % BLOCK), value=float("-inf")).unflatten(
+        1, (-1, BLOCK)
+    )
     largest = blocks.amax(dim=-1)
-    chosen = largest.topk(min(count(largest), largest.shape[1]), dim=-1).indices.sort(dim=-1).values[..., None]
+    chosen = (
+        largest.topk(min(count(largest), largest.shape[1]), dim=-1)
+        .indices.sort(dim=-1)
+        .values[..., None]
+    )
     places = torch.arange(BLOCK, dtype=torch.int64, device=logits.device)
-    return blocks.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), (chosen * BLOCK + places).flatten(1)
+    return blocks.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), (
+        chosen * BLOCK + places
+    ).flatten(1)
 
 
 class Lanes(Writer):
@@ -383,7 +444,9 @@ class Lanes(Writer):
         """Run the next tokens of each lane, and draw one for those that have run all."""
         batch = [lane.ask() for lane in lanes]
         drawing = [lane for lane, rows in zip(lanes, batch, strict=True) if lane.draws_after(rows)]
-        logits = torch.empty(len(drawing), self.target.vocab_size, dtype=torch.float32, device="cpu")
+        logits = torch.empty(
+            len(drawing), self.target.vocab_size, dtype=torch.float32, device="cpu"
+        )
         waiting = iter(logits.split(1))
         for lane, rows in zip(lanes, batch, strict=True):
             rows.logits = next(waiting) if lane.draws_after(rows) else None
@@ -394,7 +457,9 @@ class Lanes(Writer):
             values, ids = _with_largest(logits, lambda largest: TOP)
             top = values.topk(min(TOP, logits.shape[1]), dim=-1)
             logs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-            for lane, tokens, chances in zip(drawing, ids.gather(1, top.indices), logs, strict=True):
+            for lane, tokens, chances in zip(
+                drawing, ids.gather(1, top.indices), logs, strict=True
+            ):
                 lane.label(tokens, chances)
         drawn = self.draw(logits, [lane.row for lane in drawing], generator)
         for lane, token in zip(drawing, drawn, strict=True):

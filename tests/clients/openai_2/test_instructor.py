@@ -28,8 +28,15 @@ def client(request: pytest.FixtureRequest, calling_server: str) -> Any:
 
 def test_objects_whole_and_partial(client: Any) -> None:
     limit = "max_output_tokens" if client.mode is instructor.Mode.RESPONSES_TOOLS else "max_tokens"
-    asked = {"model": "any", "messages": [{"role": "user", "content": "Hello"}], limit: 300, "max_retries": 0}
-    whole, completion = client.chat.completions.create_with_completion(response_model=River, **asked)
+    asked = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "Hello"}],
+        limit: 300,
+        "max_retries": 0,
+    }
+    whole, completion = client.chat.completions.create_with_completion(
+        response_model=River, **asked
+    )
     assert (whole.river in ("Nile", "Po"), whole.kind in ("long", "short")) == (True, True)
     assert completion is not None
     *_, last = client.chat.completions.create_partial(response_model=River, **asked)

@@ -15,7 +15,13 @@ from pydantic import BaseModel
 pytestmark = pytest.mark.slow
 
 HELLO = [ChatMessage(role="user", content="Hello")]
-BASE: dict[str, Any] = {"api_key": "any", "model": "local", "context_window": 8192, "max_tokens": 200, "max_retries": 0}
+BASE: dict[str, Any] = {
+    "api_key": "any",
+    "model": "local",
+    "context_window": 8192,
+    "max_tokens": 200,
+    "max_retries": 0,
+}
 
 
 class River(BaseModel):
@@ -24,7 +30,9 @@ class River(BaseModel):
 
 @pytest.fixture
 def scripted(scripted_server: str) -> Any:
-    return OpenAILike(api_base=f"{scripted_server}/v1", is_chat_model=True, is_function_calling_model=True, **BASE)
+    return OpenAILike(
+        api_base=f"{scripted_server}/v1", is_chat_model=True, is_function_calling_model=True, **BASE
+    )
 
 
 def test_an_answer_whole_and_streamed(scripted: Any) -> None:
@@ -38,7 +46,10 @@ def test_an_answer_whole_and_streamed(scripted: Any) -> None:
 
 def test_texts(tiny_server: str) -> None:
     text = OpenAILike(
-        api_base=f"{tiny_server}/v1", is_chat_model=False, temperature=0, **BASE | {"model": "tiny", "max_tokens": 8}
+        api_base=f"{tiny_server}/v1",
+        is_chat_model=False,
+        temperature=0,
+        **BASE | {"model": "tiny", "max_tokens": 8},
     )
     whole = text.complete("Once")
     assert whole.raw.usage.completion_tokens <= 8

@@ -12,7 +12,9 @@ from tests.research.ltd.engines import COSTS, LOGGING, OPTIONS, PROMPTS, SHAPE, 
 
 @pytest.fixture(scope="session")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> CandidateTrees:
-    return log_candidates(engine(), PROMPTS, tmp_path_factory.mktemp("candidates"), LOGGING, name="toy")
+    return log_candidates(
+        engine(), PROMPTS, tmp_path_factory.mktemp("candidates"), LOGGING, name="toy"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,9 @@ def engine(**kind: Any) -> Engine:
     return Engine(ToyTarget(TARGET), draft, policies.make("chain"), LetterTokenizer())
 
 
-def environment(which: Any, costs: PassCosts | None, other: Any = None, **kind: Any) -> LiveEnvironment:
+def environment(
+    which: Any, costs: PassCosts | None, other: Any = None, **kind: Any
+) -> LiveEnvironment:
     def make(seed: int) -> SteeredEngine:
         return SteeredEngine(engine(**kind), PROMPTS, SHAPE, which, other, length=24, seed=seed)
 

@@ -20,8 +20,30 @@ from tests.toy import byte_tokenizer, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = [
-    *("-o", "width=2", "-o", "expansions=3", "-o", "sizes=1,2,4,6", "-o", "least=0", "-o", "fixed_depth=1"),
-    *("-o", "size_steps=64", "-o", "depth_steps=64", "-o", "rollout=32", "-o", "minibatch=16", "-o", "epochs=2"),
+    *(
+        "-o",
+        "width=2",
+        "-o",
+        "expansions=3",
+        "-o",
+        "sizes=1,2,4,6",
+        "-o",
+        "least=0",
+        "-o",
+        "fixed_depth=1",
+    ),
+    *(
+        "-o",
+        "size_steps=64",
+        "-o",
+        "depth_steps=64",
+        "-o",
+        "rollout=32",
+        "-o",
+        "minibatch=16",
+        "-o",
+        "epochs=2",
+    ),
     *(
         "-o",
         "hidden_size=8",
@@ -53,7 +75,9 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_from_a_model_alone_to_answers(model: str, prompts: str, tmp_path: Path, capsys: Any) -> None:
+def test_from_a_model_alone_to_answers(
+    model: str, prompts: str, tmp_path: Path, capsys: Any
+) -> None:
     """On logged trees, then again without the model; the same seed and table give the same networks."""
     out, again = tmp_path / "out", tmp_path / "again"
     given = ["train", str(out), "--target", model, "--draft", model, "--prompts", prompts]
@@ -76,16 +100,38 @@ def test_from_a_model_alone_to_answers(model: str, prompts: str, tmp_path: Path,
     assert [row["record"] for row in rows[:3]] == ["provenance", "training", "log"]
     assert (tmp_path / "curves-again.svg").is_file()
     capsys.readouterr()
-    asked = ["generate", "abc", "--model", model, "--draft", model, "--max-new-tokens", "8", "--policy", "ltd"]
+    asked = [
+        "generate",
+        "abc",
+        "--model",
+        model,
+        "--draft",
+        model,
+        "--max-new-tokens",
+        "8",
+        "--policy",
+        "ltd",
+    ]
     assert specengine([*asked, "-o", f"networks={out / 'ltd.safetensors'}"]) == 0
     assert "ltd" in capsys.readouterr().err.lower()
 
 
 @pytest.mark.parametrize("how", [["--live", "--costs", "8b-l40"], ["-o", "reward=wallclock"], []])
 def test_live_by_the_wall_clock_and_by_measured_costs(
-    model: str, prompts: str, tmp_path: Path, how: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    prompts: str,
+    tmp_path: Path,
+    how: list[str],
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = PassCosts("here", {1: 0.03, 16: 0.04, 64: 0.06}, {1: 0.002, 4: 0.003}, source="measured", measured=True)
+    table = PassCosts(
+        "here",
+        {1: 0.03, 16: 0.04, 64: 0.06},
+        {1: 0.002, 4: 0.003},
+        source="measured",
+        measured=True,
+    )
     monkeypatch.setattr(train.measuring, "measure", lambda target, drafter: table)
     out = tmp_path / "out"
     given = ["train", str(out), "--target", model, "--draft", model, "--prompts", prompts, *SMALL]
@@ -103,16 +149,28 @@ def test_live_by_the_wall_clock_and_by_measured_costs(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--data", "x", "--recipe", "tpu"], "recipe: got 'tpu', accepted paper, released, short, cpu"),
+        (
+            ["--data", "x", "--recipe", "tpu"],
+            "recipe: got 'tpu', accepted paper, released, short, cpu",
+        ),
         (["--data", "x", "-o", "step=5"], "option: unknown option 'step'"),
         (["--data", "x", "-o", "epochs=0"], "epochs: got 0"),
         (["--data", "nowhere"], "data: nowhere is not a folder of training text"),
         (["--data", "nowhere", "--costs", "tpu"], "costs: tpu is neither one of vicuna-13b-h200"),
-        ([], "data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone"),
+        (
+            [],
+            "data, prompts, candidates: accepted --data, --prompts or both, or --candidates alone",
+        ),
         (["--candidates", "x", "--data", "x", "--costs", "8b-l40"], "or --candidates alone"),
-        (["--candidates", "nowhere"], "candidates: they are for a cost table that is given by --costs"),
+        (
+            ["--candidates", "nowhere"],
+            "candidates: they are for a cost table that is given by --costs",
+        ),
         (["--candidates", "x", "--live", "--costs", "8b-l40"], "not for live training"),
-        (["--candidates", "nowhere", "--costs", "8b-l40"], "candidates: nowhere is not a folder of logged candidates"),
+        (
+            ["--candidates", "nowhere", "--costs", "8b-l40"],
+            "candidates: nowhere is not a folder of logged candidates",
+        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(
@@ -126,14 +184,45 @@ def test_mistakes_are_named_before_anything_is_loaded(
 def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
     """It logs, compares on logged trees, and correlates live rewards with the table's."""
     trees, out = tmp_path / "trees", tmp_path / "rows.jsonl"
-    own = ["--model", model, "--draft", model, "--dtype", "float32", "--per-set", "3", "--max-new-tokens", "24"]
+    own = [
+        "--model",
+        model,
+        "--draft",
+        model,
+        "--dtype",
+        "float32",
+        "--per-set",
+        "3",
+        "--max-new-tokens",
+        "24",
+    ]
     assert main(["log", str(trees), *own, "--width", "4", "--expansions", "6"]) == 0
-    given = ["compare", str(trees), "--grid", str(trees), "--networks", "cpu", "--costs", "2-cores-amx"]
+    given = [
+        "compare",
+        str(trees),
+        "--grid",
+        str(trees),
+        "--networks",
+        "cpu",
+        "--costs",
+        "2-cores-amx",
+    ]
     assert main([*given, "--default", "2", "11", "--out", str(out)]) == 0
-    rows = {row["way"]: row for row in map(json.loads, out.read_text().splitlines()) if row["record"] == "replay"}
+    rows = {
+        row["way"]: row
+        for row in map(json.loads, out.read_text().splitlines())
+        if row["record"] == "replay"
+    }
     assert rows["eagle"]["over_eagle"] == 1
-    best, foreseen = rows["eagle, best on these trees"], rows["the best depth and size of each tree, foreseen"]
-    assert best["speed"] == rows["eagle, best on the training's trees"]["speed"] >= rows["eagle"]["speed"]
+    best, foreseen = (
+        rows["eagle, best on these trees"],
+        rows["the best depth and size of each tree, foreseen"],
+    )
+    assert (
+        best["speed"]
+        == rows["eagle, best on the training's trees"]["speed"]
+        >= rows["eagle"]["speed"]
+    )
     assert foreseen["speed"] >= max(best["speed"], rows["ltd: cpu"]["speed"])
     assert sum(rows["ltd: cpu"]["depths"].values()) > 10
     assert main([*given[:-4], "--networks", "cpu", "--networks", "paper", "--costs", "8b-l40"]) == 2
@@ -166,8 +255,29 @@ def test_questions_of_a_text_and_of_ones_own(
     monkeypatch.setattr(train, "questions", lambda _: texts)
     monkeypatch.setattr(train, "read_prompts", lambda _: [["what is it"]])
     out = tmp_path / "out"
-    given = ["train", str(out), "--target", model, "--draft", model, "--data", "x", "--prompts", prompts]
-    given += ["--costs", "8b-l40", *SMALL, "-o", "again=", "-o", "size_steps=32", "-o", "depth_steps=32"]
+    given = [
+        "train",
+        str(out),
+        "--target",
+        model,
+        "--draft",
+        model,
+        "--data",
+        "x",
+        "--prompts",
+        prompts,
+    ]
+    given += [
+        "--costs",
+        "8b-l40",
+        *SMALL,
+        "-o",
+        "again=",
+        "-o",
+        "size_steps=32",
+        "-o",
+        "depth_steps=32",
+    ]
     assert main([*given, "-o", "prompts=2", "--no-lookup"]) == 0
     trees = CandidateTrees.open(out / "candidates")
     assert len(list(trees.answers())) == 3

@@ -21,18 +21,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("depth", "size"), [(None, None), (1, 2), (4, 9)])
-def test_speed_over_a_dense_log_is_the_engines_own(tmp_path: Path, depth: int | None, size: int | None) -> None:
+def test_speed_over_a_dense_log_is_the_engines_own(
+    tmp_path: Path, depth: int | None, size: int | None
+) -> None:
     """Where every position is logged, the replay visits what serving visits: same cycles, same throughput."""
     torch.manual_seed(5)
     networks = Networks(SHAPE, {"depth": (8,), "size": (8,)}).requires_grad_(False)
-    every = log_candidates(engine(), PROMPTS[:4], tmp_path, replace(LOGGING, verified=1, length=48), name="toy")
+    every = log_candidates(
+        engine(), PROMPTS[:4], tmp_path, replace(LOGGING, verified=1, length=48), name="toy"
+    )
     logged = Outcomes.of(list(every.answers()), SHAPE, COSTS)
     assert logged.dense
     committed = cost = 0.0
     cycles = 0
     for number, prompt in enumerate(PROMPTS[:4]):
         context, last = len(prompt), float(logged.contexts[logged.answers == number].max())
-        for cycle in live_cycles(engine(), steered_policy(SHAPE, networks, depth, size), prompt, 48):
+        for cycle in live_cycles(
+            engine(), steered_policy(SHAPE, networks, depth, size), prompt, 48
+        ):
             if context <= last:
                 facts = cycle_facts(cycle)
                 committed, cycles = committed + len(cycle.tokens), cycles + 1
@@ -44,7 +50,9 @@ def test_speed_over_a_dense_log_is_the_engines_own(tmp_path: Path, depth: int | 
 
 
 def test_a_dense_log_is_gone_through_in_order(tmp_path: Path) -> None:
-    every = log_candidates(engine(), PROMPTS[:2], tmp_path, replace(LOGGING, verified=1), name="toy")
+    every = log_candidates(
+        engine(), PROMPTS[:2], tmp_path, replace(LOGGING, verified=1), name="toy"
+    )
     logged = Outcomes.of(list(every.answers()), SHAPE, COSTS)
     one = LoggedEnvironment(logged, "size", "accept", 2, count=3)
     one.reset()
@@ -58,6 +66,8 @@ def test_a_dense_log_is_gone_through_in_order(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_cycle() -> None:
-    policy = steered_policy(SHAPE, Networks(SHAPE, {"depth": (4,), "size": (4,)}).requires_grad_(False), 2, 5)
+    policy = steered_policy(
+        SHAPE, Networks(SHAPE, {"depth": (4,), "size": (4,)}).requires_grad_(False), 2, 5
+    )
     cycle = live_cycles(engine(), policy, [1, 2], 8)[0]
     assert cycle_facts(cycle) == {"tokens": len(cycle.tokens), "verified": 6, "widths": [1, 3, 3]}

@@ -94,7 +94,9 @@ class Clock:
 def test_the_wait_for_a_decision_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("research.ltd.steered.time", clock)
-    steered = SteeredEngine(engine(), PROMPTS, SHAPE, "size", None, length=24, decision_seconds=100.0)
+    steered = SteeredEngine(
+        engine(), PROMPTS, SHAPE, "size", None, length=24, decision_seconds=100.0
+    )
     assert isinstance(steered.next(), Question)
     clock.now += 50.0
     found = steered.next(0)
@@ -119,8 +121,12 @@ def test_logged_and_live_episodes_agree(trees: CandidateTrees, logged: Outcomes)
         _, given, _, _, _ = live.step(action)
         if place is not None:
             at, expansions, size = (np.array([value]) for value in (*place, SHAPE.sizes[action]))
-            expected = logged.committed(at, expansions, size) * COSTS.plain / logged.cost(expansions, size)
-            assert given == pytest.approx(float(expected[0]), abs=1e-5) or given < expected, "cut short by the end"
+            expected = (
+                logged.committed(at, expansions, size) * COSTS.plain / logged.cost(expansions, size)
+            )
+            assert given == pytest.approx(float(expected[0]), abs=1e-5) or given < expected, (
+                "cut short by the end"
+            )
             met += given == pytest.approx(float(expected[0]), abs=1e-5)
         seen, _ = live.reset()
     live.close()
@@ -135,7 +141,9 @@ def test_logged_environments_step_by_step(logged: Outcomes) -> None:
     trees = many._trees.copy()
     seen, given, done, _ = many.step(np.array([STOP, GO_ON, GO_ON, STOP]))
     assert done.tolist() == [True, False, False, True]
-    expected = logged.committed(trees, np.ones(4, dtype=int), 5) * 30 / cycle_cost(COSTS, SHAPE, 1, 5)
+    expected = (
+        logged.committed(trees, np.ones(4, dtype=int), 5) * 30 / cycle_cost(COSTS, SHAPE, 1, 5)
+    )
     assert given[[0, 3]] == pytest.approx(expected[[0, 3]])
     assert (given[[1, 2]] == 0).all()
     assert seen[:, -1] == pytest.approx([0.1, 0.2, 0.2, 0.1])
@@ -167,7 +175,9 @@ def test_speed_by_networks_is_that_of_serving(trees: CandidateTrees) -> None:
     networks = Networks(SHAPE, {"depth": (8,), "size": (8,)}).requires_grad_(False)
     logged = Outcomes.of(list(trees.answers()), SHAPE, COSTS)
     seen = depth_observation(logged.laid, logged.contexts, 1, SHAPE)
-    networks.depth[-1].bias[GO_ON] -= networks.depth(seen).diff(dim=-1).median()  # so that half of the trees go on
+    networks.depth[-1].bias[GO_ON] -= (
+        networks.depth(seen).diff(dim=-1).median()
+    )  # so that half of the trees go on
     depths = logged.depths_by(networks)
     sizes = logged.sizes_by(networks, depths)
     assert len(set(depths.tolist())) > 1
@@ -175,11 +185,18 @@ def test_speed_by_networks_is_that_of_serving(trees: CandidateTrees) -> None:
     for number in range(0, len(logged), 7):
         laid, context = logged.laid[number], int(logged.contexts[number])
         done = SHAPE.least
-        while SHAPE.asks(done) and networks.goes_on(depth_observation(laid, context, done, SHAPE), done):
+        while SHAPE.asks(done) and networks.goes_on(
+            depth_observation(laid, context, done, SHAPE), done
+        ):
             done += 1
         assert depths[number] == done
-        assert sizes[number] == SHAPE.sizes[networks.choose_size(size_observation(laid, context, done, SHAPE))]
+        assert (
+            sizes[number]
+            == SHAPE.sizes[networks.choose_size(size_observation(laid, context, done, SHAPE))]
+        )
     found = speed_of(logged, networks)
-    assert found.tau == pytest.approx(logged.committed(np.arange(len(logged)), depths, sizes).mean())
+    assert found.tau == pytest.approx(
+        logged.committed(np.arange(len(logged)), depths, sizes).mean()
+    )
     fixed = speed_of(logged, networks, 2, 5)
     assert (fixed.delta, fixed.verified) == (3, 6)

@@ -35,7 +35,11 @@ def test_logged_outcomes_are_those_of_the_engine(trees: CandidateTrees, logged: 
     prompts = [PROMPTS[int(file.stem)] for file in trees.shards()]
     number = 0
     for prompt, answer in zip(prompts, trees.answers(), strict=True):
-        tokens = Engine(ToyTarget(TARGET), None, None).generate(prompt, max_new_tokens=60, temperature=0.0).token_ids
+        tokens = (
+            Engine(ToyTarget(TARGET), None, None)
+            .generate(prompt, max_new_tokens=60, temperature=0.0)
+            .token_ids
+        )
         for tree in answer:
             context = [*prompt, *tokens[: tree.context - len(prompt)]]
             for expansions in (0, 1, 4):
@@ -46,7 +50,8 @@ def test_logged_outcomes_are_those_of_the_engine(trees: CandidateTrees, logged: 
                     beam = policies.make("eagle", width=3, expansions=expansions, budget=size + 1)
                     made = draft_tree(context[-1], draft, beam, Seconds(), CPU).tree
                     following = [
-                        int(TARGET.logits([*context, *made.path_tokens(n)]).argmax()) for n in range(made.size)
+                        int(TARGET.logits([*context, *made.path_tokens(n)]).argmax())
+                        for n in range(made.size)
                     ]
                     _, committed = walk(made, following.__getitem__, lambda token: False)
                     at, deep, many = (np.array([value]) for value in (number, expansions, size))
@@ -66,7 +71,9 @@ def test_ranks_by_hand() -> None:
     assert ranks[1].tolist() == [2, 4]
 
 
-def test_observations_of_logged_trees_are_those_of_serving(trees: CandidateTrees, logged: Outcomes) -> None:
+def test_observations_of_logged_trees_are_those_of_serving(
+    trees: CandidateTrees, logged: Outcomes
+) -> None:
     file = trees.shards()[0]
     prompt = PROMPTS[int(file.stem)]
     shown: list[Any] = []
@@ -84,10 +91,14 @@ def test_observations_of_logged_trees_are_those_of_serving(trees: CandidateTrees
     live_cycles(engine(), policy, prompt, 3)
     for which, expansions, observation in shown[:4]:
         observe = depth_observation if which == "depth" else size_observation
-        assert torch.equal(observation, observe(logged.laid[0], logged.contexts[0], expansions, SHAPE))
+        assert torch.equal(
+            observation, observe(logged.laid[0], logged.contexts[0], expansions, SHAPE)
+        )
 
 
-def test_logging_goes_on_where_it_stopped_and_refuses_other_options(tmp_path: Path, trees: CandidateTrees) -> None:
+def test_logging_goes_on_where_it_stopped_and_refuses_other_options(
+    tmp_path: Path, trees: CandidateTrees
+) -> None:
     log_candidates(engine(), PROMPTS[:2], tmp_path, LOGGING, name="toy")
     before = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
     assert len(before) == 2
@@ -95,7 +106,8 @@ def test_logging_goes_on_where_it_stopped_and_refuses_other_options(tmp_path: Pa
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in before} == before
     for found, expected in zip(more.answers(), trees.answers(), strict=False):
         assert all(
-            torch.equal(a.scores, b.scores) and a.context == b.context for a, b in zip(found, expected, strict=True)
+            torch.equal(a.scores, b.scores) and a.context == b.context
+            for a, b in zip(found, expected, strict=True)
         )
     with pytest.raises(InputError, match=r"width: the candidates in .* begun with 3, got 4"):
         log_candidates(engine(), PROMPTS, tmp_path, replace(LOGGING, width=4), name="toy")
@@ -110,8 +122,13 @@ def test_logging_goes_on_where_it_stopped_and_refuses_other_options(tmp_path: Pa
 
 def test_sampled_answers_are_logged_by_their_seed(tmp_path: Path) -> None:
     sampled = replace(LOGGING, temperature=1.0, seed=5)
-    first, again = (log_candidates(engine(), PROMPTS[:2], tmp_path / name, sampled) for name in "ab")
-    paths = [[tree.path.tolist() for answer in found.answers() for tree in answer] for found in (first, again)]
+    first, again = (
+        log_candidates(engine(), PROMPTS[:2], tmp_path / name, sampled) for name in "ab"
+    )
+    paths = [
+        [tree.path.tolist() for answer in found.answers() for tree in answer]
+        for found in (first, again)
+    ]
     assert paths[0] == paths[1]
     other = log_candidates(engine(), PROMPTS[:2], tmp_path / "c", replace(sampled, seed=6))
     assert paths[0] != [tree.path.tolist() for answer in other.answers() for tree in answer]
@@ -119,7 +136,9 @@ def test_sampled_answers_are_logged_by_their_seed(tmp_path: Path) -> None:
 
 def test_trees_that_are_too_small_are_refused(trees: CandidateTrees) -> None:
     answers = list(trees.answers())
-    with pytest.raises(InputError, match=r"has 39 nodes, 48 are needed for width 3 and 5 expansions"):
+    with pytest.raises(
+        InputError, match=r"has 39 nodes, 48 are needed for width 3 and 5 expansions"
+    ):
         Outcomes.of(answers, replace(SHAPE, expansions=5), COSTS)
     assert len(Outcomes.of(answers, replace(SHAPE, expansions=2), COSTS)) == sum(map(len, answers))
     with pytest.raises(InputError, match="no tree was logged"):

@@ -32,7 +32,12 @@ def test_recipes() -> None:
         256,
         20,
     )
-    assert (paper.learning_rate, paper.entropy, paper.size_gamma, paper.depth_gamma) == (1e-3, 0.01, 0.9, 0.999)
+    assert (paper.learning_rate, paper.entropy, paper.size_gamma, paper.depth_gamma) == (
+        1e-3,
+        0.01,
+        0.9,
+        0.999,
+    )
     assert paper.stages == ["size", "depth", "size", "depth", "size"]
     released = find_recipe("released").options
     assert (len(released.sizes), released.pad, released.activation) == (24, 0.0, "tanh")
@@ -66,12 +71,16 @@ def test_options_out_of_range(wrong: dict[str, Any], message: str) -> None:
         replace(OPTIONS, **wrong)
 
 
-def test_a_missing_extra_is_named(tmp_path: Path, ground: LoggedGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(
+    tmp_path: Path, ground: LoggedGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any, **options: Any) -> Any:
         if name.partition(".")[0] == "stable_baselines3":
-            raise ModuleNotFoundError("No module named 'stable_baselines3'", name="stable_baselines3")
+            raise ModuleNotFoundError(
+                "No module named 'stable_baselines3'", name="stable_baselines3"
+            )
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)

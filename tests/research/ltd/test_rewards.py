@@ -39,6 +39,8 @@ def test_the_reward_can_be_recomputed_from_the_log() -> None:
 def test_costs_of_a_cycle() -> None:
     found = cycle_cost(COSTS, SHAPE, 2, 9)
     assert found == pytest.approx(40 + 3 + 2 + 2)
-    assert cycle_cost(COSTS, SHAPE, 0, 9) == pytest.approx(30 + 10 / 9 * 3 + 3), "three candidates are all there are"
+    assert cycle_cost(COSTS, SHAPE, 0, 9) == pytest.approx(30 + 10 / 9 * 3 + 3), (
+        "three candidates are all there are"
+    )
     record = costs_record(COSTS)
     assert (record["name"], record["verify"]["10"], record["draft"]["3"]) == ("toy", 40, 2)

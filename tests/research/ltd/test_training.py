@@ -38,7 +38,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in read_log(folder)]
+    return [
+        {key: value for key, value in entry.items() if key != "seconds"}
+        for entry in read_log(folder)
+    ]
 
 
 def test_a_training_from_end_to_end(tmp_path: Path, ground: LoggedGround) -> None:
@@ -52,21 +55,32 @@ def test_a_training_from_end_to_end(tmp_path: Path, ground: LoggedGround) -> Non
     assert best["speed"] == pytest.approx(speed_of(ground.held, trained.networks).speed)
     assert trained.facts["ground"]["costs"]["name"] == "toy"
     stages = [(entry["stage"], entry["which"]) for entry in read_log(tmp_path)]
-    assert list(dict.fromkeys(stages)) == [(0, "size"), (1, "depth"), (2, "size"), (3, "depth"), (4, "size")]
+    assert list(dict.fromkeys(stages)) == [
+        (0, "size"),
+        (1, "depth"),
+        (2, "size"),
+        (3, "depth"),
+        (4, "size"),
+    ]
     assert len(told) == 5 * 3 + 4
     assert not list(tmp_path.rglob(".*")), "no partial file stays"
     assert plot(read_log(tmp_path), tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
     draft, policy = engine().drafter, policies.make("ltd", networks=str(file))
     answer = Engine(ToyTarget(TARGET), draft, policy).generate([1, 2], max_new_tokens=20).token_ids
-    assert answer == Engine(ToyTarget(TARGET), None, None).generate([1, 2], max_new_tokens=20).token_ids
+    assert (
+        answer
+        == Engine(ToyTarget(TARGET), None, None).generate([1, 2], max_new_tokens=20).token_ids
+    )
 
 
 def test_the_same_seed_gives_the_same_networks(tmp_path: Path, ground: LoggedGround) -> None:
     files = [train_policy(ground, tmp_path / name, OPTIONS) for name in "ab"]
     assert same(*map(weights, files))
     assert figures(tmp_path / "a") == figures(tmp_path / "b")
-    other = train_policy(replace(ground, options=replace(OPTIONS, seed=1)), tmp_path / "c", replace(OPTIONS, seed=1))
+    other = train_policy(
+        replace(ground, options=replace(OPTIONS, seed=1)), tmp_path / "c", replace(OPTIONS, seed=1)
+    )
     assert not same(weights(files[0]), weights(other))
 
 
@@ -74,7 +88,9 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_training_goes_on_to_the_same_networks(tmp_path: Path, ground: LoggedGround) -> None:
+def test_an_interrupted_training_goes_on_to_the_same_networks(
+    tmp_path: Path, ground: LoggedGround
+) -> None:
     whole = train_policy(ground, tmp_path / "whole", OPTIONS)
     for lines in (1, 4, 7):
         countdown = iter([False] * (lines - 1) + [True])
@@ -88,12 +104,16 @@ def test_an_interrupted_training_goes_on_to_the_same_networks(tmp_path: Path, gr
             train_policy(ground, folder, OPTIONS, progress=stop)
         assert same(weights(train_policy(ground, folder, OPTIONS)), weights(whole))
         assert figures(folder)[-1] == figures(tmp_path / "whole")[-1]
-    with pytest.raises(InputError, match=r"entropy: the training in .* was begun with 0.01, got 0.5"):
+    with pytest.raises(
+        InputError, match=r"entropy: the training in .* was begun with 0.01, got 0.5"
+    ):
         train_policy(ground, tmp_path / "whole", replace(OPTIONS, entropy=0.5))
 
 
 @pytest.mark.parametrize(("stage", "which"), [(0, "size"), (1, "depth")])
-def test_a_discount_changes_nothing_for_a_bandit(tmp_path: Path, ground: LoggedGround, stage: int, which: str) -> None:
+def test_a_discount_changes_nothing_for_a_bandit(
+    tmp_path: Path, ground: LoggedGround, stage: int, which: str
+) -> None:
     """No gradient of the size network, whose episodes are one step, hangs on gamma; the depth network's do."""
     found = []
     for gamma in (0.0, 0.99):
@@ -108,7 +128,14 @@ def test_a_discount_changes_nothing_for_a_bandit(tmp_path: Path, ground: LoggedG
 def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any) -> None:
     """Verification is dear here: time wants the least, accept the most, throughput what pays."""
     costs = PassCosts("dear", {1: 1.0, 10: 2.0}, {1: 0.0})
-    often = {"size_steps": 3072, "rollout": 256, "minibatch": 64, "epochs": 8, "learning_rate": 3e-3, "again": ()}
+    often = {
+        "size_steps": 3072,
+        "rollout": 256,
+        "minibatch": 64,
+        "epochs": 8,
+        "learning_rate": 3e-3,
+        "again": (),
+    }
     options = replace(OPTIONS, reward=kind, entropy=0.0, **often)
     ground = LoggedGround(*split([trees], SHAPE, costs, 0.2), options)
     networks = _ltd.load(str(train_policy(ground, tmp_path, options))).networks
@@ -117,18 +144,26 @@ def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any)
         assert (chosen == 2).mean() > 0.95
     elif kind == "accept":
         assert chosen.mean() > 6
-    rewards = [entry["reward"] for entry in read_log(tmp_path) if entry["stage"] == 0 and "reward" in entry]
+    rewards = [
+        entry["reward"] for entry in read_log(tmp_path) if entry["stage"] == 0 and "reward" in entry
+    ]
     assert np.mean(rewards[-3:]) > rewards[0]
 
 
 @pytest.mark.parametrize("costs", [COSTS, None])
 def test_live_training(tmp_path: Path, costs: PassCosts | None) -> None:
     """The same loop around the running engine; under a table the seed decides everything."""
-    options = replace(OPTIONS, environments=1, again=("size",), reward="table" if costs else "wallclock")
+    options = replace(
+        OPTIONS, environments=1, again=("size",), reward="table" if costs else "wallclock"
+    )
     found = []
     for name in "ab" if costs else "a":
         live = LiveGround(engine(), PROMPTS[:-2], PROMPTS[-2:], costs, options)
         found.append(weights(train_policy(live, tmp_path / name, options)))
         assert live.facts()["prompts"] == len(PROMPTS) - 2
     assert same(found[0], found[-1])
-    assert all(entry["validation"]["speed"] > 0 for entry in read_log(tmp_path / "a") if "validation" in entry)
+    assert all(
+        entry["validation"]["speed"] > 0
+        for entry in read_log(tmp_path / "a")
+        if "validation" in entry
+    )

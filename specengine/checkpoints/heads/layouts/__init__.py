@@ -50,7 +50,15 @@ _ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 _ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _ORIGINAL),
+    "yarn": (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        _ORIGINAL,
+    ),
 }
 _ROPE_IGNORED = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
@@ -86,7 +94,12 @@ class Layout(ABC):
     names_target: ClassVar[bool] = False
 
     def __init__(
-        self, raw: Mapping[str, Any], names: Iterable[str], *, chosen: bool, layer_ids: tuple[int, ...] | None
+        self,
+        raw: Mapping[str, Any],
+        names: Iterable[str],
+        *,
+        chosen: bool,
+        layer_ids: tuple[int, ...] | None,
     ) -> None:
         """Start to read.
 
@@ -99,7 +112,9 @@ class Layout(ABC):
         self.chosen_layer_ids = layer_ids
         self.notes: list[str] = []
         self.version = self.read_version()
-        self.names = frozenset(with_prefix(name, self.prefixes(self.version)) for name in self.names)
+        self.names = frozenset(
+            with_prefix(name, self.prefixes(self.version)) for name in self.names
+        )
 
     @classmethod
     def name(cls) -> str:
@@ -111,7 +126,9 @@ class Layout(ABC):
         """Return whether a config can only be of this layout."""
         stated = raw.get("architectures")
         architectures = stated if isinstance(stated, list) else []
-        return any(mark in raw for mark in cls.marks) or any(name in architectures for name in cls.architectures)
+        return any(mark in raw for mark in cls.marks) or any(
+            name in architectures for name in cls.architectures
+        )
 
     @abstractmethod
     def read_version(self) -> Literal[1, 3]:
@@ -147,13 +164,17 @@ class Layout(ABC):
 
     def read_layer(self, fields: HeadFields) -> dict[str, Any]:
         """Read the sizes and numbers of the decoder layer from the object that holds them."""
-        sizes = {name: fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        sizes = {
+            name: fields.size(name) for name in ("hidden_size", "intermediate_size", "vocab_size")
+        }
         heads = fields.size("num_attention_heads")
         kv_heads = fields.size("num_key_value_heads", heads)
         target = self.fields.size("target_hidden_size", sizes["hidden_size"])
         activation = fields.text("hidden_act", "silu")
         if heads % kv_heads:
-            raise CheckpointError(f"num_attention_heads: got {heads}, not a multiple of {kv_heads} key-value heads")
+            raise CheckpointError(
+                f"num_attention_heads: got {heads}, not a multiple of {kv_heads} key-value heads"
+            )
         if activation not in ACT2FN:
             raise CheckpointError(f"hidden_act: unknown name {shown(activation)}")
         return sizes | {
@@ -167,8 +188,12 @@ class Layout(ABC):
             "hidden_act": activation,
             "rope": self._rope(fields),
             "max_position_embeddings": fields.size("max_position_embeddings", 2048, MAX_POSITIONS),
-            "temperatures": tuple(fields.numbers(_TEMPERATURES, count=MAX_DEPTHS, least=0.05, most=20.0)),
-            "sliding_window": fields.size("sliding_window") if fields.raw.get("layer_types") == [_NEAR] else 0,
+            "temperatures": tuple(
+                fields.numbers(_TEMPERATURES, count=MAX_DEPTHS, least=0.05, most=20.0)
+            ),
+            "sliding_window": fields.size("sliding_window")
+            if fields.raw.get("layer_types") == [_NEAR]
+            else 0,
         }
 
     def read_fusion(self, ids: list[int], stated: list[int]) -> dict[str, Any]:
@@ -187,7 +212,9 @@ class Layout(ABC):
             self.notes.append(f"layer ids as given: hidden states {listed(self.chosen_layer_ids)}")
             return tuple(self.chosen_layer_ids)
         if not ids:
-            self.notes.append("no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers")
+            self.notes.append(
+                "no layer ids: hidden states 2, L/2 and L - 3 of the target's L layers"
+            )
             return None
         self.notes.append(
             f"layer ids {listed(stated)} of the config count layers; as transformers counts hidden states, "
@@ -197,10 +224,14 @@ class Layout(ABC):
 
     def _own_embeddings(self, hidden_size: int, target_hidden_size: int) -> bool:
         if self.version == 1 and target_hidden_size != hidden_size:
-            raise CheckpointError(f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}")
+            raise CheckpointError(
+                f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}"
+            )
         there = "embed_tokens.weight" in self.names
         if not there and target_hidden_size != hidden_size:
-            raise CheckpointError("embed_tokens.weight: is missing, and the target's embeddings have another width")
+            raise CheckpointError(
+                "embed_tokens.weight: is missing, and the target's embeddings have another width"
+            )
         return there
 
     def _draft_vocab_size(self, vocab_size: int) -> int:
@@ -208,7 +239,9 @@ class Layout(ABC):
             return vocab_size
         size = self.fields.size("draft_vocab_size", vocab_size)
         if size > vocab_size:
-            raise CheckpointError(f"draft_vocab_size: got {size}, more than the target's {vocab_size}")
+            raise CheckpointError(
+                f"draft_vocab_size: got {size}, more than the target's {vocab_size}"
+            )
         return size
 
     def _rope(self, fields: HeadFields) -> dict[str, Any]:
@@ -216,16 +249,25 @@ class Layout(ABC):
         stated = fields.nested("rope_parameters")
         stated = stated if stated.raw else fields.nested("rope_scaling")
         if any(isinstance(value, dict) for value in stated.raw.values()):
-            raise CheckpointError(f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}")
+            raise CheckpointError(
+                f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}"
+            )
         kind = stated.text("rope_type", stated.text("type", "default"))
         if kind not in _ROPE_REQUIRED:
-            raise CheckpointError(f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}")
-        if any(one.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0 for one in (fields, stated)):
+            raise CheckpointError(
+                f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}"
+            )
+        if any(
+            one.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0
+            for one in (fields, stated)
+        ):
             raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
         theta = {"least": 1.0, "most": 1e15}
         holder = stated if "rope_theta" in stated else fields
         if "rope_theta" not in holder:
-            self.notes.append(f"no rope_theta: {DEFAULT_THETA}, with which the EAGLE repository trains")
+            self.notes.append(
+                f"no rope_theta: {DEFAULT_THETA}, with which the EAGLE repository trains"
+            )
         rope = {"rope_type": kind, **_rope_numbers(stated, kind)}
         return rope | {"rope_theta": holder.number("rope_theta", DEFAULT_THETA, **theta)}
 
@@ -242,8 +284,14 @@ class Layout(ABC):
     def layer_config(config: EagleConfig) -> dict[str, Any]:
         """Return the fields of the decoder layer."""
         rope = dict(config.rope)
-        scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-        ours: dict[str, Any] = {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
+        scaling = (
+            None
+            if rope["rope_type"] == "default"
+            else {k: v for k, v in rope.items() if k != "rope_theta"}
+        )
+        ours: dict[str, Any] = (
+            {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
+        )
         if config.sliding_window:
             ours |= {"layer_types": [_NEAR], "sliding_window": config.sliding_window}
         return {
@@ -277,7 +325,8 @@ class Layout(ABC):
         return {
             "vLLM knows no head whose logits are read before the final norm": not config.norm_logits,
             "vLLM drops biases that only some of the attention's projections have": partly,
-            f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act != "silu",
+            f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act
+            != "silu",
         }
 
 
@@ -296,7 +345,11 @@ def named(name: str) -> type[Layout]:
 
 def is_head(raw: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
-    return "draft_vocab_size" in raw or bool(_block_draft(raw)) or any(named(name).recognises(raw) for name in names())
+    return (
+        "draft_vocab_size" in raw
+        or bool(_block_draft(raw))
+        or any(named(name).recognises(raw) for name in names())
+    )
 
 
 def _block_draft(raw: Mapping[str, Any]) -> str:
@@ -309,7 +362,11 @@ def _block_draft(raw: Mapping[str, Any]) -> str:
     for family in ("DSpark", "DFlash"):  # the former has the latter's fields as well
         if any(family.lower() in word for word in named_so):
             return family
-    projector = raw["dflash_config"].get("projector_type") if isinstance(raw.get("dflash_config"), dict) else None
+    projector = (
+        raw["dflash_config"].get("projector_type")
+        if isinstance(raw.get("dflash_config"), dict)
+        else None
+    )
     return "DSpark" if projector == "dspark" else "DFlash" if "dflash_config" in raw else ""
 
 
@@ -325,9 +382,15 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
         )
     layouts = [named(name) for name in names()]
     matching = [layout for layout in layouts if layout.recognises(raw)] or [named(FALLBACK)]
-    matching = [one for one in matching if not any(other is not one and issubclass(other, one) for other in matching)]
+    matching = [
+        one
+        for one in matching
+        if not any(other is not one and issubclass(other, one) for other in matching)
+    ]
     if len(matching) > 1:
-        raise CheckpointError(f"its fields fit several layouts: {', '.join(one.name() for one in matching)}")
+        raise CheckpointError(
+            f"its fields fit several layouts: {', '.join(one.name() for one in matching)}"
+        )
     return matching[0]
 
 
@@ -353,7 +416,9 @@ class HeadFields:
             raise refused(name, value, f"a whole number, 1 to {most}")
         return value
 
-    def number(self, name: str, default: float | None = None, *, least: float, most: float) -> float:
+    def number(
+        self, name: str, default: float | None = None, *, least: float, most: float
+    ) -> float:
         """Read a number, `least` to `most`."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not least <= value <= most:
@@ -391,7 +456,9 @@ class HeadFields:
         """Read a list of up to `count` numbers, `least` to `most` each; empty by default."""
         value = self._value(name, [])
         fits = isinstance(value, list) and len(value) <= count
-        if not fits or not all(type(item) in (int, float) and least <= item <= most for item in value):
+        if not fits or not all(
+            type(item) in (int, float) and least <= item <= most for item in value
+        ):
             raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
         return [float(item) for item in value]
 
@@ -426,12 +493,16 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
     if "head_dim" not in fields and hidden_size % heads:
-        raise CheckpointError(f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads")
+        raise CheckpointError(
+            f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads"
+        )
     size = fields.size("head_dim", hidden_size // heads)
     if size % 2:
         raise CheckpointError(f"head_dim: got {size}, accepted even sizes")
     if heads * size > MAX_SIZE:
-        raise CheckpointError(f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}")
+        raise CheckpointError(
+            f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}"
+        )
     return size
 
 
@@ -446,7 +517,9 @@ def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     missing = [name for name in required if name not in stated]
     if missing:
         raise CheckpointError(f"rope_parameters: type {kind} needs {missing[0]}")
-    numbers = {name: _rope_number(stated, name) for name in (*required, *optional) if name in stated}
+    numbers = {
+        name: _rope_number(stated, name) for name in (*required, *optional) if name in stated
+    }
     if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise refused("low_freq_factor", numbers["low_freq_factor"], "less than high_freq_factor")
     return numbers

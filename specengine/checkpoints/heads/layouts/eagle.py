@@ -22,7 +22,9 @@ class EagleLayout(Layout):
 
     def read_version(self) -> Literal[1, 3]:
         self.fields.texts("architectures")  # refuses nonsense
-        third = "draft_vocab_size" in self.fields.raw or any(name.endswith("hidden_norm.weight") for name in self.names)
+        third = "draft_vocab_size" in self.fields.raw or any(
+            name.endswith("hidden_norm.weight") for name in self.names
+        )
         return 3 if third else 1
 
     def read(self) -> dict[str, Any]:
@@ -36,7 +38,9 @@ class EagleLayout(Layout):
         biased = [name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.names]
         if self.fields.flag("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
-            self.notes.append("attention_bias is set, but there are no biases: read as if it were not")
+            self.notes.append(
+                "attention_bias is set, but there are no biases: read as if it were not"
+            )
         qkv_bias = self.fields.flag("qkv_bias", default=bool(set(biased) - {"o"}))
         return {"qkv_bias": qkv_bias, "o_bias": "o" in biased}
 
@@ -68,19 +72,32 @@ class EagleLayout(Layout):
     def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config.json as SpecForge writes it, which the EAGLE repository, SGLang and vLLM read."""
         cls.refuse(norm_recurrent=config.norm_recurrent, qk_norm=config.qk_norm)
-        raw = cls.layer_config(config) | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        raw = cls.layer_config(config) | {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": False,
+        }
         raw["torch_dtype"] = dtype
         if config.target_hidden_size != config.hidden_size:
             raw["target_hidden_size"] = config.target_hidden_size
         if config.version == 1:
-            return raw | {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias, "qkv_bias": config.qkv_bias}
+            return raw | {
+                "architectures": ["LlamaForCausalLM"],
+                "bias": config.fc_bias,
+                "qkv_bias": config.qkv_bias,
+            }
         cls.refuse(fc_bias=config.fc_bias)
-        raw |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config.draft_vocab_size}
+        raw |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+        }
         raw |= {"qkv_bias": config.qkv_bias} | cls.fusion_config(config)
         if config.qkv_bias and config.o_bias:
             raw["attention_bias"] = True  # vLLM reads no other field of an EAGLE-3 head's biases
         if not config.norm_logits:
-            raw["norm_output"] = False  # left out where it is true, which vLLM takes as what speculators means by it
+            raw["norm_output"] = (
+                False  # left out where it is true, which vLLM takes as what speculators means by it
+            )
         if config.layer_ids is not None:
             raw[LAYER_IDS] = list(config.layer_ids)
             raw["eagle_config"] = {LAYER_IDS: [i - 1 for i in config.layer_ids]}

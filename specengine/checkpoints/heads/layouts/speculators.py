@@ -28,7 +28,9 @@ class Speculators(Layout):
     def read_version(self) -> Literal[1, 3]:
         kind = self.fields.raw["speculators_model_type"]
         if not isinstance(kind, str) or kind not in VERSIONS:
-            raise CheckpointError(f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}")
+            raise CheckpointError(
+                f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}"
+            )
         return VERSIONS[kind]
 
     def read(self) -> dict[str, Any]:
@@ -38,42 +40,76 @@ class Speculators(Layout):
         kind = layer.raw.get("model_type")
         if kind not in ("llama", "qwen3"):
             # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
-            raise CheckpointError(f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3")
+            raise CheckpointError(
+                f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3"
+            )
         if "sliding_attention" in layer.texts("layer_types")[1:]:
-            raise CheckpointError("transformer_layer_config.layer_types: drafts of several layers are not supported")
+            raise CheckpointError(
+                "transformer_layer_config.layer_types: drafts of several layers are not supported"
+            )
         bias = layer.flag("attention_bias")
-        common = self.read_layer(layer) | {"qkv_bias": bias, "o_bias": bias, "qk_norm": kind == "qwen3"}
+        common = self.read_layer(layer) | {
+            "qkv_bias": bias,
+            "o_bias": bias,
+            "qk_norm": kind == "qwen3",
+        }
         if self.version == 1:
             if self.fields.flag("layernorms"):
                 raise CheckpointError("layernorms: this variant of EAGLE-1 is not supported")
             return common | {"fc_bias": self.fields.flag("fusion_bias")}
         ids = self.fields.ids()
-        return common | self.read_fusion(ids, ids) | {"norm_recurrent": self.fields.flag("norm_output")}
+        return (
+            common
+            | self.read_fusion(ids, ids)
+            | {"norm_recurrent": self.fields.flag("norm_output")}
+        )
 
     @classmethod
     def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config to write (see Layout). Its readers load shared tensors by the target's name."""
         if not verifier.name:
-            raise refused("target", verifier.name, "the name of the model that the head was made for")
+            raise refused(
+                "target", verifier.name, "the name of the model that the head was made for"
+            )
         if type(verifier.tokens) is not int or not 1 <= verifier.tokens <= MAX_TOKENS:
             raise refused("tokens", verifier.tokens, f"a whole number, 1 to {MAX_TOKENS}")
         cls.refuse(norm_logits_false=not config.norm_logits)
         if config.qkv_bias != config.o_bias:
-            raise CheckpointError("qkv_bias, o_bias: the speculators layout has one field for both; set both or none")
-        layer = cls.layer_config(config) | {"attention_bias": config.qkv_bias, "num_hidden_layers": 1}
+            raise CheckpointError(
+                "qkv_bias, o_bias: the speculators layout has one field for both; set both or none"
+            )
+        layer = cls.layer_config(config) | {
+            "attention_bias": config.qkv_bias,
+            "num_hidden_layers": 1,
+        }
         layer["model_type"] = "qwen3" if config.qk_norm else "llama"
         algorithm = next(name for name, version in VERSIONS.items() if version == config.version)
-        raw: dict[str, Any] = {"speculators_model_type": algorithm, "transformer_layer_config": layer, "dtype": dtype}
+        raw: dict[str, Any] = {
+            "speculators_model_type": algorithm,
+            "transformer_layer_config": layer,
+            "dtype": dtype,
+        }
         raw["speculators_config"] = {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": verifier.tokens}],
-            "verifier": {"architectures": list(verifier.architectures), "name_or_path": verifier.name},
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": verifier.tokens}
+            ],
+            "verifier": {
+                "architectures": list(verifier.architectures),
+                "name_or_path": verifier.name,
+            },
         }
         if config.version == 1:
-            return raw | {"architectures": ["EagleSpeculator"], "fusion_bias": config.fc_bias, "layernorms": False}
+            return raw | {
+                "architectures": ["EagleSpeculator"],
+                "fusion_bias": config.fc_bias,
+                "layernorms": False,
+            }
         cls.refuse(fc_bias=config.fc_bias)
-        layer["num_aux_hidden_states"] = config.num_features  # vLLM counts the layer ids of the official layout alone
+        layer["num_aux_hidden_states"] = (
+            config.num_features
+        )  # vLLM counts the layer ids of the official layout alone
         same = config.target_hidden_size == config.hidden_size
         return raw | {
             "architectures": ["Eagle3Speculator"],
