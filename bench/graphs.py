@@ -37,7 +37,7 @@ from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Generate, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.errors import InputError
 
 POLICIES = ("eagle", "talon", "salf", "chain")
@@ -101,11 +101,11 @@ class Decoders:
 def share_head(engine: Engine, others: list[Engine]) -> None:
     """Share one copy of the head's weights between all engines on a device. For an 8B model it has 0.75 GB."""
     if (
-        not isinstance(engine.drafter, Eagle) or engine.target.device.type == "cpu"
+        not isinstance(engine.drafter, EagleDraft) or engine.target.device.type == "cpu"
     ):  # there weights are packed
         return
     first = next(
-        (other.drafter for other in others if isinstance(other.drafter, Eagle)), engine.drafter
+        (other.drafter for other in others if isinstance(other.drafter, EagleDraft)), engine.drafter
     )
     for head, known in zip(engine.drafter.weights, first.weights, strict=True):
         for own, shared in zip(head.parameters(), known.parameters(), strict=True):

@@ -30,7 +30,7 @@ from specengine import checkpoints as models
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints.eagle import load_head
 from specengine.costs import PassCosts, Points, measuring
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.policies import TreePolicy, make
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def with_head(first: Engine, folder: Path, policy: TreePolicy) -> Engine:
     """Return an engine with the target of `first` and the head in `folder`."""
     assert isinstance(first.target, NativeTarget | HuggingFaceTarget)
-    drafter = Eagle.of(load_head(folder), first.target.lm, folder.name)
+    drafter = EagleDraft.of(load_head(folder), first.target.lm, folder.name)
     return Engine(first.target, drafter, policy, first.tokenizer)
 
 

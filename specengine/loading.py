@@ -20,7 +20,7 @@ from specengine.checkpoints import checks, eagle, embedded, learnt, likeness, mt
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker, innermost
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
@@ -341,7 +341,7 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
         and (missing := embedded.missing_head(target.name))
     ):
         return f"draft: recycled tokens, because {missing}"
-    if draft is None and drafter is not None and isinstance(innermost(drafter), Eagle):
+    if draft is None and drafter is not None and isinstance(innermost(drafter), EagleDraft):
         match = _head_for(target) if _default(target) == RECYCLING else None
         return "" if match is None else match.note
     model = drafter.inner if isinstance(drafter, Lookup) else drafter

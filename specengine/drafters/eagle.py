@@ -29,7 +29,7 @@ from specengine.ops import Nodes, PassRows
 from specengine.options import LoadOptions
 
 
-class Eagle(RowDraft):
+class EagleDraft(RowDraft):
     """An EAGLE-1, -2 or -3 head, given by its folder or Hub id: one decoder layer over the target's hidden states.
 
     Row i of the draft's cache pairs the target's hidden state at position i with token i + 1, at position i. With
@@ -84,7 +84,7 @@ class Eagle(RowDraft):
         self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
         super().__init__(self.head.cache)
 
-    def __copy__(self) -> Eagle:
+    def __copy__(self) -> EagleDraft:
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.head = copy.copy(self.head)
@@ -109,7 +109,7 @@ class Eagle(RowDraft):
         name = embedded.HEAD if folder == shipped else folder.name
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
 
-        def make(target: Any, _: Any) -> Eagle:
+        def make(target: Any, _: Any) -> EagleDraft:
             made = cls.of(
                 base := heads.load_head(folder, **read), target.lm, name, pack=options.pack
             )
@@ -125,7 +125,7 @@ class Eagle(RowDraft):
     @classmethod
     def of(
         cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None
-    ) -> Eagle:
+    ) -> EagleDraft:
         """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
 
         found: as checkpoints.eagle.load_head returns it.

@@ -7,7 +7,7 @@ from typing import Any
 
 from specengine import registry
 from specengine.drafters import Maker
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.options import LoadOptions
 
 
@@ -16,7 +16,7 @@ class NoOptions:
     """An MTP head has none."""
 
 
-class Mtp(Eagle):
+class Mtp(EagleDraft):
     """The first MTP head of the target's own checkpoint (`mtp.*` of Qwen and Nemotron-H, DeepSeek's layer beyond all).
 
     Trees grow from it as from an EAGLE-1 head: the root's children are the head's own prediction, and each further

@@ -16,7 +16,7 @@ from bench import report
 from specengine import policies
 from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.errors import InputError
 from specengine.models.huggingface import CausalLM
 from tests import toy
@@ -202,7 +202,7 @@ def test_heads_on_a_device_share_their_weights() -> None:
     def engine(kind: str) -> Any:
         head = toy.tiny_head(toy.head_config(3, model))
         return SimpleNamespace(
-            drafter=Eagle(head, lm), target=SimpleNamespace(device=torch.device(kind))
+            drafter=EagleDraft(head, lm), target=SimpleNamespace(device=torch.device(kind))
         )
 
     for kind, shared in (("cuda", True), ("cpu", False)):

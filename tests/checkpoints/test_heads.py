@@ -15,7 +15,7 @@ from torch import Tensor
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
 from specengine.checkpoints.eagle import Verifier, load_head, save_head
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.errors import CheckpointError, InputError
 from specengine.models.eagle import EagleConfig, causal, head_from
 from tests.checkpoints.layouts import LAYER_IDS, official, same
@@ -191,7 +191,7 @@ def test_engines_load_heads_by_their_path(tmp_path: Path, layout: Any, version: 
     assert result.token_ids == plain.generate([1, 2, 3, 4], max_new_tokens=12).token_ids
     assert result.stats.draft == f"eagle (EAGLE-{version}, my-head)"
     assert engine.policy == policies.make("auto")
-    assert (Eagle.about.policy, Eagle.about.options) == ("auto", {})
+    assert (EagleDraft.about.policy, EagleDraft.about.options) == ("auto", {})
 
 
 def test_draft_options_overrule_the_config(tmp_path: Path) -> None:

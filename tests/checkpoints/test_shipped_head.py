@@ -16,7 +16,7 @@ from specengine import loading, policies
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import Verifier, load_head, writer
 from specengine.cli import main
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.errors import InputError
@@ -135,7 +135,7 @@ def test_it_drafts_for_the_default_model_without_changing_its_answers(
     )
     plain = specengine.Engine(engine.target, None, None, engine.tokenizer)
     assert isinstance(engine.drafter, Lookup)
-    assert isinstance(engine.drafter.inner, Eagle)
+    assert isinstance(engine.drafter.inner, EagleDraft)
     alone = specengine.Engine(engine.target, engine.drafter.inner, engine.policy, engine.tokenizer)
     tokens = cycles = 0
     for question in QUESTIONS:

@@ -19,7 +19,7 @@ from specengine import Engine
 from specengine.costs import PassCosts, interpolated, measuring
 from specengine.costs.measuring import SyntheticCycles, processor_times, share_of_others, stored
 from specengine.drafters import Drafter
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
@@ -179,7 +179,7 @@ def small(_: Any) -> Drafter:
 
 
 def eagle(target: HuggingFaceTarget) -> Drafter:
-    return Eagle(toy.tiny_head(toy.head_config(layer_ids=(0, 1, 1))), target.lm)
+    return EagleDraft(toy.tiny_head(toy.head_config(layer_ids=(0, 1, 1))), target.lm)
 
 
 PAIRS: dict[str, Callable[[], tuple[Target, Drafter]]] = {

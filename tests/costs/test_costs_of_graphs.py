@@ -15,7 +15,7 @@ from specengine import Engine, policies
 from specengine import cuda_graphs as graphs
 from specengine.costs import PassCosts, measuring
 from specengine.costs.measuring import stored
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
@@ -53,7 +53,7 @@ def engine_of(draft: str, **options: Any) -> Engine:
     target = HuggingFaceTarget(model, captured=True)
     made: dict[str, Any] = {
         "small_model": lambda: SmallModel(other, target.vocab_size),
-        "eagle3": lambda: Eagle(other, target.lm),
+        "eagle3": lambda: EagleDraft(other, target.lm),
         "recycling": Recycling,
     }
     return Engine(target, made[draft](), policies.make("auto", **SHAPE | options))

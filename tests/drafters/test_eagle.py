@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specengine import policies
 from specengine.checkpoints.agreement import Convention, conventions, one_step_agreement
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.eagle import (
@@ -76,8 +76,8 @@ VARIANTS: dict[str, EagleConfig] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -> Eagle:
-    return Eagle(tiny_head(config, seed), target.lm)
+def drafter_for(target: HuggingFaceTarget, config: EagleConfig, seed: int = 0) -> EagleDraft:
+    return EagleDraft(tiny_head(config, seed), target.lm)
 
 
 # ---------------------------------------------------------------------------------------------------- tree nodes
@@ -126,7 +126,7 @@ def dense_logits(
     return (model.get_output_embeddings()(recurrent) if logits is None else logits)[0] / temperature
 
 
-class Checking(Eagle):
+class Checking(EagleDraft):
     """Compares each node's logits with the dense ones, and offers what the target will choose, to be accepted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -324,7 +324,7 @@ def test_the_columns_of_a_head_are_the_tokens_that_its_map_says() -> None:
     """d2t holds, by column, what is added to the column's number to get the target's token."""
     target, config = HuggingFaceTarget(deep()), head_config(draft_vocab_size=6)
     state = random_state(config) | {"d2t": torch.tensor([3, 3, 10, 40, 40, VOCABULARY - 6])}
-    drafter = Eagle(head_from(config, state, torch.float32, CPU), target.lm)
+    drafter = EagleDraft(head_from(config, state, torch.float32, CPU), target.lm)
     target.want(drafter.traits.features)
     drafter.begin(PROMPT[:-1], target.prefill(PROMPT[:-1]))
     step = drafter.root(TokenTree.root(PROMPT[-1], 2))
@@ -366,7 +366,7 @@ def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch
         for pack in (False, True):
             target = HuggingFaceTarget(deep().to(torch.bfloat16), pack=pack)
             head = head_from(config, random_state(config), torch.bfloat16, CPU)
-            draft = Eagle(head, target.lm, pack=pack)
+            draft = EagleDraft(head, target.lm, pack=pack)
             engine = Engine(target, draft, policies.make("eagle", width=3, expansions=2, budget=12))
             result = engine.generate(PROMPT, max_new_tokens=16)
             answers.append(result.token_ids)
@@ -435,7 +435,7 @@ def test_targets_that_give_no_hidden_states_are_refused() -> None:
 def test_heads_of_other_targets_are_refused(changes: dict[str, Any], message: str) -> None:
     config = head_config(**changes)
     with pytest.raises(InputError, match=message):
-        Eagle(tiny_head(config), CausalLM(deep()))
+        EagleDraft(tiny_head(config), CausalLM(deep()))
 
 
 def test_features_must_be_given() -> None:

@@ -453,9 +453,9 @@ def test_a_drafter_that_was_brought_along_is_not_made_anew() -> None:
     model = tiny()
     target = fresh(model, "huggingface", draft="none").target
     config = head_config(model=model, layer_ids=(0, 1, 1))
-    from specengine.drafters.eagle import Eagle
+    from specengine.drafters.eagle import EagleDraft
 
-    head = Eagle(
+    head = EagleDraft(
         head_from(config, random_state(config), torch.float32, torch.device("cpu")), target.lm
     )
     engine = Engine.from_pretrained(model, head, backend="huggingface")
@@ -550,13 +550,15 @@ def test_attention_maps_gradients_and_dropout_are_the_models_own() -> None:
 
 def test_hidden_states_are_counted_once_before_and_after() -> None:
     """Asking for hidden states hangs hooks onto a model, of which a twin has its own."""
-    from specengine.drafters.eagle import Eagle
+    from specengine.drafters.eagle import EagleDraft
     from tests.toy import head_config, random_state
 
     model = tiny()
     config = head_config(model=model, layer_ids=(0, 1, 1))
     lm = fresh(model, "huggingface", draft="none").target.lm
-    head = Eagle(head_from(config, random_state(config), torch.float32, torch.device("cpu")), lm)
+    head = EagleDraft(
+        head_from(config, random_state(config), torch.float32, torch.device("cpu")), lm
+    )
     answer(Engine.from_pretrained(model, head, backend="huggingface"))
     out = model(torch.tensor([PROMPT]), output_hidden_states=True)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1

@@ -22,7 +22,7 @@ from specengine.batch.lines import Item
 from specengine.cycle import Inspected
 from specengine.drafters import Drafter, RowDraft
 from specengine.drafters._wrappers import Coupled, Guided, Origins
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
@@ -73,7 +73,7 @@ def eagle(*, native: bool = True, mixed: bool = False, **config: Any) -> Made:
         head = (
             NativeHead(sizes, state, lm) if native else head_from(sizes, state, torch.float32, CPU)
         )
-        draft = Eagle(head, lm)
+        draft = EagleDraft(head, lm)
         return engine_of(lm, Lookup(draft, Recycling()) if mixed else draft)
 
     return made
@@ -209,8 +209,8 @@ def test_every_class_of_drafts_and_heads_stands_here(tmp_path: Path) -> None:
 
 
 def heads() -> list[type]:
-    """Return what an Eagle accepts as its head, and what runs those that do not run themselves."""
-    names = inspect.signature(Eagle.__init__).parameters["head"].annotation.split(" | ")
+    """Return what an EagleDraft accepts as its head, and what runs those that do not run themselves."""
+    names = inspect.signature(EagleDraft.__init__).parameters["head"].annotation.split(" | ")
     own = vars(importlib.import_module("specengine.drafters.eagle"))
     return [own["TorchHead"], *(own[name] for name in names if name != "EagleHead")]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from specengine import Engine
 from specengine.costs import PassCosts, SharedCosts
 from specengine.drafters import another, cache_of
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
@@ -376,7 +376,7 @@ def test_draft_passes_of_all_texts_are_run_together(monkeypatch: pytest.MonkeyPa
     config = head_config()
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     head = NativeHead(config, random_state(config), lm)
-    engine = Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle"))
+    engine = Engine(NativeTarget(lm), EagleDraft(head, lm), policy_for("eagle"))
     asked = prompts(9)
     options = {"max_new_tokens": 40, "eos_token_id": []}
     alone = [engine.generate(prompt, **options) for prompt in asked]
@@ -403,7 +403,7 @@ def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(
     config = head_config()
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     head = NativeHead(config, random_state(config), lm)
-    pool = Pool(Engine(NativeTarget(lm), Eagle(head, lm), policy_for("eagle")), 3)
+    pool = Pool(Engine(NativeTarget(lm), EagleDraft(head, lm), policy_for("eagle")), 3)
     monkeypatch.setattr(
         NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left"))
     )
@@ -699,7 +699,7 @@ def head_engine() -> Engine:
     lm = native_lm(tiny("llama", num_hidden_layers=4).bfloat16())
     return Engine(
         NativeTarget(lm),
-        Eagle(NativeHead(config, random_state(config), lm), lm),
+        EagleDraft(NativeHead(config, random_state(config), lm), lm),
         policy_for("eagle"),
     )
 

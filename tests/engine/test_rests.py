@@ -12,7 +12,7 @@ import torch
 
 from specengine import Engine, cycle
 from specengine.drafters import Drafter
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
@@ -51,9 +51,9 @@ def drafter_of(kind: str) -> Drafter:
         "ngram": lambda: NGram(2, 1),
         "recycling": lambda: Recycling(3),
         "small model": lambda: SmallModel(small),
-        "head": lambda: Eagle(tiny_head(head_config()), lm),
+        "head": lambda: EagleDraft(tiny_head(head_config()), lm),
         "head with lookup and recycling": lambda: Lookup(
-            Eagle(tiny_head(head_config()), lm), Recycling(3)
+            EagleDraft(tiny_head(head_config()), lm), Recycling(3)
         ),
     }
     return made[kind]()

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.models.eagle import head_from
@@ -79,8 +79,8 @@ def test_the_control_without_it_has_other_bits() -> None:
 
 
 def specdecpp(
-    target: HuggingFaceTarget, folder: Path, draft: type[Eagle] = Eagle
-) -> tuple[Eagle, TreePolicy]:
+    target: HuggingFaceTarget, folder: Path, draft: type[EagleDraft] = EagleDraft
+) -> tuple[EagleDraft, TreePolicy]:
     """Its untrained classifier for states as wide as the target's, and a random EAGLE head, for only those give any."""
     model, file = target.model, folder / "specdecpp.safetensors"
     config = head_config(3, model, layer_ids=(0, 1))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specengine import Engine
 from specengine import cuda_graphs as graphs
 from specengine.cuda_graphs import Graphs
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
@@ -74,7 +74,7 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
     elif draft == "small_model":
         drafter = SmallModel(near_copy(), target.vocab_size)
     else:
-        drafter = Eagle(head(int(draft[-1])), target.lm)
+        drafter = EagleDraft(head(int(draft[-1])), target.lm)
     return Engine(target, drafter, toy.policy_for(policy, 3) if isinstance(policy, str) else policy)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine import Engine, ops, policies
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import _nvrtc, _registry, cuda
@@ -186,7 +186,7 @@ def counted(
         model = toy.tiny("llama", num_hidden_layers=layers).bfloat16()
         head = pretended.moved(toy.tiny_head(toy.head_config(3, model)).bfloat16())
         target = HuggingFaceTarget(pretended.moved(model), captured=True, merge=True)  # type: ignore[arg-type]
-        engine = Engine(target, Eagle(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
+        engine = Engine(target, EagleDraft(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
         driver = engine.drivers.own.captured
         assert driver is not None
         assert engine.drafter is not None
@@ -250,7 +250,7 @@ def waits_of(policy: str, draft: str, sampling: str) -> dict[str, int]:
             head = pretended.moved(
                 toy.tiny_head(toy.head_config(3, toy.tiny("llama", num_hidden_layers=LAYERS)))
             )
-            drafter: Any = Eagle(head, target.lm)  # type: ignore[arg-type]
+            drafter: Any = EagleDraft(head, target.lm)  # type: ignore[arg-type]
         else:
             drafter = Recycling()
         engine = Engine(target, drafter, toy.policy_for(policy, 3))

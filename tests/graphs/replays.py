@@ -10,7 +10,7 @@ import pytest
 
 from specengine import Engine
 from specengine.cuda_graphs import Graphs
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
 from tests import toy
@@ -51,7 +51,9 @@ def engine_of(draft: str, policy: str, *, captured: bool, least: bool = False) -
     model, other = (on_the_device if captured else on_the_host)(draft, least)
     target = HuggingFaceTarget(model, captured=captured)
     drafter = (
-        SmallModel(other, target.vocab_size) if draft == "small_model" else Eagle(other, target.lm)
+        SmallModel(other, target.vocab_size)
+        if draft == "small_model"
+        else EagleDraft(other, target.lm)
     )
     return Engine(target, drafter, toy.policy_for(policy, 3))
 

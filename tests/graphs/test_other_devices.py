@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specengine import Engine, ops
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.errors import UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import _meanings
@@ -70,7 +70,7 @@ def test_trees_grow_and_tokens_are_drawn_without_float64(policy: str) -> None:
             torch.zeros(1, device=pretended.CUDA).double()
         there, moved = replays.on_the_device("eagle3", True)
         target = HuggingFaceTarget(there)
-        engine = Engine(target, Eagle(moved, target.lm), toy.policy_for(policy, 3))
+        engine = Engine(target, EagleDraft(moved, target.lm), toy.policy_for(policy, 3))
         assert [replays.answer(engine, way)[0] for way in ways] == expected
         assert engine.policy is not None
 

@@ -11,7 +11,7 @@ import torch
 from specengine import Engine
 from specengine import cuda_graphs as graphs
 from specengine.drafters import Drafter
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
 ]
 DRAFTS: dict[str, Callable[[Any, HuggingFaceTarget], Drafter | None]] = {
-    "eagle3": lambda head, target: Eagle(head, target.lm),
-    "eagle3 with temperatures": lambda head, target: Eagle(head, target.lm),
+    "eagle3": lambda head, target: EagleDraft(head, target.lm),
+    "eagle3 with temperatures": lambda head, target: EagleDraft(head, target.lm),
     "small_model": lambda model, target: SmallModel(model, target.vocab_size),
     "lookup": lambda model, target: Lookup(SmallModel(model, target.vocab_size)),
     "ngram": lambda _, target: NGram(longest=3, shortest=1),

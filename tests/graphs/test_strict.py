@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import Engine, policies
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget, strict_rows
@@ -106,7 +106,7 @@ def test_bfloat16_answers_equal_plain_decoding_under_every_policy(
     drafter: Any = SmallModel(bfloat16(seed=1), target.vocab_size)
     policy = None
     if name == "specdecpp":
-        drafter, policy = specdecpp(target, tmp_path, Eagle)
+        drafter, policy = specdecpp(target, tmp_path, EagleDraft)
     with frozen():
         result = Engine(target, drafter, policy or toy.policy_for(name)).generate(PROMPT, **options)
     assert result.token_ids == wanted

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.drafters import Drafter
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
 from specengine.models import native
@@ -126,8 +126,8 @@ def drafter_of(draft: str, lm: NativeLM, family: str, instructions: str | None) 
     config = head_config(3 if draft == "eagle-3" else 1, lm.model)
     state = random_state(config)
     if draft == "eagle-3":
-        return Eagle(NativeHead(config, state, lm), lm)
-    return Eagle(head_from(config, state, lm.dtype, CPU), lm)
+        return EagleDraft(NativeHead(config, state, lm), lm)
+    return EagleDraft(head_from(config, state, lm.dtype, CPU), lm)
 
 
 def engine_of(

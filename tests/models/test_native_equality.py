@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specengine import Engine, policies
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.models import Successors, eagle, native
 from specengine.models.eagle import EagleConfig, head_from
 from specengine.models.native import WITH_PAIRS, NativeHead, NativeTarget
@@ -273,7 +273,7 @@ def test_heads_draft_as_torch_does(kind: str) -> None:
     for head in (native_head, head_from(config, state, lm.dtype, CPU)):
         engine = Engine(
             NativeTarget(lm),
-            Eagle(head, lm),
+            EagleDraft(head, lm),
             policies.make("eagle", width=4, expansions=4, budget=20),
         )
         pieces = list(engine.stream(PROMPT, max_new_tokens=24))

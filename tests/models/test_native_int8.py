@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specengine import Engine
 from specengine.checkpoints.pretrained import open_native
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, NumericalError, UnsupportedModelError
 from specengine.models import native
@@ -85,7 +85,7 @@ def test_a_bfloat16_targets_head_is_kept_so(instructions: str) -> None:
         NativeHead(config, state, lm),
         *(head_from(config, s, torch.float32, CPU) for s in (rounded, state)),
     )
-    found = [head_logits(Eagle(head, lm)) for head in heads]
+    found = [head_logits(EagleDraft(head, lm)) for head in heads]
     scale = found[1].std()
     errors = [float((found[0] - other).abs().mean() / scale) for other in found[1:]]
     assert errors[0] < 0.03
@@ -98,7 +98,7 @@ def by_output(weight: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def head_logits(drafter: Eagle) -> Tensor:
+def head_logits(drafter: EagleDraft) -> Tensor:
     """Return the logits of a root and of two levels below it."""
     target = NativeTarget(drafter.target)
     target.want(drafter.traits.features)

@@ -14,7 +14,7 @@ from torch import Tensor
 from specengine import Engine
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.pretrained import open_native
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import native
@@ -507,7 +507,7 @@ def test_a_head_beside_an_integer_target_is_multiplied_as_integers() -> None:
 
 
 def head_logits(head: NativeHead, lm: NativeLM) -> Tensor:
-    drafter, target = Eagle(head, lm), NativeTarget(lm)
+    drafter, target = EagleDraft(head, lm), NativeTarget(lm)
     target.want(drafter.traits.features)
     target.reserve(64, 16)
     drafter.begin(list(PROMPT), target.prefill(list(PROMPT)))

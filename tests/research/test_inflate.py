@@ -29,7 +29,7 @@ from research.inflate.shape import SHAPES, AttentionShape, Shape, parse_shape
 from specengine import policies
 from specengine.checkpoints import embedded
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.eagle import EagleConfig, causal, head_from, make_head
@@ -346,7 +346,7 @@ def cycles(
     target = HuggingFaceTarget(model)
     engine = Engine(
         target,
-        Eagle(head_from(config, state, model.dtype, CPU), target.lm),
+        EagleDraft(head_from(config, state, model.dtype, CPU), target.lm),
         policies.make("eagle", **tree),
     )
     return [piece.cycle for piece in engine.stream(prompt, **options)]

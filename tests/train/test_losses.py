@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.eagle import EagleHead, default_layer_ids
 from specengine.models.huggingface import CausalLM
@@ -130,7 +130,7 @@ def serving_states(
 ) -> Any:
     """Recurrent states of the root and of each layer's nodes behind one anchor, step by step through the drafter."""
     batch, row = anchor
-    drafter = Eagle(head, CausalLM(model, pack=False), pack=False)
+    drafter = EagleDraft(head, CausalLM(model, pack=False), pack=False)
     drafter.begin(reading.tokens[batch, : row + 1].tolist(), reading.features[batch, : row + 1])
     tree = TokenTree.root(int(reading.tokens[batch, row + 1]), 64)
     found = [drafter.root(tree).hidden]

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specengine.checkpoints import eagle
 from specengine.checkpoints.learnt import HELD_BACK, Learnt, UsedText
 from specengine.drafters import innermost
-from specengine.drafters.eagle import Eagle
+from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
 from specengine.errors import ABOVE_0, Checked, InputError, at_least, number, option
 from specengine.models.eagle import head_from
@@ -111,7 +111,7 @@ class Learner:
         general: Sequence[Text] | None = None,
     ) -> None:
         draft = None if engine.drafter is None else innermost(engine.drafter)
-        if not isinstance(draft, Eagle) or draft.learnt is None:
+        if not isinstance(draft, EagleDraft) or draft.learnt is None:
             raise InputError("learn: this engine was not loaded with `learn`")
         self.learnt: Learnt = draft.learnt
         engine.ring = None  # what is written here is not the user's
