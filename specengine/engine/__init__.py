@@ -14,10 +14,9 @@ import torch
 
 from specengine import loading
 from specengine.drafters import Drafter, innermost
-from specengine.engine.drivers import KeptDrivers, WarmUp, warm_up
+from specengine.engine.drivers import Drivers, KeptDrivers, WarmUp, warm_up
 from specengine.engine.generation import (
     SCORED_ROWS,
-    CycleOptions,
     Session,
     TextGeneration,
     prepare,
@@ -33,23 +32,23 @@ from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, GenerationResult, Stats, TokenLogprob
+from specengine.records import Cycle, GenerationResult, TokenLogprob
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.grammars import Constraint, Vocabularies, compiled
-from specengine.request.options import GenerationOptions
+from specengine.request.options import GenerationOptions, Request
 from specengine.request.text import decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specengine.drafters._wrappers import Origins
     from specengine.request.prompts import Prompt
-    from specengine.request.sampling import Sampler, Stopper
+    from specengine.request.sampling import Sampler
 
 __all__ = [
     "SCORED_ROWS",
     "AsyncTextGeneration",
     "Client",
-    "CycleOptions",
     "Engine",
     "GivenUpError",
     "Pool",
@@ -235,20 +234,19 @@ class Engine:
 
     def cycles(
         self,
-        prompt: list[int],
-        sampler: Sampler,
-        stopper: Stopper,
-        stats: Stats,
-        options: CycleOptions | None = None,
+        request: Request,
+        drivers: Drivers | None = None,
+        origins: Origins | None = None,
+        ticket: Ticket | None = None,
     ) -> Generator[Cycle, None, None] | SteppedAnswer:
         """Return the cycles of one generation, which can be closed; everything else reads from these.
 
-        prompt: checked token ids. The last of them is the root of the first tree. `stats` is filled on the way. There
-        are none where the ticket of `options` is given up before the prompt is taken in.
+        drivers: those of a policy; None: the engine's own. origins: notes the sources of nodes if they are wanted, see
+        Cycle. ticket: says until when the answer waits for room among others; None: as long as it takes. There are no
+        cycles where it is given up before the prompt is taken in.
         """
-        options = options or CycleOptions()
-        ticket = options.ticket or Ticket()
-        steps = run_cycles(self, prompt, sampler, stopper, stats, options._replace(ticket=ticket))
+        ticket = ticket or Ticket()
+        steps = run_cycles(self, request, drivers, origins, ticket)
         return steps if self.pool is None else self.pool.scheduler.add(steps, ticket)
 
     def answer(
@@ -262,7 +260,7 @@ class Engine:
         checked = GenerationOptions.of(
             options, self.target.generation_config, len(prompt), self.target.max_context
         )
-        return prepare(self, prompt, checked, Stats(), decoder(None), sampler=sampler).cycles
+        return prepare(self, prompt, checked, decoder(None), sampler=sampler).cycles
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
         """Return a new constraint made from these options, or None. May be called from any thread."""

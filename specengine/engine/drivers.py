@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -19,10 +19,10 @@ from specengine.drafters._wrappers import Coupled, Guided, Origins
 from specengine.errors import InputError, shown
 from specengine.models import Target
 from specengine.policies import TreePolicy
-from specengine.records import Stats
 from specengine.registry import plain
 from specengine.request.grammars import Constraint
-from specengine.request.sampling import History, Sampler, Stopper, signed
+from specengine.request.options import Request
+from specengine.request.sampling import History, Sampler, signed
 
 if TYPE_CHECKING:
     from specengine.engine import Engine
@@ -143,7 +143,7 @@ class KeptDrivers:
         return Drivers(eager, captured)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WarmUp:
     """The result of `Engine.warmup`: captured functions by name, seconds, and bytes of graphs and caches."""
 
@@ -214,52 +214,34 @@ def want(target: Target, drafter: Drafter | None) -> None:
 
 
 def begin(
-    engine: Engine,
-    drivers: Drivers,
-    prompt: list[int],
-    sampler: Sampler,
-    stopper: Stopper,
-    stats: Stats,
-    hints: Hints,
-    *,
-    reuse_cache: bool,
+    engine: Engine, drivers: Drivers, request: Request
 ) -> Generator[Any, Any, tuple[Lane, CapturedDriver | None]]:
     """Take in the prompt; return the lane, and the captured driver, None where graphs are done without."""
-    eager, captured = drivers
-    take_in = functools.partial(
-        _begin, engine, prompt=prompt, sampler=sampler, stopper=stopper, stats=stats, hints=hints
-    )
     try:
-        if captured is None or engine.target.captured:
-            return (yield from take_in(drivers, reuse_cache=reuse_cache)), captured
+        if drivers.captured is None or engine.target.captured:
+            return (yield from _begin(engine, drivers, request)), drivers.captured
     except CaptureError as error:
         run_eagerly(
             engine, error
         )  # and begin again below, as the error holds memory of the capture
-    return (yield from take_in(Drivers(eager, None), reuse_cache=False)), None
+    again = dataclasses.replace(request, reuse_cache=False)
+    return (yield from _begin(engine, drivers._replace(captured=None), again)), None
 
 
 @torch.inference_mode()
-def _begin(
-    engine: Engine,
-    drivers: Drivers,
-    prompt: list[int],
-    sampler: Sampler,
-    stopper: Stopper,
-    stats: Stats,
-    hints: Hints,
-    reuse_cache: bool,
-) -> Generator[Any, Any, Lane]:
+def _begin(engine: Engine, drivers: Drivers, request: Request) -> Generator[Any, Any, Lane]:
     target, pool = engine.target, engine.pool
     drafter, policy = drivers.drafter, drivers.policy
+    stats = request.stats
+    hints = _hints_for(drafter, request)
     rests = False
     if engine.ring is not None and drafter is not None:
         cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
     if policy is not None:
         costs = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
         policy.begin(
-            len(prompt),
-            sampler.seed is not None,
+            len(request.prompt),
+            request.sampler.seed is not None,
             costs if pool is None else lambda: pool.costs(engine, costs()),
         )
         plan = policy.plan()
@@ -267,20 +249,21 @@ def _begin(
         stats.policy, stats.plain_reason = repr(policy), plan.reason
         if plan.reads_costs and costs().doubt:
             stats.notes.append(f"costs are provisional: {costs().doubt} while they were measured")
-    if not reuse_cache and pool is None:  # a pool's caches are what its texts share
+    if not request.reuse_cache and pool is None:  # a pool's caches are what its texts share
         engine.reset()
-    stats.num_prompt_tokens = len(prompt)
+    stats.num_prompt_tokens = len(request.prompt)
     stats.draft = drafter.name if drafter is not None else ""
-    on_device = sampler.reads_history or bool(
-        stopper.criteria
-    )  # processors and criteria read it there
-    most = len(prompt) + stopper.left
+    # processors and criteria read it there
+    on_device = request.sampler.reads_history or bool(request.stopper.criteria)
+    most = len(request.prompt) + request.stopper.left
     driver = drivers.eager if drivers.captured is None else drivers.captured
-    room = min(most, len(prompt) + MIN_ROOM) if drivers.captured is None else most
-    history = History(prompt, room, target.device if on_device else torch.device("cpu"))
-    lane = Lane(driver, sampler, stopper, history, stats, prompt[-1], room, most)
+    room = min(most, len(request.prompt) + MIN_ROOM) if drivers.captured is None else most
+    history = History(request.prompt, room, target.device if on_device else torch.device("cpu"))
+    lane = Lane(
+        driver, request.sampler, request.stopper, history, stats, request.prompt[-1], room, most
+    )
     make_room(driver, room)
-    before = prompt[:-1]
+    before = request.prompt[:-1]
     want(target, drafter)
     if pool is not None:
         yield from pool.share(engine, before, drafter)
@@ -294,21 +277,19 @@ def _begin(
         else (yield from pool.prefill(engine, before, cached))
     )
     if drafter is not None:
-        waits = rests and drivers.captured is None and pool is None and not reuse_cache
+        waits = rests and drivers.captured is None and pool is None and not request.reuse_cache
         drivers.eager.begin(functools.partial(drafter.begin, before, features, hints), later=waits)
     if pool is not None:
         pool.read(engine)
-    driver.prepare(sampler)
+    driver.prepare(request.sampler)
     stats.notes += engine.notes + target.notes
     stats.notes += [] if drivers.captured is None else drivers.captured.notes
     return lane
 
 
-def hints_for(
-    drafter: Drafter | None, prompt: list[int], prediction: Sequence[int], sampler: Sampler
-) -> Hints:
+def _hints_for(drafter: Drafter | None, request: Request) -> Hints:
     """Return the hints for a drafter. Raises InputError if there is a prediction and the drafter has no use for it."""
-    if prediction and (drafter is None or not drafter.traits.copies):
+    if request.prediction and (drafter is None or not drafter.traits.copies):
         reason = (
             "plain decoding has no draft that copies"
             if drafter is None
@@ -316,8 +297,8 @@ def hints_for(
         )
         raise InputError(f"prediction: {reason}; accepted with ngram and with lookup")
     return Hints(
-        [prompt[-1], *prediction] if prediction else (),
-        0.0 if sampler.couples else sampler.temperature,
+        [request.prompt[-1], *request.prediction] if request.prediction else (),
+        0.0 if request.sampler.couples else request.sampler.temperature,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
@@ -13,7 +13,7 @@ from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.cuda_graphs import sharing
 from specengine.cycle import run_eager
 from specengine.drafters._wrappers import Origins
-from specengine.engine.drivers import Drivers, begin, hints_for, source_of
+from specengine.engine.drivers import Drivers, begin, source_of
 from specengine.engine.pool import slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require
@@ -22,15 +22,14 @@ from specengine.records import (
     Cycle,
     GenerationResult,
     SpeculativeOutput,
-    Stats,
     StreamPiece,
     TokenLogprob,
 )
 from specengine.registry import plain
 from specengine.request.grammars import Constraint
-from specengine.request.options import GenerationOptions
+from specengine.request.options import GenerationOptions, Request
 from specengine.request.prompts import Prompt, predicted_ids, token_ids
-from specengine.request.sampling import Sampler, Stopper, cut_after_stop, of_rows, refuse_no_choice
+from specengine.request.sampling import Sampler, cut_after_stop, of_rows, refuse_no_choice
 from specengine.request.text import TextStream, decoder
 
 if TYPE_CHECKING:
@@ -39,36 +38,17 @@ if TYPE_CHECKING:
 SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
 
 
-class CycleOptions(NamedTuple):
-    """Options of `Engine.cycles`.
-
-    drivers      those of a policy; None: the engine's own
-    prediction   token ids that the answer is expected to be like
-    reuse_cache  keep the common prefix that both caches hold from the generation before
-    constraint   of the sampler's processors, for trees to follow
-    origins      notes the sources of nodes if they are wanted, see Cycle
-    ticket       says until when the answer waits for room beside others; None: as long as it takes
-    """
-
-    drivers: Drivers | None = None
-    prediction: Sequence[int] = ()
-    reuse_cache: bool = False
-    constraint: Constraint | None = None
-    origins: Origins | None = None
-    ticket: Ticket | None = None
-
-
 class PreparedAnswer(NamedTuple):
     """Hold an answer that is about to begin.
 
     cycles   its cycles
-    stopper  says when it ends and why
+    request  its stopper says when the answer ends and why
     policy   a TreePolicy, what shapes its trees; None where it decodes plainly
     origins  a drafters._wrappers.Origins, whose `wanted` may be set before the first cycle
     """
 
     cycles: Generator[Cycle, None, None] | SteppedAnswer
-    stopper: Stopper
+    request: Request
     policy: Any
     origins: Any
 
@@ -94,39 +74,29 @@ def serving(engine: Engine) -> Iterator[None]:
 
 def run_cycles(
     engine: Engine,
-    prompt: list[int],
-    sampler: Sampler,
-    stopper: Stopper,
-    stats: Stats,
-    options: CycleOptions,
+    request: Request,
+    drivers: Drivers | None,
+    origins: Origins | None,
+    ticket: Ticket,
 ) -> Generator[Any, Any, None]:
     """Yield the cycles of one generation. An engine of a pool yields what it needs too, see engine.scheduler."""
-    _, prediction, reuse_cache, constraint, origins, ticket = options
+    stats = request.stats
     with contextlib.suppress(GivenUpError), serving(engine), contextlib.ExitStack() as held:
-        eager, captured = options.drivers or engine.drivers.own
+        eager, captured = drivers or engine.drivers.own
         pool = engine.pool
         if eager.target is not engine.target:
             raise InputError("the model was changed after this answer was asked for; ask again")
         if pool is not None:
-            slots = slots_of(eager, len(prompt) + stopper.left)
-            yield from pool.place(engine, *slots, cast(Ticket, ticket))
+            slots = slots_of(eager, len(request.prompt) + request.stopper.left)
+            yield from pool.place(engine, *slots, ticket)
             held.callback(pool.leave, engine)
         running = sharing(engine.target.device, engine.target.running)
         with running():
-            lane, captured = yield from begin(
-                engine,
-                Drivers(eager, captured),
-                prompt,
-                sampler,
-                stopper,
-                stats,
-                hints_for(eager.drafter, prompt, prediction, sampler),
-                reuse_cache=reuse_cache,
-            )
-            whole = captured is not None and captured.serves(sampler)
+            lane, captured = yield from begin(engine, Drivers(eager, captured), request)
+            whole = captured is not None and captured.serves(request.sampler)
             lane.driver = driver = captured if captured is not None and not whole else eager
-            lane.source = source_of(eager.drafter, lane, constraint, origins)
-            if constraint is not None and captured is not None and captured.grows_there:
+            lane.source = source_of(eager.drafter, lane, request.constraint, origins)
+            if request.constraint is not None and captured is not None and captured.grows_there:
                 stats.notes.append(GUIDED_NOTE)
         held.callback(driver.forget)
         while lane.reason is None:
@@ -150,31 +120,31 @@ def prepare(
     engine: Engine,
     prompt: list[int],
     options: GenerationOptions,
-    stats: Stats,
     decode: Callable[[list[int]], str],
     *,
     sampler: Sampler | None = None,
-    cycle_options: CycleOptions | None = None,
+    constraint: Constraint | None = None,
+    reuse_cache: bool = False,
+    ticket: Ticket | None = None,
 ) -> PreparedAnswer:
-    """Prepare an answer with checked options.
+    """Make the request of checked options, and prepare its answer.
 
-    decode: for stop strings; sampler: instead of the one that the options make; cycle_options: with the constraint of
-    `options`, where it is made already. The drivers, the prediction and the origins are added here.
+    decode: for stop strings; sampler: instead of the one that the options make; constraint: of `options`, where it is
+    made already; reuse_cache: as in Request; ticket: as in Engine.cycles.
     """
-    cycle_options = cycle_options or CycleOptions()
-    constraint = cycle_options.constraint or engine.constraint(options)
-    stopper = options.stopper(decode, constraint)
+    constraint = constraint or engine.constraint(options)
     origins = Origins()
     drivers = engine.drivers.asked(options.policy, options.policy_options)
-    cycle_options = cycle_options._replace(
-        drivers=drivers,
+    request = Request(
+        prompt,
+        sampler or options.sampler(len(prompt), engine.target.device, constraint),
+        options.stopper(decode, constraint),
         prediction=predicted_ids(options.prediction, engine.tokenizer, engine.target.vocab_size),
+        reuse_cache=reuse_cache,
         constraint=constraint,
-        origins=origins,
     )
-    sampler = sampler or options.sampler(len(prompt), engine.target.device, constraint)
-    cycles = engine.cycles(prompt, sampler, stopper, stats, cycle_options)
-    return PreparedAnswer(cycles, stopper, drivers.policy, origins)
+    cycles = engine.cycles(request, drivers, origins, ticket)
+    return PreparedAnswer(cycles, request, drivers.policy, origins)
 
 
 class TextGeneration:
@@ -223,7 +193,6 @@ class TextGeneration:
             raise InputError(
                 "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine"
             )
-        self.stats = Stats()
         self.result: GenerationResult | None = None
         self._decode = decoder(engine.tokenizer, shown)
         self._texts = TextStream(self._decode)
@@ -234,21 +203,21 @@ class TextGeneration:
         self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
         self._target, self._ring = target, engine.ring
-        self._cycles, self._stopper, self.policy, self.origins = prepare(
+        self._cycles, self._request, self.policy, self.origins = prepare(
             engine,
             self.prompt,
             self.options,
-            self.stats,
             self._decode,
-            cycle_options=CycleOptions(
-                reuse_cache=reuse_cache, constraint=constraint, ticket=ticket
-            ),
+            constraint=constraint,
+            reuse_cache=reuse_cache,
+            ticket=ticket,
         )
+        self.stats = self._request.stats
 
     @property
     def stops_passed(self) -> int:
         """Return the characters at the beginning of the answer in which no stop string counts."""
-        return self._stopper.passed
+        return self._request.stopper.passed
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self
@@ -284,7 +253,7 @@ class TextGeneration:
         text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
-        reason = self._stopper.last_reason
+        reason = self._request.stopper.last_reason
         if reason is not None and (
             not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over
         ):
@@ -343,7 +312,7 @@ class TextGeneration:
             except OSError as error:
                 self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
         text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
-        text = text[: len(text) - self._stopper.overhang]
+        text = text[: len(text) - self._request.stopper.overhang]
         logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(
             text, self._tokens, reason, self.stats, self.options.seed, logprobs

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specengine.errors import InputError
 from specengine.records import SpeculativeOutput, Stats
 from specengine.request.configs import PROCESSED, Configured
-from specengine.request.options import IN_CONFIGS, GenerationOptions
+from specengine.request.options import IN_CONFIGS, GenerationOptions, Request
 from specengine.request.sampling import Sampler, Stopper
 from specengine.request.text import decoder
 
@@ -72,7 +72,7 @@ class CustomGenerate:
             self.streamer.put(input_ids.cpu())
         try:
             for cycle in self.engine.cycles(
-                prompt, Sampler(logits_processor or (), seed), stopper, self.stats
+                Request(prompt, Sampler(logits_processor or (), seed), stopper, self.stats)
             ):
                 tokens += cycle.tokens
                 if self.streamer is not None:

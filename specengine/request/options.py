@@ -1,9 +1,9 @@
-"""GenerationOptions: the options of one generation, checked before any work is done, and its processors."""
+"""GenerationOptions, the options of one generation, checked before any work, and the Request made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import MAX_NUMBER, InputError, did_you_mean, require, shown, whole
+from specengine.records import Stats
 from specengine.registry import plain
 from specengine.request import configs
 from specengine.request.configs import DEFAULT_TOP_K, SHAPES_DRAWS, Configured
@@ -38,6 +39,26 @@ from specengine.request.sampling import PresenceFrequencyPenalty, Processor, Sam
 MIN_TEMPERATURE = (
     1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
 )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation, made once its prompt and options are checked.
+
+    prompt       token ids; the last one is the root of the first tree
+    stats        filled on the way
+    prediction   token ids that the answer is expected to be like
+    reuse_cache  keep the common prefix that both caches hold from the generation before
+    constraint   of the sampler's processors, for trees to follow
+    """
+
+    prompt: list[int]
+    sampler: Sampler
+    stopper: Stopper
+    stats: Stats = field(default_factory=Stats)
+    prediction: Sequence[int] = ()
+    reuse_cache: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass
