@@ -26,7 +26,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
 from specengine.models.configs import fixed_context
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
+from specengine.models.huggingface import HuggingFaceTarget, NoTreesError
 from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget
@@ -35,6 +35,7 @@ from specengine.policies import TreePolicy
 
 if TYPE_CHECKING:
     from specengine.models import Target
+    from specengine.models.kv_cache import LanguageModel
     from specengine.options import LoadOptions
 
 PLAIN, RECYCLING = ("plain", "none"), "recycling"
@@ -57,7 +58,7 @@ class Parts:
     drafter: Drafter | None
     policy: TreePolicy | None
     tokenizer: Any
-    models: tuple[CausalLM | NativeLM, ...]
+    models: tuple[LanguageModel, ...]
     notes: list[str]
 
 
@@ -137,18 +138,15 @@ def load(
         raise InputError(
             "learn: accepted without graphs, which read one head's weights; add graphs=False"
         )
-    models = target.lm, *((drafter.lm,) if isinstance(drafter, SmallModel) else ())
-    _unwatch(
-        *(
-            lm
-            for lm, argument in zip(models, (model, draft), strict=False)
-            if isinstance(argument, str | None)
-        )
-    )
+    drafted = (drafter.lm,) if isinstance(drafter, SmallModel) else ()
     drafter = _mixed(draft, drafter, target, resolved)
-    notes = _notes(target, draft, drafter)
     return Parts(
-        target, drafter, _policy(policy, drafter, options), loaded.tokenizer, models, notes
+        target,
+        drafter,
+        _policy(policy, drafter, options),
+        loaded.tokenizer,
+        (target.lm, *drafted),
+        _notes(target, draft, drafter),
     )
 
 
@@ -224,7 +222,9 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
     except NoTreesError as error:
         if options.graphs:
             raise
-        return OwnCacheTarget(model, str(error), pack=options.pack, reason=loaded.reason)
+        return OwnCacheTarget(
+            model, str(error), pack=options.pack, merge=loaded.own, reason=loaded.reason
+        )
 
 
 def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None:
@@ -239,13 +239,6 @@ def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None
     require("context", context, f"2 to {limit}: {fixed}", context <= limit or not fixed)
     lm.widen(context)
     target.max_context = context
-
-
-def _unwatch(*models: CausalLM | NativeLM) -> None:
-    """Look for no changes of models that were loaded here."""
-    for model in models:
-        if isinstance(model, CausalLM):
-            model.unwatch()
 
 
 def _checked(field: str, name: Any) -> Any:
@@ -356,7 +349,7 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
     return ""
 
 
-def _size(lm: Any) -> int:
+def _size(lm: LanguageModel) -> int:
     """Return how large a model is, for a comparison: its layers by the square of its width."""
     return int(lm.layers) * int(getattr(lm.config, "hidden_size", 0)) ** 2
 

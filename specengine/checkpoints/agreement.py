@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from specengine.models.eagle import EagleConfig, EagleHead, default_layer_ids, embed_for, within
-from specengine.models.huggingface import CausalLM
-from specengine.models.native import NativeLM
+from specengine.models.kv_cache import LanguageModel
 
 CERTAIN = 2.0  # standard errors by which another convention must be better to be reported
 
@@ -62,7 +61,7 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
 
 @torch.inference_mode()
 def one_step_agreement(
-    head: EagleHead, target: CausalLM | NativeLM, texts: list[list[int]]
+    head: EagleHead, target: LanguageModel, texts: list[list[int]]
 ) -> list[Convention]:
     """Return each convention's hits over all texts, in order of `conventions`.
 
@@ -78,7 +77,7 @@ def one_step_agreement(
 
 
 def _hits(
-    head: EagleHead, target: CausalLM | NativeLM, text: list[int], candidates: list[tuple[int, ...]]
+    head: EagleHead, target: LanguageModel, text: list[int], candidates: list[tuple[int, ...]]
 ) -> Tensor:
     """Return whether the head's best token after each token but the first is the target's: bool [candidates, rows]."""
     device, count = target.device, len(text)
@@ -96,7 +95,7 @@ def _hits(
 
 
 def _guesses(
-    head: EagleHead, target: CausalLM | NativeLM, features: Tensor, embeddings: Tensor
+    head: EagleHead, target: LanguageModel, features: Tensor, embeddings: Tensor
 ) -> Tensor:
     """Return the head's best token after each token but the first, int64 [rows]; features: one row more."""
     hidden = head.fuse(features[:-1].to(head.dtype))

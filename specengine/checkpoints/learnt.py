@@ -28,6 +28,7 @@ from specengine.checkpoints import eagle, likeness
 from specengine.errors import CheckpointError, InputError
 from specengine.files import atomic, read_object, writing
 from specengine.models.eagle import EagleConfig
+from specengine.models.kv_cache import LanguageModel
 
 FILE, FORMAT = "use.json", 1
 MAX_TEXTS, MAX_TOKENS = 512, 1 << 18  # of the ring; together some 2 MB
@@ -51,12 +52,12 @@ class UsedText(NamedTuple):
 class Learnt:
     """Keep the folder of one target and one head that learning begins with.
 
-    lm: CausalLM or NativeLM; base: the head as eagle.load_head returns it. InputError where the folder was begun with
+    base: the head as eagle.load_head returns it. InputError where the folder was begun with
     others, or is none of these.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], lm: Any, name: str, base: eagle.Checkpoint
+        self, folder: str | os.PathLike[str], lm: LanguageModel, name: str, base: eagle.Checkpoint
     ) -> None:
         self.folder, self.base = (folder := Path(folder)), base
         self.made: tuple[int, Any] = 0, None  # the draft of a stamp

@@ -20,6 +20,8 @@ from specengine.files import atomic, cache_dir, read_object
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specengine.models.kv_cache import LanguageModel
+
 FILE = "target.json"
 ROWS, COLUMNS = 32, 64  # of the embedding table, at even distances and from the left
 NEAR = 0.9  # median cosine of the rows
@@ -55,13 +57,13 @@ class Match(NamedTuple):
         )
 
 
-def write(folder: Path, lm: Any, name: str) -> None:
-    """Write the record of a head's target next to it. lm: CausalLM or NativeLM."""
+def write(folder: Path, lm: LanguageModel, name: str) -> None:
+    """Write the record of a head's target next to it."""
     with atomic(folder / FILE) as file:
         file.write_text(json.dumps(record(lm, name), indent=1) + "\n", encoding="utf-8")
 
 
-def record(lm: Any, name: str) -> dict[str, Any]:
+def record(lm: LanguageModel, name: str) -> dict[str, Any]:
     """Return the sizes of a model and some rows of its embeddings, under this name."""
     ids = _ids(lm.vocab_size)
     return {
@@ -88,13 +90,13 @@ def known() -> Iterator[KnownHead]:
         yield KnownHead(embedded.HEAD if folder == shipped else str(folder), folder, target)
 
 
-def find(lm: Any) -> Match | None:
-    """Return the known head whose target is most like a model, None where none is near. lm: CausalLM or NativeLM."""
+def find(lm: LanguageModel) -> Match | None:
+    """Return the known head whose target is most like a model, None where none is near."""
     matches = [match for head in known() if (match := _match(head, lm)) is not None]
     return max(matches, key=lambda match: match.likeness, default=None)
 
 
-def _match(head: KnownHead, lm: Any) -> Match | None:
+def _match(head: KnownHead, lm: LanguageModel) -> Match | None:
     import torch  # here, as `specengine list` needs the names alone
 
     from specengine.models.eagle import MAX_APPENDED
@@ -132,13 +134,12 @@ def _ids(vocab_size: int) -> list[int]:
     return [(2 * place + 1) * vocab_size // (2 * count) for place in range(count)]
 
 
-def _rows(lm: Any, ids: list[int]) -> Tensor:
+def _rows(lm: LanguageModel, ids: list[int]) -> Tensor:
     """Return the first columns of these tokens' embeddings, int8 [rows, columns], each row scaled to its largest."""
     import torch
 
-    device = getattr(lm, "device", torch.device("cpu"))
     rows = (
-        lm.embed(torch.tensor(ids, dtype=torch.int64, device=device))
+        lm.embed(torch.tensor(ids, dtype=torch.int64, device=lm.device))
         .detach()[:, :COLUMNS]
         .float()
         .cpu()

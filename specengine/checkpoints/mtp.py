@@ -22,8 +22,7 @@ from specengine.errors import CheckpointError, InputError, SpecEngineError, Unsu
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of
-from specengine.models.huggingface import CausalLM
-from specengine.models.kv_cache import CachedTarget
+from specengine.models.kv_cache import CachedTarget, LanguageModel
 from specengine.models.mtp import (
     MtpHead,
     MtpLayer,
@@ -45,7 +44,7 @@ _OUTSIDE = {  # of a head's block, by their names in GGUF files
 }
 
 
-def is_stored(name: str, target: CausalLM | NativeLM) -> bool:
+def is_stored(name: str, target: LanguageModel) -> bool:
     """Return whether the files of a model bring an MTP head. Fetches nothing.
 
     name: a folder, or an id whose files the Hub's cache holds. Of a GGUF file the native forward alone knows the head.
@@ -60,7 +59,7 @@ def is_stored(name: str, target: CausalLM | NativeLM) -> bool:
         return False
 
 
-def load(name: str, target: CausalLM | NativeLM) -> MtpHead:
+def load(name: str, target: LanguageModel) -> MtpHead:
     """Return the first MTP head stored with a model, in the target's dtype and on its device.
 
     InputError where the model's files bring none; CheckpointError, which lists them, for tensors that are missing, not
@@ -164,7 +163,7 @@ def load_assistant(
     return AssistantHead(net.to(target.lm.device), target)
 
 
-def _in_folder(folder: Path | None, target: CausalLM | NativeLM) -> dict[str, Tensor]:
+def _in_folder(folder: Path | None, target: LanguageModel) -> dict[str, Tensor]:
     """Return the tensors of the head in a folder by their names in MtpLayer; empty where it has none."""
     tensors = (
         {}
@@ -208,7 +207,7 @@ def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:
     return block | {key: (above + name,) for key, name in _OUTSIDE.items()}
 
 
-def _file_of(target: CausalLM | NativeLM) -> GGUFSource | None:
+def _file_of(target: LanguageModel) -> GGUFSource | None:
     """Return the GGUF file that a model was loaded from."""
     source = getattr(target, "source", None)
     return source if isinstance(source, GGUFSource) else None

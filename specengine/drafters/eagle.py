@@ -22,8 +22,7 @@ from specengine.models.eagle import (
     with_appended_tokens,
 )
 from specengine.models.eagle_torch import TorchHead
-from specengine.models.huggingface import CausalLM
-from specengine.models.kv_cache import Rows
+from specengine.models.kv_cache import LanguageModel, Rows
 from specengine.models.native import HeadRows, NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
 from specengine.options import LoadOptions
@@ -51,7 +50,7 @@ class EagleDraft(RowDraft):
     def __init__(
         self,
         head: EagleHead | DraftHead,
-        target: CausalLM | NativeLM,
+        target: LanguageModel,
         *,
         name: str = "",
         pack: bool | None = None,
@@ -124,7 +123,7 @@ class EagleDraft(RowDraft):
 
     @classmethod
     def of(
-        cls, found: Any, target: CausalLM | NativeLM, name: str, *, pack: bool | None = None
+        cls, found: Any, target: LanguageModel, name: str, *, pack: bool | None = None
     ) -> EagleDraft:
         """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
 

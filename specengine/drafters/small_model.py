@@ -19,7 +19,7 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
-from specengine.models.kv_cache import Rows
+from specengine.models.kv_cache import LanguageModel, Rows
 from specengine.models.native import NativeLM
 from specengine.ops import PassRows
 from specengine.options import LoadOptions
@@ -47,7 +47,7 @@ class SmallModel(RowDraft):
         merge: bool = False,
     ) -> None:
         native = isinstance(model, NativeLM)
-        self.lm: CausalLM | NativeLM = model if native else CausalLM(model, pack=pack, merge=merge)
+        self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
         if captured and isinstance(self.lm, CausalLM):
             self.lm.require_capture()
         self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"

@@ -7,6 +7,7 @@ from typing import Any
 
 from specengine.errors import UnsupportedModelError
 from specengine.loading import Parts, Recipe
+from specengine.models.kv_cache import LanguageModel
 
 
 @dataclass
@@ -16,7 +17,7 @@ class ModelWatch:
     Models that were loaded here by name are watched too, but look for no changes of theirs.
     """
 
-    models: tuple[Any, ...]
+    models: tuple[LanguageModel, ...]
     recipe: Recipe | None = None
 
     def follow(self, tokenizer: Any) -> Parts | None:

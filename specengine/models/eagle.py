@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import InputError
-from specengine.models.huggingface import PREFILL_ROWS, CausalLM
-from specengine.models.kv_cache import KVCache, Rows
-
-if TYPE_CHECKING:
-    from specengine.models.native import NativeLM
-
+from specengine.models.huggingface import PREFILL_ROWS
+from specengine.models.kv_cache import KVCache, LanguageModel, Rows
 
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
@@ -507,7 +503,7 @@ def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
     return embedding(tokens, table.weight).to(head.dtype)
 
 
-def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> Tensor:
+def embed_for(head: EagleHead, target: LanguageModel, tokens: Tensor) -> Tensor:
     """Return the same as `embed`, for a target of any backend."""
     if head.config.own_embeddings:
         return embedding(tokens, head.embed_tokens.weight)
@@ -515,7 +511,7 @@ def embed_for(head: EagleHead, target: CausalLM | NativeLM, tokens: Tensor) -> T
 
 
 def with_appended_tokens(
-    config: EagleConfig, state: Mapping[str, Tensor], target: CausalLM | NativeLM
+    config: EagleConfig, state: Mapping[str, Tensor], target: LanguageModel
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Return the head for a target whose vocabulary has grown since the head was made; any other head as it is.
 
@@ -539,7 +535,7 @@ def with_appended_tokens(
     return replace(config, vocab_size=size), added
 
 
-def require_fit(config: EagleConfig, target: CausalLM | NativeLM) -> None:
+def require_fit(config: EagleConfig, target: LanguageModel) -> None:
     """Raise InputError unless the head was made for a target of this shape."""
     require_shape(
         config,

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.eagle import DraftHead, EagleHead, RotatingAttend, causal, embed_for
 from specengine.models.huggingface import CausalLM
-from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.kv_cache import KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
 from specengine.models.twins import Packed, worth_packing
 
@@ -18,9 +18,7 @@ from specengine.models.twins import Packed, worth_packing
 class TorchHead(DraftHead):
     """Run an EAGLE head's module on any device."""
 
-    def __init__(
-        self, head: EagleHead, target: CausalLM | NativeLM, pack: bool | None = None
-    ) -> None:
+    def __init__(self, head: EagleHead, target: LanguageModel, pack: bool | None = None) -> None:
         self.config, self.module, self._target = head.config, head, target
         self.dtype, device = head.dtype, target.device
         self.cache = KVCache(
@@ -71,11 +69,10 @@ class TorchHead(DraftHead):
         ) if logits is None else logits, recurrent
 
     def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        head = self.module
-        if isinstance(self._target, NativeLM) and not head.config.own_embeddings:
+        own = self.config.own_embeddings
+        if isinstance(self._target, NativeLM) and not own:
             return states.index_select(0, sources), self._target.embed(rows.tokens)
-        own = head.config.own_embeddings
-        table = head.embed_tokens.weight if own else cast(CausalLM, self._target).table
+        table = self.module.embed_tokens.weight if own else cast(CausalLM, self._target).table
         return ops.gather_rows(states, sources, table, rows.tokens)
 
 

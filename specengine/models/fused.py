@@ -97,29 +97,16 @@ class Products:
         self._merges = (
             self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
         )
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self.refresh()
+        biased = self._merges and parts[0].bias is not None
+        self._weight = self._joined("weight") if self._merges else None
+        self._bias = self._joined("bias") if biased else None
 
     @property
     def merged(self) -> bool:
         return self._merges
 
-    def refresh(self) -> None:
-        """Merge again where a layer's weight has become another tensor."""
-        if self._merges:
-            self._weight = self._joined("weight", self._weight)
-            self._bias = None if self._parts[0].bias is None else self._joined("bias", self._bias)
-
-    def _joined(self, name: str, known: Tensor | None) -> Tensor:
+    def _joined(self, name: str) -> Tensor:
         own: list[Any] = [getattr(part, name) for part in self._parts]
-        if known is not None:
-            places = known.split([len(tensor) for tensor in own])
-            if all(
-                tensor.data_ptr() == place.data_ptr()
-                for tensor, place in zip(own, places, strict=True)
-            ):
-                return known
         with torch.inference_mode(False), torch.no_grad():
             joined = torch.cat([tensor.detach() for tensor in own])
             for part, tensor, place in zip(
@@ -176,12 +163,6 @@ class Fused:
     def merged(self) -> bool:
         """Return whether products over one input are one in all layers."""
         return all(layer.projections.merged and layer.gates.merged for layer in self._layers)
-
-    def refresh(self) -> None:
-        """Take in weights that were replaced."""
-        for layer in self._layers:
-            layer.projections.refresh()
-            layer.gates.refresh()
 
     def run(
         self,

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,20 @@ from specengine.models.attention import (
     note_places,
 )
 from specengine.models.configs import NO_MEMORY, SLIDING, context_limit, window_of
-from specengine.models.kv_cache import CachedTarget, KVCache, Rows, Shapes, in_own_dtype, of_shape
+from specengine.models.kv_cache import (
+    CachedTarget,
+    KVCache,
+    Logits,
+    Rows,
+    Shapes,
+    in_own_dtype,
+    of_shape,
+)
 from specengine.models.loaded import Watch
 from specengine.models.twins import Packed, evaluating, is_changed, set_attention, worth_packing
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
-Logits = Literal["none", "last", "all"]
 PREFILL_ROWS = (
     1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 )
@@ -138,7 +145,8 @@ class CausalLM:
     The model stays as it is, in training or not and with its own attention: a twin over the same parameters is run.
 
     pack: run the linear layers with packed weights; None decides by the device, the dtype and the free memory.
-    merge: the model is this object's own, so weights of products over one input may become views of one tensor.
+    merge: the model is this object's own: weights of products over one input may become views of one tensor, and no
+    changes by others are looked for, for which each answer reads all weights.
     version: of the model; another one where it was changed.
     layers_note: why the layers run as the model's modules where fused ones were tried; empty otherwise.
     """
@@ -158,7 +166,7 @@ class CausalLM:
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
         self._pack = pack
-        self._watch = self._watched()
+        self._watch = None if merge else Watch(model)
         self._contents = self._watch.contents() if self._watch is not None else []
         self._twin = self._own_twin()
         self.config = self._twin.config.get_text_config(decoder=True)
@@ -185,17 +193,10 @@ class CausalLM:
     def _refuse(self, model: PreTrainedModel) -> None:
         refuse_unsupported(model)
 
-    def _watched(self) -> Watch | None:
-        return Watch(self.model)
-
     def widen(self, context: int) -> None:
         """Take in texts of so many tokens, whatever the config says."""
         self.widest = context
         self.max_context = max(self.max_context, context)
-
-    def unwatch(self) -> None:
-        """Look for no more changes by others, for which each answer reads all weights: the model is nobody else's."""
-        self._watch, self._contents = None, []
 
     def _own_twin(self) -> PreTrainedModel:
         return evaluating(self.model)
@@ -217,7 +218,7 @@ class CausalLM:
         changed = self._watch.changed() if self._watch is not None else ""
         if not changed:
             return
-        fresh = type(self)(self.model, pack=self._pack, merge=self._merges)
+        fresh = type(self)(self.model, pack=self._pack)
         fresh.widen(self.widest)
         if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
@@ -229,8 +230,7 @@ class CausalLM:
     def refresh(self) -> None:
         """Take in what was changed since the last call, weights too; UnsupportedModelError as `require_same`."""
         self.require_same()
-        contents = self._watch.contents() if self._watch is not None else []
-        if contents != self._contents:
+        if self._watch is not None and (contents := self._watch.contents()) != self._contents:
             self.version += 1
             self._take_twin(contents)
             self._contents = contents
@@ -252,8 +252,6 @@ class CausalLM:
 
     def _take_twin(self, contents: list[Any]) -> None:
         self._runs: Any = self._twin if self._packed is None else self._packed.model(contents)
-        if self._fused is not None:
-            self._fused.refresh()
 
     @property
     def modules(self) -> str:

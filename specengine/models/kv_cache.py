@@ -1,15 +1,15 @@
-"""KVCache, the keys and values of all layers in one slab, the rows of a forward over it, and targets that have one."""
+"""KVCache, the keys and values of all layers in one slab; the rows of a forward, and what runs them over it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine import ops
 from specengine.models import Target
@@ -20,6 +20,7 @@ GRANULE = 256  # capacities are rounded up to a multiple of this many slots
 
 
 Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+Logits = Literal["none", "last", "all"]
 
 
 class KVCache:
@@ -356,13 +357,84 @@ def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
     return shifted.view(rows, -1, WORD_BITS).sum(-1)
 
 
-class CachedTarget(Target):
-    """A target over a language model `lm` with the KV cache of one sequence.
+class LanguageModel(Protocol):
+    """A loaded model that runs rows of a tree and prompts over its caches: CausalLM, NativeLM.
 
-    `lm` runs tree rows (`forward`) and prompts (`extend`), and tells by `version` whether its weights were changed.
+    config       of the text model, as transformers has it
+    max_context  tokens that a text can have
+    vocab_size   rows of its embeddings
+    version      of its weights: another one where these were changed
+    seconds      spent in forwards, ever
     """
 
-    def __init__(self, lm: Any) -> None:
+    config: PretrainedConfig
+    max_context: int
+    vocab_size: int
+    version: int
+    seconds: float
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the model as transformers runs it; a native one is read on first use."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where its caches are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of its weights, or the one that they stand for."""
+
+    @property
+    def layers(self) -> int:
+        """Return the number of decoder layers; `layers` + 1 hidden states can be asked for."""
+
+    def widen(self, context: int) -> None:
+        """Take in texts of so many tokens, whatever the config says."""
+
+    def require_same(self) -> None:
+        """Raise UnsupportedModelError where a loaded model has changed in more than it can take in."""
+
+    def refresh(self) -> None:
+        """Take in weights that were changed; UnsupportedModelError as `require_same`."""
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Return an empty cache with room for so many tokens."""
+
+    def prepare_features(self, ids: tuple[int, ...]) -> None:
+        """Make ready for `features=ids`; UnsupportedModelError where there are no such hidden states."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return token embeddings, [rows, hidden size], without a scale that the model may have."""
+
+    def head(self, states: Tensor) -> Tensor:
+        """Return logits, [rows, vocabulary], of states after the final norm."""
+
+    def extend(
+        self,
+        cache: KVCache,
+        tokens: list[int],
+        features: tuple[int, ...] = (),
+        *,
+        logits: Logits = "last",
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run and commit `tokens`; return the logits of the last one or of all, and the features of all."""
+
+    def forward(
+        self,
+        rows: Rows,
+        cache: KVCache,
+        features: tuple[int, ...] = (),
+        *,
+        one: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run tree rows; return the logits of all or of row `one`, int64 [1], and the features of all."""
+
+
+class CachedTarget(Target):
+    """A target over a language model with the KV cache of one sequence."""
+
+    def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
         self.cache: KVCache = lm.new_cache(1)
         self.tokens = []
@@ -416,6 +488,7 @@ class CachedTarget(Target):
         if not self.tokens:
             self.cached([])
         logits, _ = self.lm.extend(self.cache, tokens, logits="all")
+        assert logits is not None
         self.tokens = [*self.tokens, *tokens]
         return logits
 

@@ -19,8 +19,8 @@ from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, lower_right
 from specengine.models.configs import NO_MEMORY, empty_model, family_of
 from specengine.models.eagle import DraftHead, reader_of_states
-from specengine.models.huggingface import CausalLM, _PaddedSlabView, _ShapeRecorder, _SlabView
-from specengine.models.kv_cache import KVCache, Rows
+from specengine.models.huggingface import _PaddedSlabView, _ShapeRecorder, _SlabView
+from specengine.models.kv_cache import KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
 from specengine.models.weights import (
     TINY_VOCABULARY,
@@ -183,7 +183,7 @@ class MtpHead(DraftHead):
     run over a cache of keys and values.
     """
 
-    def __init__(self, net: MtpLayer, target: CausalLM | NativeLM) -> None:
+    def __init__(self, net: MtpLayer, target: LanguageModel) -> None:
         self.module, self._target, self.dtype = (
             net.eval().requires_grad_(False),
             target,

@@ -37,11 +37,12 @@ from specengine.models.families import (
     Mamba2,
     Shape,
 )
-from specengine.models.huggingface import Logits, refuse_others, refuse_unsupported
+from specengine.models.huggingface import refuse_others, refuse_unsupported
 from specengine.models.kv_cache import (
     CachedTarget,
     HybridCache,
     KVCache,
+    Logits,
     Rows,
     UnevenCache,
     in_own_dtype,

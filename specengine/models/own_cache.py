@@ -21,12 +21,12 @@ from specengine.models.configs import NO_MEMORY
 from specengine.models.huggingface import (
     CausalLM,
     HuggingFaceTarget,
-    Logits,
     _errors_named,
     _name,
     mixing,
     refuse_others,
 )
+from specengine.models.kv_cache import Logits
 from specengine.ops.tree import TokenTree
 
 CACHES = {  # the argument that takes each cache which a model returns
@@ -111,6 +111,7 @@ class OwnCacheLM(CausalLM):
     """
 
     attention = "its own"
+    fuses = False  # its forward is the model's own
 
     def _refuse(self, model: PreTrainedModel) -> None:
         refuse_others(model)
@@ -356,9 +357,15 @@ class OwnCacheTarget(HuggingFaceTarget):
     lm: OwnCacheLM
 
     def __init__(
-        self, model: PreTrainedModel, cause: str, *, pack: bool | None = None, reason: str = ""
+        self,
+        model: PreTrainedModel,
+        cause: str,
+        *,
+        pack: bool | None = None,
+        merge: bool = False,
+        reason: str = "",
     ) -> None:
-        super().__init__(model, pack=pack, reason=reason)
+        super().__init__(model, pack=pack, merge=merge, reason=reason)
         self.cause = cause
         self._paths: TreePaths | None = None
         self._waiting: list[

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine import ops
@@ -110,15 +110,14 @@ class ShardedLM(CausalLM):
     def __init__(
         self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False
     ) -> None:
-        super().__init__(model, pack=False)
+        super().__init__(
+            model, pack=False, merge=True
+        )  # each rank holds a part of the weights alone
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
         self._tables = [_whole(table) for table in tables]  # by all ranks at once
         if dist.get_rank():
             self._tables = []
-
-    def _watched(self) -> None:
-        """Return nothing: weights of which each rank holds a part are read at loading alone."""
 
     def _own_twin(self) -> PreTrainedModel:
         return self.model.eval()  # whose modules transformers has tied to its ranks
@@ -128,9 +127,6 @@ class ShardedLM(CausalLM):
         found = self._tables[0]
         assert found is not None
         return found
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.table)
 
     def head(self, states: Tensor) -> Tensor:
         weight = self._tables[1]

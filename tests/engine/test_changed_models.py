@@ -698,8 +698,22 @@ def test_weights_are_read_before_an_answer_where_others_may_change_them(
     """A checksum of 16 GB takes a device a good part of the time to the first token."""
     tiny().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    engine = Engine.from_pretrained(tiny() if given else tmp_path, backend="huggingface")
     read: list[int] = []
     monkeypatch.setattr(loaded, "checksums", lambda tensors: read.append(len(tensors)) or [])
+    engine = Engine.from_pretrained(tiny() if given else tmp_path, backend="huggingface")
+    assert bool(read) is given, "they are read at loading as well"
+    read.clear()
     answer(engine)
     assert bool(read) is given
+
+
+def test_a_small_draft_by_name_is_not_read_for_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    read: list[int] = []
+    monkeypatch.setattr(loaded, "checksums", lambda tensors: read.append(len(tensors)) or [])
+    engine = Engine.from_pretrained(tmp_path, draft=str(tmp_path), backend="huggingface")
+    answer(engine)
+    assert not read

@@ -135,7 +135,7 @@ def test_a_model_of_the_user_keeps_its_tensors() -> None:
 @pytest.mark.parametrize("replaced", [False, True])
 def test_changed_weights_are_taken_in(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen2")
-    target = HuggingFaceTarget(model, pack=False, merge=True)
+    target = HuggingFaceTarget(model, pack=False)
     engine = Engine(target, None, None)
     before = engine.generate(PROMPT, max_new_tokens=8).token_ids
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_changed_weights_are_taken_in(replaced: bool, monkeypatch: pytest.Monkey
             else:
                 layer.self_attn.k_proj.weight.copy_(changed)
     after = engine.generate(PROMPT, max_new_tokens=8).token_ids
-    assert target.lm.modules == "fused, merged products"
+    assert target.lm.modules == "fused"
     theirs = Engine(HuggingFaceTarget(tiny("qwen2"), pack=False), None, None)
     theirs.target.model.load_state_dict(model.state_dict())
     assert after == theirs.generate(PROMPT, max_new_tokens=8).token_ids

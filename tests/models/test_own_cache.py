@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
+from specengine.models import fused
 from specengine.models.own_cache import OwnCacheTarget, TreePaths
 from tests.sweep.serving import Knowing, generated, prompt_of
 from tests.sweep.small import model_of
@@ -38,6 +39,14 @@ def test_a_model_without_trees_is_decoded_plainly_with_a_note(recurrent: PreTrai
             "decoded plainly on its own cache: MambaForCausalLM: cannot roll back"
         )
         assert note.endswith("several tokens at once give other logits than one after the other")
+
+
+def test_its_modules_run_where_layers_of_others_are_fused(
+    recurrent: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    target = OwnCacheTarget(recurrent, "cause", merge=True)
+    assert target.lm.modules == "the model's own"
 
 
 @pytest.mark.parametrize(
