@@ -117,14 +117,15 @@ def _answer(engine: Engine, asked: Any) -> Generator[None, None, Any]:
         constraint=prepared.constraint,
     )
     result = yield from complete(engine, generation)
-    answer = Completion(generation.stats, generation.prompt, passed=generation.stops_passed)
-    answer.text, answer.token_ids, answer.logprobs = (
-        result.text,
-        result.token_ids,
-        result.logprobs or [],
+    return Completion(
+        generation.stats,
+        generation.prompt,
+        token_ids=result.token_ids,
+        text=result.text,
+        reason="length" if result.finish_reason == "length" else "stop",
+        passed=generation.stops_passed,
+        logprobs=result.logprobs or [],
     )
-    answer.reason = "length" if result.finish_reason == "length" else "stop"
-    return answer
 
 
 def _seeded(defaults: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.batch.answering import Answered, answer, facts, failed
+from specengine.batch.answering import AHEAD, Answered, answer, facts, failed
 from specengine.batch.files import Record
 from specengine.batch.lines import Item
 from specengine.engine import Engine
@@ -17,7 +17,6 @@ from specengine.replicas import Scale
 from specengine.replicas.cluster import needs, ray
 
 MAX_TRIES = 3
-AHEAD = 256  # answers of a replica that may wait for an earlier one, of which the file is in need
 
 
 class LineReplica:

@@ -27,7 +27,7 @@ EVERY_SECONDS = 30  # a line of progress, where standard error is no terminal
 
 
 def run(arguments: argparse.Namespace) -> int:
-    Scale(arguments.replicas, threads=arguments.threads)  # refused before anything is read
+    scale = given.replicas(arguments)  # refused before anything is read
     if arguments.parallel is not None:
         require("parallel", arguments.parallel, "1 or more", arguments.parallel >= 1)
         require(
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             if files.done:
                 say(f"Going on after the first {files.done} of {len(requests.items)} answers")
             progress = AnswersDone(len(remaining))
-            with contextlib.closing(_answers(arguments, remaining, files)) as answers:
+            with contextlib.closing(_answers(arguments, scale, remaining, files)) as answers:
                 for answered in answers:
                     files.add(answered)
                     progress.count(answered)
@@ -102,17 +102,10 @@ def settings_of(
 
 
 def _answers(
-    arguments: argparse.Namespace, items: Sequence[Item], files: Stream
+    arguments: argparse.Namespace, scale: Scale | None, items: Sequence[Item], files: Stream
 ) -> Generator[Answered, None, None]:
-    scale = Scale(
-        arguments.replicas,
-        None,
-        arguments.threads,
-        arguments.ray_address,
-        given.wants_gpu(arguments),
-    )
-    if scale.replicas == 1 and scale.address is None:
-        recipe = given.recipe(arguments, threads=scale.threads, prefer_strict=True)
+    if scale is None:
+        recipe = given.recipe(arguments, threads=arguments.threads, prefer_strict=True)
         yield from answering.answered(recipe.load, items, files.loaded, arguments.parallel)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray

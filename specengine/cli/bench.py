@@ -83,13 +83,13 @@ def _verdict(
     """Return whether the fastest way that drafts pays, by its own name."""
     from specengine.benchmark.summaries import ALL, summaries
 
-    our_summaries = [
+    drafted = [
         summary
         for summary in summaries(records)
-        if summary["set"] == ALL and summary["way"] in choice.specs
-    ]
-    drafted = [
-        summary for summary in our_summaries if summary["way"] != PLAIN and "speed_total" in summary
+        if summary["set"] == ALL
+        and summary["way"] in choice.specs
+        and summary["way"] != PLAIN
+        and "speed_total" in summary
     ]
     device = first.target.device.type
     if not drafted:
@@ -144,10 +144,10 @@ def _settings(
         "per_set",
         "command",
     )
-    settings = {name: value for name, value in vars(arguments).items() if name not in apart}
     texts = {
         name: public([str(value)])[0] if isinstance(value, str | Path) else value
-        for name, value in settings.items()
+        for name, value in vars(arguments).items()
+        if name not in apart
     }
     sets = list(dict.fromkeys(item.set for item in items))
     return {

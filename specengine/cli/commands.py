@@ -223,8 +223,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits")
     for name, kind, default, text in LIMITS:
-        metavar = "N" if kind is int else "S"
-        limits.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+        limits.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            metavar="N" if kind is int else "S",
+            help=text,
+        )
     replicas = parser.add_argument_group("replicas")
     add_replicas(
         replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)"

@@ -34,6 +34,7 @@ from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
 from specengine.models.native import NativeTarget
 from specengine.records import Stats
+from specengine.replicas import cores
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts, Points
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         "devices": devices(),
         "model": model_facts(name, engine),
         "draft": _draft(engine),
-        "threads": f"{thread_count()} of {_processors()} processors",
+        "threads": f"{thread_count()} of {cores()} processors",
         "memory": memory,
         "rows": [
             {
@@ -92,11 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(as_json(facts, default=str) if arguments.json else "\n".join(_lines(facts)))
     return 0
-
-
-def _processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- memory

@@ -25,6 +25,7 @@ from specengine.errors import InputError, UnsupportedModelError, require
 from specengine.files import MARK, cache_problem, lines_of
 from specengine.options import LoadOptions
 from specengine.records import StreamPiece
+from specengine.replicas import Scale
 from specengine.request.declared import flags
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
@@ -133,13 +134,18 @@ def model_name(arguments: argparse.Namespace) -> str:
     return os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/"))
 
 
-def wants_gpu(arguments: argparse.Namespace) -> bool:
-    """Return whether each replica takes a GPU of its own."""
-    return (
-        torch.cuda.is_available()
+def replicas(arguments: argparse.Namespace) -> Scale | None:
+    """Return the number and place of replicas, or None for one engine in this process."""
+    scale = Scale(
+        arguments.replicas,
+        getattr(arguments, "max_replicas", None),
+        arguments.threads,
+        arguments.ray_address,
+        gpu=torch.cuda.is_available()
         if arguments.device is None
-        else str(arguments.device).startswith("cuda")
+        else str(arguments.device).startswith("cuda"),
     )
+    return None if scale.most == 1 and scale.address is None else scale
 
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:

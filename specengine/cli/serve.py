@@ -23,7 +23,6 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
 from specengine.protocol.tool_formats import TEMPLATE
 from specengine.protocol.tools import format_of
-from specengine.replicas import Scale
 
 KEY_VARIABLE = "SPECENGINE_API_KEY"
 
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     def listening(address: str) -> None:
         say(f"Serving {settings.name} at {address}/v1, once it is loaded")
 
-    if (scale := _scale(arguments)) is None:
+    if (scale := given.replicas(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
         recipe = given.recipe(arguments)
@@ -108,18 +107,6 @@ def read_template(file: str | None) -> str | None:
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"chat_template: {file}, line {error.lineno}: {error.message}") from error
     return text
-
-
-def _scale(arguments: argparse.Namespace) -> Scale | None:
-    """Return the number and place of replicas, or None for one engine in this process."""
-    scale = Scale(
-        arguments.replicas,
-        arguments.max_replicas,
-        arguments.threads,
-        arguments.ray_address,
-        given.wants_gpu(arguments),
-    )
-    return None if scale.most == 1 and scale.address is None else scale
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -105,7 +105,6 @@ NAMES = {
 }
 _TEXT = {"text": "text"}
 _ACCEPTED = "text, tool_use of the assistant, tool_result of the user"
-_HINTS = ("thinking", "redacted_thinking")
 
 
 def chat_of(body: _Asked) -> ChatRequest:
@@ -161,7 +160,7 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
                     "function": {"name": block.get("name"), "arguments": block.get("input")},
                 }
             )
-        elif kind in _HINTS:
+        elif kind in ("thinking", "redacted_thinking"):
             thoughts += str(block.get("thinking") or "")
         else:
             texts += text_of_part(where, block, _TEXT, _ACCEPTED)

@@ -122,12 +122,6 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     return ids + (behind + before if tokens.suffix_first else before + behind) + mark(tokens.middle)
 
 
-def fim_ends(tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer between two texts, besides the model's own."""
-    vocabulary = _vocabulary(tokenizer)
-    return [vocabulary[name] for name in _ENDS if name in vocabulary]
-
-
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
     ids: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return ids
@@ -394,7 +388,8 @@ class CheckedRequest:
         """Return the tokens that end the answer, if they are not the model's own alone."""
         more = list(self.request.stop_token_ids or ())
         if isinstance(self.request, CompletionRequest) and self.request.infill is not None:
-            more += fim_ends(engine.tokenizer)
+            vocabulary = _vocabulary(engine.tokenizer)
+            more += [vocabulary[name] for name in _ENDS if name in vocabulary]
         if not more:
             return {}
         config = engine.target.generation_config

@@ -60,9 +60,10 @@ class PromptTooLongError(RequestError):
 
     def __init__(self, error: ContextLengthError, field: str) -> None:
         tokens = f"at least {error.tokens}" if error.at_least else f"{error.tokens}"
-        message = f"This model's maximum context length is {error.context} tokens. However, your {field} resulted in "
-        message += (
-            f"{tokens} tokens, and an answer needs room. Please reduce the length of the {field}."
+        message = (
+            f"This model's maximum context length is {error.context} tokens. However, your {field} "
+            f"resulted in {tokens} tokens, and an answer needs room. Please reduce the length of "
+            f"the {field}."
         )
         super().__init__(400, message, field, "context_length_exceeded")
         self.error = error
@@ -77,15 +78,14 @@ class PromptTooLongError(RequestError):
             return {"error": f"the input length exceeds the context length: {above}"}
         if path.startswith("/v1/"):
             return self.body
-        message = f"request ({error.tokens} tokens) exceeds the available context size ({error.context} tokens)"
-        message += ", try increasing it"
-        figures = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
         return {
             "error": {
                 "code": 400,
-                "message": message,
+                "message": f"request ({error.tokens} tokens) exceeds the available context size "
+                f"({error.context} tokens), try increasing it",
                 "type": "exceed_context_size_error",
-                **figures,
+                "n_prompt_tokens": error.tokens,
+                "n_ctx": error.context,
             }
         }
 

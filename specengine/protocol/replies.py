@@ -49,6 +49,7 @@ class Reply:
 
     media_type = EVENTS
     ping = b": ping\n\n"
+    path = "/v1/"  # of the protocol, whose errors are told
 
     def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
         self.body = body
@@ -77,13 +78,11 @@ class Reply:
 
     def failed(self, problem: RequestError) -> bytes:
         """Return the end of a stream that goes no further."""
-        return sse(problem.body)
+        return last_words(problem, self.media_type, self.path)
 
 
 class OneReply(Reply):
     """The one answer to a request, told part by part. A subclass shapes the parts, and what stands around them."""
-
-    path = ""  # of the protocol, whose errors are told
 
     def __init__(self, body: Any, request: Sampling, model: str, tokenizer: Any) -> None:
         super().__init__(body, request, model, tokenizer)
@@ -114,9 +113,6 @@ class OneReply(Reply):
             else list(self._logprobs.of(logprobs)["content"])
         )
 
-    def failed(self, problem: RequestError) -> bytes:
-        return last_words(problem, self.media_type, self.path)
-
 
 def last_words(problem: RequestError, media_type: str, path: str) -> bytes:
     """Return the end of a stream that goes no further, in the protocol that has this path; of no stream nothing."""
@@ -133,6 +129,8 @@ Choice = dict[str, Any]
 
 class ChatChoice:
     """One of `choices`: a message of the assistant, in which thoughts and calls of tools are told from text."""
+
+    _rating: type[Any] = ChatLogprobs
 
     def __init__(self, index: int, request: Sampling, tokenizer: Any) -> None:
         self.index = index
@@ -177,9 +175,6 @@ class ChatChoice:
             answer.token_ids, answer.logprobs
         )
 
-    def _rating(self, texts: TokenTexts) -> Any:
-        return ChatLogprobs(texts)
-
     def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
         """Return the fields of a choice that describe its tokens, if the request asks for them."""
         ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
@@ -204,6 +199,8 @@ class ChatChoice:
 
 class TextChoice(ChatChoice):
     """One of `choices`: a text that goes on from the prompt."""
+
+    _rating = TextLogprobs
 
     def begin(self, answer: Completion) -> list[Choice]:
         token_fields: Choice = {}
@@ -236,9 +233,6 @@ class TextChoice(ChatChoice):
         assert isinstance(self.request, CompletionRequest)
         prompt = self.request.single
         return prompt if isinstance(prompt, str) else decoder(self.tokenizer)(answer.prompt_ids)
-
-    def _rating(self, texts: TokenTexts) -> Any:
-        return TextLogprobs(texts)
 
     def _delta(self, part: Part) -> Any:
         return part
@@ -319,7 +313,33 @@ class OpenAIReply(Reply):
         return body
 
     def _usage(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        return usage_of(answers, self.request, self.tokenizer)
+        """Return OpenAI's usage of all answers; a prompt with several answers counts once."""
+        usages = [answer.usage for answer in answers]
+        prompts = usages[:: self.request.n or 1]
+        read = sum(usage["prompt_tokens"] for usage in prompts)
+        written = sum(usage["completion_tokens"] for usage in usages)
+        details = {
+            name: sum(usage["completion_tokens_details"][name] for usage in usages)
+            for name in usages[0]["completion_tokens_details"]
+        }
+        thoughts = [
+            thought_tokens(answer.token_ids, self.tokenizer)
+            for answer in answers
+            if isinstance(self.request, ChatRequest)
+        ]
+        if any(thoughts):
+            details["reasoning_tokens"] = sum(thoughts)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(
+                    usage["prompt_tokens_details"]["cached_tokens"] for usage in prompts
+                )
+            },
+            "completion_tokens_details": details,
+        }
 
     def _figures(self, answers: Sequence[Completion]) -> dict[str, Any]:
         return (
@@ -336,35 +356,3 @@ class OpenAIReply(Reply):
             "model": self.model,
             "system_fingerprint": f"specengine-{specengine.__version__}",
         }
-
-
-def usage_of(answers: Sequence[Completion], request: Sampling, tokenizer: Any) -> dict[str, Any]:
-    """Return OpenAI's usage of all answers; a prompt with several answers counts once."""
-    prompts, usages = (
-        [answer.usage for answer in answers[:: request.n or 1]],
-        [answer.usage for answer in answers],
-    )
-    read = sum(usage["prompt_tokens"] for usage in prompts)
-    written = sum(usage["completion_tokens"] for usage in usages)
-    details = {
-        name: sum(usage["completion_tokens_details"][name] for usage in usages)
-        for name in usages[0]["completion_tokens_details"]
-    }
-    thoughts = [
-        thought_tokens(answer.token_ids, tokenizer)
-        for answer in answers
-        if isinstance(request, ChatRequest)
-    ]
-    if any(thoughts):
-        details["reasoning_tokens"] = sum(thoughts)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(
-                usage["prompt_tokens_details"]["cached_tokens"] for usage in prompts
-            )
-        },
-        "completion_tokens_details": details,
-    }

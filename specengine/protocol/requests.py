@@ -135,16 +135,20 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _one_of_them(self) -> StructuredOutputs:
         if len(self.options) > 1 or (self.model_fields_set and not self.options):
-            accepted = ", ".join(["json", "regex", "choice", "grammar", "json_object"])
-            raise ValueError(f"accepted one of {accepted}")
+            raise ValueError("accepted one of json, regex, choice, grammar, json_object")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
         """Return options of GenerationOptions."""
+        escapes = {"/": "\\/", "\n": "\\n"}
         grammars = [
             self.grammar,
-            None if self.regex is None else _lark(f"/{_SLASH.sub(_escaped, self.regex)}/"),
+            None
+            if self.regex is None
+            else _lark(
+                f"/{_SLASH.sub(lambda match: escapes.get(match[0], match[0]), self.regex)}/"
+            ),
             None
             if self.choice is None
             else _lark(" | ".join(json.dumps(text) for text in self.choice)),
@@ -160,10 +164,6 @@ class StructuredOutputs(Body):
 
 def _lark(rule: str) -> str:
     return f"%llguidance {{}}\nstart: ANSWER\nANSWER: {rule}"
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return {"/": "\\/", "\n": "\\n"}.get(match[0], match[0])
 
 
 class Prediction(Body):

@@ -86,16 +86,9 @@ class Settings:
             value = getattr(self, field)
             require(field, value, "above 0", 0 < value < math.inf)
         for key in self.api_keys:
-            require(
-                "api_key", "an empty one", "a key of visible ASCII characters", bool(key.strip())
-            )
-            shown = "one with other characters"
-            require(
-                "api_key",
-                shown,
-                "a key of visible ASCII characters",
-                all("!" <= char <= "~" for char in key),
-            )
+            fits = key != "" and all("!" <= char <= "~" for char in key)
+            shown = "one with other characters" if key.strip() else "an empty one"
+            require("api_key", shown, "a key of visible ASCII characters", fits)
 
 
 def is_loopback(host: str) -> bool:

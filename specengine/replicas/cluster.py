@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specengine.errors import InputError, missing_extra
-from specengine.replicas import Scale
+from specengine.replicas import Scale, cores
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20  # prompts and answers are small
@@ -20,11 +20,6 @@ try:
     from ray._private import ray_constants
 except ImportError as error:
     raise missing_extra("replicas", "ray", error) from error
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

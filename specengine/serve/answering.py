@@ -48,7 +48,7 @@ async def answered(
     worker: Worker, settings: Settings, dialect: Dialect[Any], body: BaseModel, request: Request
 ) -> Response:
     """Return the response to one request, whole or as a stream; RequestError."""
-    require_ready(worker)
+    require_ready(worker.state)
     asked = dialect.translated(body)
     if asked.model is not None and settings.strict_model:
         require_model(asked.model, settings)
@@ -249,9 +249,9 @@ def _who(asked: CheckedRequest, request: Request) -> int:
     return hash((*keys, *names, request.client and request.client.host))
 
 
-def require_ready(worker: Worker) -> None:
-    if worker.state != "ready":
-        raise unavailable(worker.state)
+def require_ready(state: str) -> None:
+    if state != "ready":
+        raise unavailable(state)
 
 
 def require_model(name: str, settings: Settings) -> None:

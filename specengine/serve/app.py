@@ -65,13 +65,13 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     if settings.hosts:
         made.append(Middleware(Hosts, names=settings.hosts, failed=failed))
     if settings.origins:
-        open_to: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         made.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
                 expose_headers=["Retry-After"],
-                **open_to,
             )
         )
     if settings.api_keys:
@@ -124,7 +124,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
     @app.get("/health", summary="200 while requests are taken, else 503")
     async def health() -> Response:
-        require_ready(worker)
+        require_ready(worker.state)
         return json_response({"status": "ok", "parallel": worker.parallel})
 
     app.add_api_route(
@@ -142,7 +142,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         )
 
     def described() -> dict[str, Any]:
-        require_ready(worker)
+        require_ready(worker.state)
         assert worker.engine is not None
         context = worker.engine.target.max_context
         owner = {"object": "model", "created": started, "owned_by": "specengine"}
@@ -174,7 +174,7 @@ def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
 def _endpoint(worker: Worker, settings: Settings, dialect: Dialect[Any]) -> Callable[..., Any]:
     async def answer(body: Any, request: Request) -> Response:
         if isinstance(body, ollama.ChatBody | ollama.GenerateBody) and ollama.is_empty(body):
-            require_ready(worker)
+            require_ready(worker.state)
             return json_response(ollama.loaded(body, settings.name))
         return await answered(worker, settings, dialect, body, request)
 

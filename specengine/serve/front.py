@@ -33,11 +33,11 @@ from starlette.types import Receive, Scope, Send
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
 from specengine.protocol.dialects import CHAT, TEXT
-from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
+from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
-from specengine.serve.answering import PLACE_SECONDS
+from specengine.serve.answering import PLACE_SECONDS, require_ready
 from specengine.serve.app import middleware
 from specengine.serve.guards import HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
@@ -79,7 +79,7 @@ class Front:
         )
 
     async def _health(self, request: Request) -> Response:
-        await self._require_ready()
+        require_ready(self.state)
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -97,7 +97,7 @@ class Front:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        await self._require_ready()
+        require_ready(self.state)
         body = await request.body()
         path = scope["path"]
         asking = HttpRequest(
@@ -149,10 +149,6 @@ class Front:
     def _before(self, line: object) -> int:
         """Return how many answers end before this request has its turn, as far as can be known here."""
         return max(list(self._under_way).index(line) + 1 - self._at_once, 0)
-
-    async def _require_ready(self) -> None:
-        if self.state != "ready":
-            raise unavailable(self.state)
 
     async def _told(self, request: Request, error: Any) -> Response:
         problem = error if isinstance(error, RequestError) else _problem(error)

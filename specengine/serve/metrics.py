@@ -128,9 +128,11 @@ class _AtOnce(Collector):
         yield GaugeMetricFamily(
             "specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held
         )
-        rows = "Rows of each forward pass, of all requests"
         yield SummaryMetricFamily(
-            "specengine:iteration_tokens_total", rows, scheduler.forwards, scheduler.rows
+            "specengine:iteration_tokens_total",
+            "Rows of each forward pass, of all requests",
+            scheduler.forwards,
+            scheduler.rows,
         )
 
 

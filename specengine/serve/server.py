@@ -185,11 +185,10 @@ def connections(settings: Settings) -> dict[str, Any]:
     }
 
 
-_FORMAT = {"format": "%(asctime)s %(levelname)s %(message)s"}
 LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"plain": _FORMAT},
+    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},
     "handlers": {
         "stderr": {
             "class": "logging.StreamHandler",

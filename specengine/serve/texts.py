@@ -43,7 +43,7 @@ class TextReader:
 
     @property
     def engine(self) -> Engine:
-        require_ready(self.worker)
+        require_ready(self.worker.state)
         assert self.worker.engine is not None
         return self.worker.engine
 
@@ -198,17 +198,24 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
 
     def described() -> dict[str, Any]:
         engine = texts.engine
-        details = {"parent_model": "", "format": engine.target.backend, "families": None} | _sizes(
-            engine
-        )
+        config = getattr(getattr(engine.target, "lm", None), "config", None)
+        details = {
+            "parent_model": "",
+            "format": engine.target.backend,
+            "families": None,
+            "family": str(getattr(config, "model_type", "")),
+            "parameter_size": "",
+            "quantization_level": "",
+        }
         digest = hashlib.sha256(f"{engine.target.name} {settings.name}".encode()).hexdigest()
-        known = {
+        return {
             "name": settings.name,
             "model": settings.name,
             "modified_at": started,
             "digest": digest,
+            "size": _bytes(engine),
+            "details": details,
         }
-        return known | {"size": _bytes(engine), "details": details}
 
     @app.get("/api/version", summary="The version of Ollama whose API this is")
     async def version() -> Response:
@@ -263,15 +270,6 @@ def _capabilities(tokenizer: Any) -> list[str]:
     except RequestError:
         pass
     return found + (["thinking"] if "enable_thinking" in template_of(tokenizer) else [])
-
-
-def _sizes(engine: Engine) -> dict[str, str]:
-    config = getattr(getattr(engine.target, "lm", None), "config", None)
-    return {
-        "family": str(getattr(config, "model_type", "")),
-        "parameter_size": "",
-        "quantization_level": "",
-    }
 
 
 def _bytes(engine: Engine) -> int:

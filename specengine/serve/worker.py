@@ -10,12 +10,20 @@ import math
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Generator, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from specengine.engine import SCORED_ROWS, Engine, Pool, TextGeneration, Ticket, parallel_of
+from specengine.engine import (
+    SCORED_ROWS,
+    Client,
+    Engine,
+    Pool,
+    TextGeneration,
+    Ticket,
+    parallel_of,
+)
 from specengine.engine.scheduler import Task, run_tasks
 from specengine.errors import InputError, QueueFullError
 from specengine.protocol.completion import Completion, Piece, found_again
@@ -23,12 +31,12 @@ from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedR
 from specengine.protocol.problems import RequestError, unavailable
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import longest_token
-from specengine.serve.clients import Clients
 from specengine.serve.metrics import Metrics
 from specengine.trace.writer import Texts, cycle_record
 
 log = logging.getLogger("specengine.serve")
 MAX_RETRY_SECONDS = 600
+MAX_CLIENTS = 4096  # that are remembered
 SPARE = 1  # answers more at once than `parallel`, for a client that has none under way
 
 
@@ -77,6 +85,30 @@ class Job:
     @property
     def cancelled(self) -> bool:
         return self.ticket.cancelled
+
+
+class Clients:
+    """Clients by name. Whoever was served least goes first, as in VTC (Sheng et al. 2024, arXiv 2401.00588).
+
+    Served are tokens that were read, those of caches left out, and tokens that were written. A client that asks anew
+    counts as served no less than the least served one that asked beside others last: nobody saves up a claim.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, Client] = OrderedDict()
+        self._least = 0  # served to whoever was served least, of those that asked
+
+    def of(self, name: Hashable, asking: Collection[Client]) -> Client:
+        """Return the client of this name; asking: those whose answers wait or are under way."""
+        client = self._known.setdefault(name, Client())
+        self._known.move_to_end(name)
+        if asking:
+            self._least = max(self._least, min(other.served for other in asking))
+        if client not in asking:
+            client.served = max(client.served, self._least)
+        if len(self._known) > MAX_CLIENTS:
+            self._known.popitem(last=False)
+        return client
 
 
 class Worker:

@@ -12,8 +12,7 @@ import pytest
 from specengine.engine import Client, Pool, TextGeneration, Ticket
 from specengine.engine.scheduler import PIECE, Scheduler
 from specengine.models.native import LaneTarget
-from specengine.serve.clients import MOST, Clients
-from specengine.serve.worker import Job, Worker
+from specengine.serve.worker import MAX_CLIENTS, Clients, Job, Worker
 from tests.models.native_engines import needs_extension
 from tests.serve.served import CHAT, Gate, served, until
 from tests.serve.test_parallel import native_engine
@@ -37,9 +36,9 @@ def test_clients_are_forgotten_and_none_is_lifted_by_that() -> None:
     clients = Clients()
     busy = clients.of("busy", [])
     busy.served = 50
-    for number in range(MOST + 10):
+    for number in range(MAX_CLIENTS + 10):
         clients.of(number, [busy])
-    assert len(clients._known) == MOST
+    assert len(clients._known) == MAX_CLIENTS
     assert clients.of("busy", [busy]) is not busy
     assert clients.of("new", [busy]).served == 50
 
