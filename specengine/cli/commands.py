@@ -15,17 +15,19 @@ from specengine.cli.parser import (
     OF_ACCESS,
     PROMPT_FORMATS,
     Parser,
+    add_declared,
     add_draft,
     add_draft_and_policy,
     add_draft_option,
     add_generation,
-    add_loading,
     add_model,
     add_trace_file,
     names_of,
     one_of,
 )
 from specengine.cli.train_arguments import add_train
+from specengine.errors import declared_in
+from specengine.protocol.settings import Settings
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +95,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     )
     add_trace_file(parser)
     add_model(parser)
-    add_loading(add_draft_and_policy(parser), ["learn"])
+    add_declared(add_draft_and_policy(parser), ["learn"])
     add_generation(parser)
 
 
@@ -129,53 +131,14 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add_generation(parser)
 
 
-LIMITS: tuple[
-    tuple[str, type, float | None, str], ...
-] = (  # of the server: flag, type, default, help
-    (
-        "parallel",
-        int,
-        None,
-        "answers at once, on the native forward (default: as memory holds, 1 with replicas)",
-    ),
-    ("queue", int, 16, "requests that may wait (default 16)"),
-    ("max-body-bytes", int, 8 << 20, "largest body of a request (default 8388608)"),
-    ("max-prompt-tokens", int, None, "longest prompt (default: the model's context)"),
-    ("max-tokens", int, None, "longest answer (default: the model's context)"),
-    (
-        "default-max-tokens",
-        int,
-        2048,
-        "length of an answer where the request gives none (default 2048)",
-    ),
-    ("max-seconds", float, 600.0, "time for one answer (default 600)"),
-    ("request-seconds", float, 60.0, "time for a client to send its request (default 60)"),
-    (
-        "keep-alive-seconds",
-        float,
-        75.0,
-        "time that a connection stays open after an answer (default 75)",
-    ),
-    ("drain-seconds", float, 30.0, "time for answers under way when the server stops (default 30)"),
-)
+SERVING = declared_in(Settings)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser, positional=True)
     parser.set_defaults(loads=lambda _: None)  # said where the address is
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1: this machine only)",
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port to listen on; 0 takes a free one (default 8000)",
-    )
+    add_declared(group, ["host", "port"], SERVING)
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
@@ -203,33 +166,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="accept requests that call the server by this name, as a proxy sends them; repeatable, * for any "
         "(default: its own names, at an address of this machine without a key)",
     )
-    group.add_argument(
-        "--strict-model",
-        action="store_true",
-        help="refuse requests that name another model (default: the one model answers them)",
-    )
+    add_declared(group, ["strict_model"], SERVING)
     group.add_argument(
         "--chat-template",
         metavar="FILE",
         help="a Jinja template for conversations, in place of the model's own",
     )
-    group.add_argument(
-        "--allow-special-text",
-        action="store_true",
-        help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
-    )
-    group.add_argument(
-        "--log-contents", action="store_true", help="write prompts and answers to the log"
-    )
-    limits = parser.add_argument_group("limits")
-    for name, kind, default, text in LIMITS:
-        limits.add_argument(
-            f"--{name}",
-            type=kind,
-            default=default,
-            metavar="N" if kind is int else "S",
-            help=text,
-        )
+    add_declared(group, ["allow_special_text", "log_contents"], SERVING)
+    limits = (
+        "parallel", "queue", "max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens", "max_seconds",
+        "request_seconds", "keep_alive_seconds", "drain_seconds",
+    )  # fmt: skip
+    add_declared(parser.add_argument_group("limits"), limits, SERVING)
     replicas = parser.add_argument_group("replicas")
     add_replicas(
         replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)"
@@ -240,7 +188,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="as many as there is work for, up to N (default: --replicas)",
     )
-    add_loading(add_draft_and_policy(parser), ["learn"])
+    add_declared(add_draft_and_policy(parser), ["learn"])
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
@@ -279,12 +227,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--raw", action="store_true", help="take prompts as they are, without the chat template"
     )
-    parser.add_argument(
-        "--parallel",
-        type=int,
-        metavar="N",
-        help="answers at once, on the native forward (default: as memory holds, 1 with replicas)",
-    )
+    add_declared(parser, ["parallel"], SERVING)
     add_replicas(
         parser.add_argument_group("replicas"),
         "engines, each in a process of its own (needs the extra `ray`)",
@@ -492,7 +435,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "(default: 3)",
     )
     add_draft_option(parser)
-    add_loading(parser, OF_ACCESS)
+    add_declared(parser, OF_ACCESS)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

@@ -147,7 +147,7 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
     named: dict[str, Any] = {"nargs": "?", "metavar": "MODEL"} if positional else {}
     accepted = "a Hugging Face id, a local folder or a GGUF file (default: the embedded model)"
     group.add_argument("model" if positional else "--model", help=accepted, **named)
-    add_loading(group, OF_MODELS)
+    add_declared(group, OF_MODELS)
     parser.set_defaults(tp_plan="auto" if RANKS > 1 else None)
 
 
@@ -174,13 +174,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face id or a local path (default: the embedded)",
     )
-    add_loading(parser, OF_TARGETS)
+    add_declared(parser, OF_TARGETS)
 
 
-def add_loading(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
-    """Add the flags of these options of loading models."""
+def add_declared(
+    parser: argparse._ActionsContainer,
+    names: Iterable[str],
+    options: Mapping[str, Declaration] = LOADING,
+) -> None:
+    """Add the flags of these options, by default of loading models."""
     for name in names:
-        _add_flag(parser, LOADING[name], default=LOADING[name].default)
+        _add_flag(parser, options[name], default=options[name].default)
 
 
 def add_draft_and_policy(
@@ -220,7 +224,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
         "head that ships for the model, for what it is a fine-tune of, or is stored with it, else recycling)",
     )
     add_draft_option(parser)
-    add_loading(parser, ["lookup"])
+    add_declared(parser, ["lookup"])
 
 
 def add_draft_option(parser: argparse._ActionsContainer) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 from dataclasses import dataclass
 
-from specengine.errors import require
+from specengine.errors import ABOVE_0, TRUTH, Checked, option, require, whole
+
+COUNT = whole(1, accepted="1 or more")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """InputError where a value is out of range.
 
     name                of the model, as clients see it
@@ -35,26 +36,85 @@ class Settings:
     log_contents        write prompts and answers to the log
     """
 
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    strict_model: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    parallel: int | None = None
-    queue: int = 16
-    max_body_bytes: int = 8 << 20
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    default_max_tokens: int = 2048
-    max_seconds: float = 600.0
-    request_seconds: float = 60.0
-    keep_alive_seconds: float = 75.0
-    ping_seconds: float = 15.0
-    drain_seconds: float = 30.0
-    allow_special_text: bool = False
-    log_contents: bool = False
+    name: str = option()
+    host: str = option(
+        default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+    )
+    port: int = option(
+        whole(0, 65535, "0 to 65535"),
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 takes a free one (default 8000)",
+    )
+    api_keys: tuple[str, ...] = option(default=())
+    strict_model: bool = option(
+        TRUTH,
+        default=False,
+        one_way=True,
+        help="refuse requests that name another model (default: the one model answers them)",
+    )
+    allowed_hosts: tuple[str, ...] = option(default=())
+    origins: tuple[str, ...] = option(default=())
+    parallel: int | None = option(
+        COUNT,
+        metavar="N",
+        help="answers at once, on the native forward (default: as memory holds, 1 with replicas)",
+    )
+    queue: int = option(
+        whole(0, accepted="0 or more"),
+        default=16,
+        metavar="N",
+        help="requests that may wait (default 16)",
+    )
+    max_body_bytes: int = option(
+        COUNT,
+        default=8 << 20,
+        metavar="N",
+        help="largest body of a request (default 8388608)",
+    )
+    max_prompt_tokens: int | None = option(
+        COUNT, metavar="N", help="longest prompt (default: the model's context)"
+    )
+    max_tokens: int | None = option(
+        COUNT, metavar="N", help="longest answer (default: the model's context)"
+    )
+    default_max_tokens: int = option(
+        COUNT,
+        default=2048,
+        metavar="N",
+        help="length of an answer where the request gives none (default 2048)",
+    )
+    max_seconds: float = option(
+        ABOVE_0, default=600.0, metavar="S", help="time for one answer (default 600)"
+    )
+    request_seconds: float = option(
+        ABOVE_0,
+        default=60.0,
+        metavar="S",
+        help="time for a client to send its request (default 60)",
+    )
+    keep_alive_seconds: float = option(
+        ABOVE_0,
+        default=75.0,
+        metavar="S",
+        help="time that a connection stays open after an answer (default 75)",
+    )
+    ping_seconds: float = option(ABOVE_0, default=15.0)
+    drain_seconds: float = option(
+        ABOVE_0,
+        default=30.0,
+        metavar="S",
+        help="time for answers under way when the server stops (default 30)",
+    )
+    allow_special_text: bool = option(
+        TRUTH,
+        default=False,
+        one_way=True,
+        help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
+    )
+    log_contents: bool = option(
+        TRUTH, default=False, one_way=True, help="write prompts and answers to the log"
+    )
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -70,21 +130,7 @@ class Settings:
         return ("localhost", self.host, *self.allowed_hosts)
 
     def __post_init__(self) -> None:
-        require("port", self.port, "0 to 65535", 0 <= self.port <= 65535)
-        require("parallel", self.parallel, "1 or more", self.parallel is None or self.parallel >= 1)
-        require("queue", self.queue, "0 or more", self.queue >= 0)
-        for field in ("max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens"):
-            value = getattr(self, field)
-            require(field, value, "1 or more", value is None or value >= 1)
-        for field in (
-            "max_seconds",
-            "request_seconds",
-            "keep_alive_seconds",
-            "ping_seconds",
-            "drain_seconds",
-        ):
-            value = getattr(self, field)
-            require(field, value, "above 0", 0 < value < math.inf)
+        super().__post_init__()
         for key in self.api_keys:
             fits = key != "" and all("!" <= char <= "~" for char in key)
             shown = "one with other characters" if key.strip() else "an empty one"
