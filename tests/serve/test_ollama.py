@@ -109,6 +109,7 @@ def test_what_it_says_of_the_model(own: Saying) -> None:
     client = own.server.client
     (model,) = client.get("/api/tags").json()["models"]
     assert (model["name"], model["details"]["family"]) == ("tiny", "llama")
+    assert model["size"] > 0
     (running,) = client.get("/api/ps").json()["models"]
     assert (running["name"], running["context_length"]) == ("tiny", 2048)
     shown = own.server.post({"model": "any"}, "/api/show").json()
