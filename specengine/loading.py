@@ -74,10 +74,39 @@ class Recipe:
     def load(self) -> Parts:
         return load(self.model, self.draft, self.policy, self.options)
 
-    @property
-    def again(self) -> bool:
-        """Return whether these parts can be loaded again: a Drafter was made for the model as it was."""
-        return not isinstance(self.draft, Drafter)
+
+@dataclass
+class ModelWatch:
+    """The models of an engine's target and draft, and the recipe to make both anew; None where they were brought along.
+
+    Models that were loaded here by name are watched too, but look for no changes of theirs.
+    """
+
+    models: tuple[LanguageModel, ...]
+    recipe: Recipe | None = None
+
+    def follow(self, tokenizer: Any) -> Parts | None:
+        """Return new parts where more than numbers was changed, or None.
+
+        tokenizer: of the engine, which new parts keep. UnsupportedModelError where the model has become one that cannot
+        be run, or there is no recipe that makes the parts again: a Drafter was made for the model as it was.
+        """
+        try:
+            for model in self.models:
+                model.require_same()
+        except UnsupportedModelError:
+            if self.recipe is None or isinstance(self.recipe.draft, Drafter):
+                raise
+            options = dataclasses.replace(self.recipe.options, tokenizer=tokenizer)
+            parts = dataclasses.replace(self.recipe, options=options).load()
+            self.models = parts.models
+            return parts
+        return None
+
+    def refresh(self) -> None:
+        """Have the models take in changed numbers."""
+        for model in self.models:
+            model.refresh()
 
 
 def _as_if_alone(run: Callable[P, T]) -> Callable[P, T]:

@@ -26,7 +26,8 @@ from tokenizers.trainers import BpeTrainer
 
 import specengine
 from specengine import Engine
-from specengine.models.native import NativeTarget, instruction_sets
+from specengine.models.extension import instruction_sets
+from specengine.models.native import NativeTarget
 
 PROMPT = "a tree of drafts"
 COMMAND = [sys.executable, "-P", "-m", "specengine"]

@@ -21,7 +21,7 @@ from typing import Any
 from bench import provenance
 from bench.cpu.peer import Peer
 from specengine.checkpoints import embedded
-from specengine.models.native import VARIABLE, instruction_sets
+from specengine.models.extension import VARIABLE, instruction_sets
 
 SCRIPT = Path(__file__).with_name("engine.py")
 ROWS = (1, 2, 4, 8, 16, 32, 64)

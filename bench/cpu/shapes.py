@@ -31,10 +31,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from bench import provenance
 from bench.cpu.forwards import in_bursts, ratio, tree
 from bench.random_gguf import OF_EMBEDDINGS, SMALL, blocks
-from specengine.models.configs import family_of
+from specengine.models.configs import family_of, layer_template
 from specengine.models.extension import thread_count
 from specengine.models.native import NativeLM, NativeTarget
-from specengine.models.weights import Source, Weight, layer_template
+from specengine.models.weights import Source, Weight
 
 ROWS = (1, 2, 4, 8, 16)
 KINDS = ("int8", "q4_0", "q8_0")

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
-from specengine.models.configs import empty_model, family_of
-from specengine.models.weights import Source, Weight, layer_template, upright, with_buffers
+from specengine.models.configs import empty_model, family_of, layer_template, with_buffers
+from specengine.models.weights import Source, Weight, upright
 
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
 

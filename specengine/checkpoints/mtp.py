@@ -21,7 +21,7 @@ from specengine.checkpoints.safetensors_file import WEIGHT_FILES, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
-from specengine.models.configs import family_of
+from specengine.models.configs import family_of, layer_template, with_buffers
 from specengine.models.kv_cache import CachedTarget, LanguageModel
 from specengine.models.mtp import (
     MtpHead,
@@ -34,7 +34,6 @@ from specengine.models.mtp import (
     parts_in,
 )
 from specengine.models.native import NativeLM
-from specengine.models.weights import layer_template, with_buffers
 
 _OUTSIDE = {  # of a head's block, by their names in GGUF files
     "fc.weight": "nextn.eh_proj.weight",

@@ -46,7 +46,6 @@ from specengine.errors import (
     shown,
 )
 from specengine.files import read_object
-from specengine.models import native
 from specengine.models.configs import (
     NO_MEMORY,
     auto_class,
@@ -56,9 +55,9 @@ from specengine.models.configs import (
     unsupported,
     why,
 )
-from specengine.models.extension import NOT_BUILT
+from specengine.models.extension import NOT_BUILT, instruction_sets
 from specengine.models.mtp import parts_in
-from specengine.models.native import NativeLM
+from specengine.models.native import NativeLM, from_model
 from specengine.models.tensor_parallel import splitting
 from specengine.models.weights import Source
 from specengine.request.readers import FILLERS
@@ -145,7 +144,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
         "it runs on a CPU alone": not on_cpu,
         "graphs are made of the model's own modules": bool(options.graphs),
         "pack= is an option of the Hugging Face backend": options.pack is not None,
-        NOT_BUILT: not native.instruction_sets(),
+        NOT_BUILT: not instruction_sets(),
         f"dtype {options.dtype} is neither bfloat16 nor float32": options.dtype == torch.float16,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -159,7 +158,7 @@ def _native(
         if not short:
             refuse_short(model.config)
         name = model.config.name_or_path
-        lm = native.from_model(model, quantize=options.quantize, numerics=options.numerics)
+        lm = from_model(model, quantize=options.quantize, numerics=options.numerics)
         return lm, tokenizer or (_tokenizer(name, options) if name else None)
     opened = open_native(
         model,

@@ -26,9 +26,9 @@ from specengine.drafters import Drafter
 from specengine.engine import Engine, parallel_of
 from specengine.errors import InputError
 from specengine.models.eagle import head_from, require_fit, with_appended_tokens
-from specengine.models.extension import NOT_BUILT
+from specengine.models.extension import NOT_BUILT, instruction_sets
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.native import NativeTarget, instruction_sets
+from specengine.models.native import NativeTarget
 from specengine.policies import TreePolicy
 
 # Prompts for the target: a head's agreement is measured on the target's own text.

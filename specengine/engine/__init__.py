@@ -23,7 +23,6 @@ from specengine.engine.generation import (
     run_cycles,
     score,
 )
-from specengine.engine.model_watch import ModelWatch
 from specengine.engine.pool import Pool, parallel_of
 from specengine.engine.scheduler import Client, GivenUpError, SteppedAnswer, Ticket
 from specengine.engine.streams import AsyncTextGeneration, Streams
@@ -83,7 +82,7 @@ class Engine:
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
         self.pool: Pool | None = None  # that it belongs to
         self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
-        self.watch = ModelWatch(
+        self.watch = loading.ModelWatch(
             tuple(
                 model
                 for part in (target, drafter)
@@ -148,7 +147,7 @@ class Engine:
         recipe = loading.Recipe(model, draft, policy, chosen)
         parts = recipe.load()
         self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
-        self.watch = ModelWatch(parts.models, recipe)
+        self.watch = loading.ModelWatch(parts.models, recipe)
         self.notes = parts.notes
         self.ring = getattr(
             None if parts.drafter is None else innermost(parts.drafter), "learnt", None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specengine.models.families import stated as stated
 # Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
+_BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
 UNMASKED = (
@@ -276,3 +278,108 @@ def fixed_context(config: Any) -> str:
         and not getattr(config, "alibi", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+# ---- models of few layers, without weights
+
+
+def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
+    """Return the layers without which a layer cannot run, and itself: one whose keys and values it reads."""
+    reads = family_of(config).places(config)[number].reads
+    return (number,) if reads is None else (reads, number)
+
+
+def of_few_layers(
+    config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]
+) -> PretrainedConfig:
+    """Return the config of these layers alone, with a vocabulary of so many tokens."""
+    family, given, lists = family_of(config), config.to_dict(), {}
+    for name in _BY_LAYER:
+        # without lists that a config makes of other fields
+        if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
+            lists[name] = [kinds[number] for number in numbers]
+    sizes: dict[str, Any] = {
+        family.fields.layers: len(numbers),
+        family.fields.vocabulary: vocabulary,
+    }
+    sizes |= lists | family.alone(config, numbers[-1])
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if (by_layer := given.get("per_layer_config")) is not None:
+        sizes["per_layer_config"] = {
+            i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)
+        }
+    found = type(config).from_dict(given | sizes | ids)
+    for name, kinds in lists.items():  # of which some classes make others
+        setattr(found, name, kinds)
+    return found
+
+
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what checkpoints hold of a model: parameters, and the buffers that are kept with them."""
+    yield from model.named_parameters()
+    for above, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield f"{above}.{name}" if above else name, buffer
+
+
+def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
+    filled_by_decoder = False
+    for module in model.modules():
+        lacking = {
+            key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta
+        }
+        if not lacking:
+            continue
+        if hasattr(module, "layer_idx"):  # of a layer
+            filled_by_decoder = True
+            fresh = {key: torch.empty_like(buffer, device="cpu") for key, buffer in lacking.items()}
+        else:
+            with torch.device("cpu"):
+                factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
+                made = (
+                    type(module)(config=model.config)
+                    if factor is None
+                    else type(module)(1, 1, None, factor)
+                )
+            fresh = dict(made.named_buffers(recurse=False))
+        for key, buffer in fresh.items():
+            setattr(module, key, buffer)
+    if filled_by_decoder:
+        model._init_weights(model.get_decoder())  # noqa: SLF001
+    return model
+
+
+def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
+    family, own = family_of(config), family_of(config).own_inputs(config)
+    kinds, axes = kinds_of_layers(config), {} if own is None else own.axes
+    layers, tied = family.layers.transformers, config.tie_word_embeddings
+    shapes: dict[str, tuple[int, ...]] = {}
+    for kind in dict.fromkeys(kinds):
+        needed = layers_for(config, kinds.index(kind))
+        small = of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        last = f"{layers}.{len(needed) - 1}."
+        for name, weight in stored_tensors(empty_model(small, torch.float32)):
+            if name.startswith(last):
+                inside = name.removeprefix(last)
+                every = [f"{layers}.{number}.{inside}" for number in numbers]
+                shapes |= dict.fromkeys(every, tuple(weight.shape))
+            elif not (
+                name.startswith(f"{layers}.")
+                or (tied and name == f"{family.head.transformers}.weight")
+            ):
+                shape = list(weight.shape)
+                if name in axes:
+                    shape[axes[name]] = shape[axes[name]] // len(needed) * len(kinds)
+                shapes[name] = tuple(shape)
+    return shapes
+
+
+def kinds_of_layers(config: PretrainedConfig) -> list[Any]:
+    """Return values for layers that are equal where these have the same blocks, sizes and places."""
+    family = family_of(config)
+    shapes = [family.shape_at(config, number) for number in range(family.shape(config).layers)]
+    return list(zip(family.layers_of(config), family.places(config), shapes, strict=True))

@@ -1,17 +1,32 @@
-"""The compiled forward for CPUs, specengine._cpu, where it is built from these sources, and the threads it runs on."""
+"""The compiled forward for CPUs, specengine._cpu: its instruction sets, its numerics and the threads it runs on."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specengine.errors import BackendError
+from specengine.errors import BackendError, InputError, require
 
 INTERFACE = 18  # as in csrc/cpu_binding.cpp
+VARIABLE = "SPECENGINE_CPU"
+WITH_PAIRS = (
+    "amx",
+    "avx512bf16",
+)  # these multiply bfloat16; for float32 weights the plain vectors serve
+INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
+_ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of floats, or of integers, alone
+    "amx": ("avx512vnni", "avx512"),
+    "avx512bf16": ("avx512vnni", "avx512"),
+    "avx512vnni": ("avx512",),
+    "avxvnni": ("avx2",),
+    "portable": ("neon",),
+    "neon": ("portable",),
+}
 try:
     _extension: Any = importlib.import_module("specengine._cpu")
 except ImportError:  # no compiler was there at installation
@@ -34,6 +49,77 @@ def extension() -> Any:
     if _extension is None:
         raise BackendError(f"native: {NOT_BUILT}")
     return _extension
+
+
+def instruction_sets(numerics: str = "bfloat16") -> list[str]:
+    """List the instruction sets that were built and that this CPU runs, fastest first; empty without the extension.
+
+    numerics: integer, or any other for products of floats
+    """
+    return list(extension().instruction_sets(table_of(numerics))) if is_built() else []
+
+
+def instruction_set(numerics: str) -> str:
+    """Return the instruction set for products in `numerics`. Raises BackendError if there is none, or not the one set.
+
+    SPECENGINE_CPU names a CPU by one of its sets. Where that has no such products, another set of such a CPU has them.
+    """
+    usable, asked = list(extension().instruction_sets(table_of(numerics))), os.environ.get(VARIABLE)
+    known = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
+    if asked and asked not in known:
+        raise BackendError(f"{VARIABLE}: got {asked!r}, accepted on this CPU: {', '.join(known)}")
+    if numerics == "float32":
+        usable = [name for name in usable if name not in WITH_PAIRS]
+    if not usable:
+        raise BackendError(f"native: this build has no {numerics} products for this CPU")
+    wanted = (asked, *_ALSO_THERE.get(asked, ())) if asked else ()
+    return next((name for name in wanted if name in usable), usable[0])
+
+
+def table_of(numerics: str) -> str:
+    """Return the extension's name for a table of functions; the one for bfloat16 also multiplies float32 weights."""
+    return "integer" if numerics == "integer" else "bfloat16"
+
+
+def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
+    """Return how products are computed: integer, or the name of the model's dtype.
+
+    asked: that, or auto; whole: whether there are weights that integers can stand for. InputError for what is not to be
+    had. By default the instruction set alone decides, no timing, so that a machine's answers stay the same.
+    """
+    floats = str(dtype).removeprefix("torch.")
+    if asked == "auto":
+        # AMX's tiles give bfloat16 16 rows for one; portable C++ on x86 emulates fused multiply-adds
+        is_faster = (
+            whole
+            and bool(instruction_sets("integer"))
+            and instruction_set("bfloat16") != "amx"
+            and instruction_set("integer") != "portable"
+        )
+        return "integer" if is_faster else floats
+    if asked == "integer" and not whole:
+        raise InputError(
+            f"numerics: got integer for weights in {floats}, accepted with packed blocks of a GGUF file (dtype auto or "
+            "bfloat16), or with quantize='int8'"
+        )
+    require(
+        "numerics",
+        f"{asked!r} for a model in {floats}",
+        f"auto, {floats} or integer",
+        asked in (floats, "integer"),
+    )
+    return asked
+
+
+def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
+    """Map the storage types of matrices to the kinds they are packed as."""
+    prefix = INTEGER if numerics == "integer" else ""
+    kinds = {"f32": "f32", "bf16": "bf16"} | {
+        kind.removeprefix(prefix): kind
+        for kind in extension().formats()
+        if kind.startswith(INTEGER) == bool(prefix)
+    }
+    return dict.fromkeys(("f32", "bf16"), kinds["i8"]) if quantize else kinds
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from specengine.models.configs import stored_tensors
 from specengine.models.extension import extension, is_built, is_plain, thread_count
 from specengine.models.twins import RECORDING, evaluating
-from specengine.models.weights import Source, states_of, stored_tensors
+from specengine.models.weights import Source, states_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that change no answer of a twin, which is in evaluation mode and has an attention of its own.

@@ -17,17 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specengine import ops
 from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, lower_right
-from specengine.models.configs import NO_MEMORY, empty_model, family_of
+from specengine.models.configs import NO_MEMORY, empty_model, family_of, of_few_layers, with_buffers
 from specengine.models.eagle import DraftHead, reader_of_states
 from specengine.models.huggingface import _PaddedSlabView, _ShapeRecorder, _SlabView
 from specengine.models.kv_cache import KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
-from specengine.models.weights import (
-    TINY_VOCABULARY,
-    Source,
-    of_few_layers,
-    with_buffers,
-)
+from specengine.models.weights import TINY_VOCABULARY, Source
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 _OWN = re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)")

@@ -10,10 +10,9 @@ import copy
 import functools
 import itertools
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,22 +20,29 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specengine.errors import BackendError, InputError, UnsupportedModelError, require
+from specengine.errors import UnsupportedModelError, require
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
-from specengine.models.configs import activation_of, context_limit, empty_model, family_of, shape_of
-from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
-from specengine.models.extension import extension, is_built, is_plain, team, thread_count
-from specengine.models.families import (
-    CONVOLUTIONS,
-    GATED_NORM,
-    ROUTER_NORM,
-    Factors,
-    Latent,
-    Mamba2,
-    Shape,
+from specengine.models.configs import (
+    context_limit,
+    empty_model,
+    family_of,
+    kinds_of_layers,
+    shape_of,
 )
+from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
+from specengine.models.extension import (
+    extension,
+    instruction_set,
+    is_plain,
+    kinds_of,
+    numerics_of,
+    table_of,
+    team,
+    thread_count,
+)
+from specengine.models.families import Shape
 from specengine.models.huggingface import refuse_others, refuse_unsupported
 from specengine.models.kv_cache import (
     CachedTarget,
@@ -53,52 +59,23 @@ from specengine.models.weights import (
     KIND_OF,
     TINY_VOCABULARY,
     FirstLayer,
+    PackedModel,
     Source,
     Weight,
-    kinds_of_layers,
-    layer_template,
+    add_weight,
 )
 from specengine.ops.tree import TokenTree
 
-VARIABLE = "SPECENGINE_CPU"
-_UNROUNDED = (
-    ".router.weight",
-    ".shared.gate.weight",
-)  # matrices that are few numbers, on which much hangs
 PREFILL_ROWS = (
     512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 )
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
-PACKED_ROWS = (
-    1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
-)
-WITH_PAIRS = (
-    "amx",
-    "avx512bf16",
-)  # these multiply bfloat16; for float32 weights the plain vectors serve
-_INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
-_ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of floats, or of integers, alone
-    "amx": ("avx512vnni", "avx512"),
-    "avx512bf16": ("avx512vnni", "avx512"),
-    "avx512vnni": ("avx512",),
-    "avxvnni": ("avx2",),
-    "portable": ("neon",),
-    "neon": ("portable",),
-}
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
 # layer, and behind all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
 # than another rotary base would in some models: beside these limits the first layer is tried in float32.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
 TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
-_NUMBERS = (
-    "scores",
-    "embedding",
-    "residual",
-    "divisor",
-    "cap",
-    "own",
-)  # of factors, as csrc/cpu_binding.cpp has them
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
 # Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
@@ -113,80 +90,6 @@ _WITHOUT_EFFECT = {
     "in_features",
     "out_features",
 }
-
-
-def instruction_sets(numerics: str = "bfloat16") -> list[str]:
-    """List the instruction sets that were built and that this CPU runs, fastest first; empty without the extension.
-
-    numerics: integer, or any other for products of floats
-    """
-    return list(extension().instruction_sets(_table(numerics))) if is_built() else []
-
-
-def instruction_set(numerics: str) -> str:
-    """Return the instruction set for products in `numerics`. Raises BackendError if there is none, or not the one set.
-
-    SPECENGINE_CPU names a CPU by one of its sets. Where that has no such products, another set of such a CPU has them.
-    """
-    usable, asked = list(extension().instruction_sets(_table(numerics))), os.environ.get(VARIABLE)
-    known = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
-    if asked and asked not in known:
-        raise BackendError(f"{VARIABLE}: got {asked!r}, accepted on this CPU: {', '.join(known)}")
-    if numerics == "float32":
-        usable = [name for name in usable if name not in WITH_PAIRS]
-    if not usable:
-        raise BackendError(f"native: this build has no {numerics} products for this CPU")
-    wanted = (asked, *_ALSO_THERE.get(asked, ())) if asked else ()
-    return next((name for name in wanted if name in usable), usable[0])
-
-
-def _table(numerics: str) -> str:
-    """Return the extension's name for a table of functions; the one for bfloat16 also multiplies float32 weights."""
-    return "integer" if numerics == "integer" else "bfloat16"
-
-
-def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
-    """Return how products are computed: integer, or the name of the model's dtype.
-
-    asked: that, or auto; whole: whether there are weights that integers can stand for. InputError for what is not to be
-    had. By default the instruction set alone decides, no timing, so that a machine's answers stay the same.
-    """
-    floats = str(dtype).removeprefix("torch.")
-    if asked == "auto":
-        return "integer" if whole and _multiplies_integers_faster() else floats
-    if asked == "integer" and not whole:
-        raise InputError(
-            f"numerics: got integer for weights in {floats}, accepted with packed blocks of a GGUF file (dtype auto or "
-            "bfloat16), or with quantize='int8'"
-        )
-    accepted = f"auto, {floats} or integer"
-    require(
-        "numerics", f"{asked!r} for a model in {floats}", accepted, asked in (floats, "integer")
-    )
-    return asked
-
-
-def _multiplies_integers_faster() -> bool:
-    """Return whether integer products are faster, on this CPU or with the instruction set in SPECENGINE_CPU.
-
-    They are not with AMX, whose tiles give bfloat16 16 rows for one, nor in portable C++ on x86, where fused
-    multiply-adds are emulated.
-    """
-    has_products = bool(instruction_sets("integer"))
-    return (
-        has_products
-        and instruction_set("bfloat16") != "amx"
-        and instruction_set("integer") != "portable"
-    )
-
-
-def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
-    """Map the storage types of matrices to the kinds they are packed as."""
-    found, prefix = {"f32": "f32", "bf16": "bf16"}, _INTEGER if numerics == "integer" else ""
-    for kind in extension().formats():
-        if kind.startswith(_INTEGER) == bool(prefix):
-            found[kind.removeprefix(prefix)] = kind
-    return dict.fromkeys(("f32", "bf16"), found["i8"]) if quantize else found
 
 
 class NativeLM:
@@ -253,14 +156,14 @@ class NativeLM:
 
     @property
     def weight_bytes(self) -> int:
-        return int(self._weights.bytes)
+        return int(self._packing.weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
         family = family_of(self.config)
-        (kind, layers), *others = self._keeps.items()
+        (kind, layers), *others = self._packing.keeps.items()
         if others:
             return UnevenCache(
-                [(count, *heads) for heads, count in self._keeps.items()],
+                [(count, *heads) for heads, count in self._packing.keeps.items()],
                 capacity,
                 dtype=self.dtype,
             )
@@ -325,36 +228,29 @@ class NativeLM:
         logits: Logits = "last",
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run and commit `tokens`. Returns logits of the last token or of all, and features of all."""
-        found, states = [], []
+        rated: list[Tensor] = []
+        states: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(
-                tokens[first : first + PREFILL_ROWS], dtype=torch.int64, device="cpu"
+            piece = self.rows_of(tokens[first : first + PREFILL_ROWS], cache, features)
+            rows = len(piece.tokens)
+            count = {"all": rows, "last": first + rows == len(tokens), "none": 0}[logits]
+            rated.append(
+                torch.empty(int(count), self.vocab_size, dtype=torch.float32, device="cpu")
             )
-            rows, length = len(piece), cache.length
-            cache.reserve(length + rows)
-            rated = {"all": rows, "last": first + rows == len(tokens), "none": 0}[logits]
-            found.append(
-                torch.empty(int(rated), self.vocab_size, dtype=torch.float32, device="cpu")
+            after = self.run(
+                piece.tokens,
+                piece.positions,
+                cache,
+                piece.seen,
+                features=features,
+                logits=rated[-1] if count else None,
             )
-            positions = torch.arange(length, length + rows, dtype=torch.int64, device="cpu")
-            wanted = found[-1] if rated else None
-            states.append(
-                self.run(
-                    piece,
-                    positions,
-                    cache,
-                    (length, length, None),
-                    features=features,
-                    logits=wanted,
-                )
-            )
-            cache.length = length + rows
-        seen = (
-            torch.cat([part for part in states if part is not None])
-            if features and states
-            else None
+            states += [] if after is None else [after]
+            cache.length += rows
+        return (
+            torch.cat(rated) if rated and logits != "none" else None,
+            torch.cat(states) if states else None,
         )
-        return torch.cat(found) if found and logits != "none" else None, seen
 
     def forward(
         self,
@@ -370,9 +266,13 @@ class NativeLM:
             live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu"
         )
         seen = int(rows.slot), int(rows.prefix), rows.words[:live]
-        rated = logits if live else None
         states = self.run(
-            rows.tokens[:live], rows.positions[:live], cache, seen, features=features, logits=rated
+            rows.tokens[:live],
+            rows.positions[:live],
+            cache,
+            seen,
+            features=features,
+            logits=logits if live else None,
         )
         return logits, states
 
@@ -528,212 +428,17 @@ class NativeLM:
         """Pack the source's weights and try them; after a failure nothing counts as packed."""
         self._state: Any = None
         state = self.source.state
-        self._pack()
+        self._packing = PackedModel(
+            self.source,
+            self.shape,
+            numerics=self.numerics,
+            instruction_set=self.instruction_set,
+            quantize=self.quantize,
+        )
+        self.decoder = self._packing.decoder
+        self.stored = self._packing.stored
         self._check(self._checked_in_float32() if self._rounds or self._amplifies else self.source)
         self._state = state
-
-    def _pack(self) -> None:
-        wanted, family = self._wanted(), family_of(self.config)
-        shape, places, factors = self.shape, family.places(self.config), self._factors
-        at = [family.shape_at(self.config, number) for number in range(shape.layers)]
-        self._keeps = family.keeps(self.config) or {(shape.kv_heads, shape.head_dim): 0}
-        ropes = {
-            place.rope: self._rope(place.rope, one.head_dim)
-            for place, one in zip(places, at, strict=True)
-            if place.rope is not None
-        }
-        turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
-        parts, orders = _parts_of(self.config, wanted), family.orders(self.config)
-        self._weights = extension().Weights(thread_count())
-        kinds = kinds_of(self.numerics, quantize=self.quantize is not None)
-        kept = [
-            add_weight(self._weights, self._packed(part, turned), kinds)
-            for weight in self.source.weights(blocks=kinds)
-            if weight.name in wanted
-            for part in self._in_order(
-                self._as_it_is_read(weight, parts[weight.name]),
-                orders.get(weight.name.rpartition(".")[0]),
-            ).parts(parts[weight.name])
-        ]
-        self.stored = ", ".join(
-            dict.fromkeys(kind for kind in kept if kind)
-        )  # what the matrices are kept as
-        self._add_value_norms(at)
-        self._add_factors()
-        keys = list(ropes)
-        sizes = [
-            shape.layers,
-            shape.hidden,
-            shape.vocabulary,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-        ]
-        self.decoder = extension().Decoder(
-            self.instruction_set,
-            _table(self.numerics),
-            sizes,
-            activation_of(self.config),
-            [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
-            self._weights,
-            list(ropes.values()),
-            [
-                (-1 if place.rope is None else keys.index(place.rope), place.window or 0)
-                for place in places
-            ],
-            self._routing(),
-            family.recurrence(self.config),
-            [
-                (one.kv_heads, one.head_dim, -1 if place.reads is None else place.reads)
-                for place, one in zip(places, at, strict=True)
-            ],
-            self._traits(),
-        )
-
-    def _traits(self) -> dict[str, list[float]]:
-        """Return what few families have, as csrc/cpu_binding.cpp lists it."""
-        family = family_of(self.config)
-        queries = family.attention.query_factors(self.config)
-        attention = family.attention_of(self.config)
-        found: dict[str, list[float]] = (
-            {"latent": attention.sizes} if isinstance(attention, Latent) else {}
-        )
-        found |= {} if queries is None else {"query factors": [queries.every, *queries.factors]}
-        named = {"layer norms": family.layer_norms, "parallel": family.parallel(self.config)}
-        mixer = family.mixer(self.config)
-        named |= {"gated last": isinstance(mixer, Mamba2) and mixer.gated_last}
-        return found | {name: [] for name, holds in named.items() if holds}
-
-    def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
-        """Add weights of one for values that are normed by none."""
-        for number, layer in enumerate(family_of(self.config).layers_of(self.config)):
-            if (own := layer.attention) is not None and own.v_normed and own.reads is None:
-                ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
-                self._weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
-
-    def _add_factors(self) -> None:
-        """Add what the outputs of modules are multiplied by."""
-        for name, scaled in family_of(self.config).scaled(self.config).items():
-            factor = torch.tensor(
-                [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
-            )
-            for number in range(self.shape.layers):
-                self._weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
-
-    def _routing(self) -> tuple[str, list[int], list[float]]:
-        routing = family_of(self.config).routing(self.config)
-        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
-        return routing.scores, counts, [routing.least, routing.factor]
-
-    def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
-        """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""
-        if not any(part.endswith(_UNROUNDED) for part in parts):
-            return weight
-        numbers = self.source.tensor(weight.name)
-        return Weight.of(
-            weight.name, numbers.bfloat16() if self.instruction_set in WITH_PAIRS else numbers
-        )
-
-    @property
-    def _factors(self) -> Factors:
-        """The family's factors, in the dtype that transformers' modules multiply in."""
-        factors = family_of(self.config).factors(self.config)
-        if not factors.in_module:
-            return factors
-        embedding, own = (
-            float(torch.tensor(factor, dtype=self.dtype, device="cpu"))
-            for factor in (factors.embedding, factors.own)
-        )
-        return factors._replace(embedding=embedding, own=own)
-
-    def _rope(self, key: str, head_dim: int) -> tuple[list[float], float]:
-        """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
-        frequencies, scale = self.source.rope(key)
-        family = family_of(self.config)
-        count, whole = len(frequencies), family.attention_of(self.config).turnable(head_dim) // 2
-        if count != whole and not (family.attention.partial and 0 < count < whole):
-            raise UnsupportedModelError(
-                f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
-            )
-        return frequencies.tolist(), scale
-
-    def _packed(self, weight: Weight, turned: int) -> Weight:
-        """Return a weight as csrc/cpu has it.
-
-        Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
-        """
-        module, _, kind = weight.name.rpartition(".")
-        if module.endswith(CONVOLUTIONS):  # by taps
-            count, mixer = weight.shape[0], family_of(self.config).mixer(self.config)
-            taps = weight.rows(0, count).float().reshape(count, -1)
-            if kind == "weight" and mixer is not None and (factors := mixer.convolved(self.shape)):
-                taps = taps * torch.tensor(factors, dtype=torch.float32, device="cpu")[:, None]
-            return Weight.of(weight.name, taps.T.flatten())
-        scaled = family_of(self.config).scaled(self.config).get(module.split(".", 3)[-1])
-        if scaled is not None and kind == "bias":  # which both factors multiply in csrc/cpu
-            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() / scaled.inputs)
-        norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
-        if family_of(self.config).one_is_zero and norm:
-            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
-        if weight.name.endswith(f".{ROUTER_NORM}"):
-            return Weight.of(
-                weight.name, weight.rows(0, weight.shape[0]).float() * self.shape.hidden**-0.5
-            )
-        if ".k_b." in module:  # of queries it makes such over latents
-            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
-        attention = family_of(self.config).attention_of(self.config)
-        head = (
-            attention.turned_rows(module.rpartition(".")[2], self.shape)
-            if ".self_attn." in module
-            else None
-        )
-        if head is None or not attention.neighbours:
-            return weight
-        size, first = head
-        rows = (
-            torch.arange(weight.shape[0], dtype=torch.int32, device="cpu")
-            if weight.order is None
-            else weight.order
-        )
-        heads, behind = rows.view(-1, size), first + turned
-        pairs = heads[:, first:behind].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
-        return weight._replace(
-            order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten()
-        )
-
-    def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
-        """Return a weight with its rows in the order of its parts, which a file may have by head."""
-        if rows is None:
-            return weight
-        order = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        order = order if weight.order is None else weight.order.long()[order]
-        whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
-        own = (
-            (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
-        )  # blocks are bytes
-        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
-
-    def _wanted(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
-        wanted, stored = layer_template(self.config), self.source.shapes()
-        if self.config.tie_word_embeddings and stored.pop(
-            f"{family_of(self.config).head.transformers}.weight", None
-        ):
-            refuse_own_head(self.source)
-        differing = [
-            name
-            for name in sorted(wanted.keys() | stored.keys())
-            if wanted.get(name) != stored.get(name)
-        ]
-        differing = [name for name in differing if not name.endswith("rotary_emb.inv_freq")]
-        if differing:
-            shown = ", ".join(
-                f"{name} {stored.get(name)}, not {wanted.get(name)}" for name in differing[:4]
-            )
-            raise UnsupportedModelError(
-                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
-            )
-        return wanted
 
     @property
     def _rounds(self) -> bool:
@@ -872,61 +577,6 @@ def refuse_hooks(model: PreTrainedModel) -> None:
             )
 
 
-def refuse_own_head(source: Source) -> None:
-    """Raise UnsupportedModelError if the config ties the head to the embeddings and their weights differ."""
-    family = family_of(source.config)
-    head, embedding = (
-        f"{family.head.transformers}.weight",
-        f"{family.embedding.transformers}.weight",
-    )
-    if embedding not in source.shapes():
-        raise UnsupportedModelError(
-            "native: it stores lm_head without the embeddings that the config ties it to"
-        )
-    if not torch.equal(source.tensor(head), source.tensor(embedding)):
-        raise UnsupportedModelError(
-            "native: lm_head has weights of its own, and the config ties it to the embeddings"
-        )
-
-
-def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Map each tensor to native parts and their rows. Raises UnsupportedModelError if a tensor belongs to no block."""
-    modules: dict[str, dict[str, int]] = {}
-    for part in family_of(config).parts(config):
-        modules.setdefault(part.name.transformers, {})[part.native] = part.size
-    found: dict[str, dict[str, int]] = {}
-    for name in names:
-        module, _, kind = name.rpartition(".")
-        if name in modules:
-            found[name] = modules[name]
-            continue
-        if module not in modules:
-            raise UnsupportedModelError(
-                f"native: {name} is in none of the blocks that {config.model_type} has"
-            )
-        found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
-    return found
-
-
-def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
-    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
-    count = weight.shape[0]
-    if len(weight.shape) == 1:
-        values = weight.rows(0, count).float().contiguous()
-        if weight.order is not None:
-            values = values[weight.order.long()]
-        weights.add_vector(weight.name, values)
-        return ""
-    kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
-    data = weight.kind if weight.kind in ("f32", "bf16") else kind
-    weights.add_matrix(weight.name, kind, *weight.shape)
-    step = count if weight.order is not None else PACKED_ROWS
-    for first in range(0, count, step):
-        rows = weight.rows(first, min(first + step, count))
-        weights.pack(weight.name, data, first, rows, weight.order)
-    return kind.removeprefix(_INTEGER)
-
-
 def from_model(
     model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto"
 ) -> NativeLM:
@@ -1003,12 +653,12 @@ class NativeHead(DraftHead):
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            config.sliding_window,
         ]
-        sizes.append(config.sliding_window)
         flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
             target.instruction_set,
-            _table(target.numerics),
+            table_of(target.numerics),
             sizes,
             flags,
             config.rms_norm_eps,

@@ -1,22 +1,64 @@
-"""The weights of a native model, one tensor at a time, so that packing needs no second copy."""
+"""The weights of a native model: read one tensor at a time, and packed, so that no second copy is made."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from specengine.models.configs import empty_model, family_of, rope_of
+from specengine.errors import UnsupportedModelError
+from specengine.models.configs import (
+    activation_of,
+    empty_model,
+    family_of,
+    layer_template,
+    layers_for,
+    of_few_layers,
+    rope_of,
+    stored_tensors,
+    with_buffers,
+)
+from specengine.models.extension import (
+    INTEGER,
+    WITH_PAIRS,
+    extension,
+    kinds_of,
+    table_of,
+    thread_count,
+)
+from specengine.models.families import (
+    CONVOLUTIONS,
+    GATED_NORM,
+    ROUTER_NORM,
+    Factors,
+    Latent,
+    Mamba2,
+    Shape,
+)
 
-_BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
 VECTORS = (".bias", ".choice")  # the ends of names of vectors in csrc/cpu
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_UNROUNDED = (
+    ".router.weight",
+    ".shared.gate.weight",
+)  # matrices that are few numbers, on which much hangs
+PACKED_ROWS = (
+    1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
+)
+_NUMBERS = (
+    "scores",
+    "embedding",
+    "residual",
+    "divisor",
+    "cap",
+    "own",
+)  # of factors, as csrc/cpu_binding.cpp has them
 
 
 class Weight(NamedTuple):
@@ -137,7 +179,7 @@ class Source(ABC):
     def model(self) -> PreTrainedModel:
         """Return the whole model as transformers runs it, in `dtype`."""
 
-    @cached_property
+    @functools.cached_property
     def generation_config(self) -> GenerationConfig:
         """The model's own defaults."""
         return GenerationConfig.from_model_config(self.config)
@@ -227,37 +269,6 @@ def _first_layers(source: Source) -> PreTrainedModel:
     return with_buffers(model).eval()
 
 
-def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
-    """Return the layers without which a layer cannot run, and itself: one whose keys and values it reads."""
-    reads = family_of(config).places(config)[number].reads
-    return (number,) if reads is None else (reads, number)
-
-
-def of_few_layers(
-    config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]
-) -> PretrainedConfig:
-    """Return the config of these layers alone, with a vocabulary of so many tokens."""
-    family, given, lists = family_of(config), config.to_dict(), {}
-    for name in _BY_LAYER:
-        # without lists that a config makes of other fields
-        if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
-            lists[name] = [kinds[number] for number in numbers]
-    sizes: dict[str, Any] = {
-        family.fields.layers: len(numbers),
-        family.fields.vocabulary: vocabulary,
-    }
-    sizes |= lists | family.alone(config, numbers[-1])
-    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if (by_layer := given.get("per_layer_config")) is not None:
-        sizes["per_layer_config"] = {
-            i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)
-        }
-    found = type(config).from_dict(given | sizes | ids)
-    for name, kinds in lists.items():  # of which some classes make others
-        setattr(found, name, kinds)
-    return found
-
-
 class FirstLayer(Source):
     """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
@@ -336,72 +347,283 @@ class FirstLayer(Source):
         return super().rope(key) if self._source.own_modules else self._source.rope(key)
 
 
-def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what checkpoints hold of a model: parameters, and the buffers that are kept with them."""
-    yield from model.named_parameters()
-    for above, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
-                yield f"{above}.{name}" if above else name, buffer
+class PackedModel:
+    """Pack the weights of `source`, and make the decoder that runs them.
 
+    weights, decoder  the extension's
+    stored            kinds that matrices are packed as, in words
+    keeps             number of layers by their KV heads and the size of these
 
-def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with what no checkpoint holds made outside the meta device: rotary frequencies, factors."""
-    filled_by_decoder = False
-    for module in model.modules():
-        lacking = {
-            key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta
+    UnsupportedModelError if a tensor belongs to no block of the family, or has another shape.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        shape: Shape,
+        *,
+        numerics: str,
+        instruction_set: str,
+        quantize: str | None,
+    ) -> None:
+        self.source = source
+        self.config = source.config
+        self.shape = shape
+        self.family = family_of(self.config)
+        self.instruction_set = instruction_set
+        shapes = self._shapes()
+        family = self.family
+        places = family.places(self.config)
+        factors = self._factors()
+        at = [family.shape_at(self.config, number) for number in range(shape.layers)]
+        self.keeps = family.keeps(self.config) or {(shape.kv_heads, shape.head_dim): 0}
+        ropes = {
+            place.rope: self._rope(place.rope, one.head_dim)
+            for place, one in zip(places, at, strict=True)
+            if place.rope is not None
         }
-        if not lacking:
+        turned = next((2 * len(frequencies) for frequencies, _ in ropes.values()), 0)
+        parts, orders = _parts_of(self.config, shapes), family.orders(self.config)
+        self.weights = extension().Weights(thread_count())
+        kinds = kinds_of(numerics, quantize=quantize is not None)
+        kinds_packed = [
+            add_weight(self.weights, self._packed(part, turned), kinds)
+            for weight in self.source.weights(blocks=kinds)
+            if weight.name in shapes
+            for part in self._in_order(
+                self._as_it_is_read(weight, parts[weight.name]),
+                orders.get(weight.name.rpartition(".")[0]),
+            ).parts(parts[weight.name])
+        ]
+        self.stored = ", ".join(dict.fromkeys(kind for kind in kinds_packed if kind))
+        self._add_value_norms(at)
+        self._add_factors()
+        keys = list(ropes)
+        sizes = [
+            shape.layers,
+            shape.hidden,
+            shape.vocabulary,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+        ]
+        self.decoder = extension().Decoder(
+            self.instruction_set,
+            table_of(numerics),
+            sizes,
+            activation_of(self.config),
+            [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
+            self.weights,
+            list(ropes.values()),
+            [
+                (-1 if place.rope is None else keys.index(place.rope), place.window or 0)
+                for place in places
+            ],
+            self._routing(),
+            family.recurrence(self.config),
+            [
+                (one.kv_heads, one.head_dim, -1 if place.reads is None else place.reads)
+                for place, one in zip(places, at, strict=True)
+            ],
+            self._traits(),
+        )
+
+    def _traits(self) -> dict[str, list[float]]:
+        """Return what few families have, as csrc/cpu_binding.cpp lists it."""
+        family = self.family
+        queries = family.attention.query_factors(self.config)
+        attention = family.attention_of(self.config)
+        mixer = family.mixer(self.config)
+        traits = {
+            "latent": attention.sizes if isinstance(attention, Latent) else None,
+            "query factors": None if queries is None else [queries.every, *queries.factors],
+            "layer norms": [] if family.layer_norms else None,
+            "parallel": [] if family.parallel(self.config) else None,
+            "gated last": [] if isinstance(mixer, Mamba2) and mixer.gated_last else None,
+        }
+        return {name: values for name, values in traits.items() if values is not None}
+
+    def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
+        """Add weights of one for values that are normed by none."""
+        for number, layer in enumerate(self.family.layers_of(self.config)):
+            if (own := layer.attention) is not None and own.v_normed and own.reads is None:
+                ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
+                self.weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
+
+    def _add_factors(self) -> None:
+        """Add what the outputs of modules are multiplied by."""
+        for name, scaled in self.family.scaled(self.config).items():
+            factor = torch.tensor(
+                [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
+            )
+            for number in range(self.shape.layers):
+                self.weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
+
+    def _routing(self) -> tuple[str, list[int], list[float]]:
+        routing = self.family.routing(self.config)
+        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
+        return routing.scores, counts, [routing.least, routing.factor]
+
+    def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
+        """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""
+        if not any(part.endswith(_UNROUNDED) for part in parts):
+            return weight
+        numbers = self.source.tensor(weight.name)
+        return Weight.of(
+            weight.name, numbers.bfloat16() if self.instruction_set in WITH_PAIRS else numbers
+        )
+
+    def _factors(self) -> Factors:
+        """Return the family's factors, in the dtype that transformers' modules multiply in."""
+        factors = self.family.factors(self.config)
+        if not factors.in_module:
+            return factors
+        embedding, own = (
+            float(torch.tensor(factor, dtype=self.source.dtype, device="cpu"))
+            for factor in (factors.embedding, factors.own)
+        )
+        return factors._replace(embedding=embedding, own=own)
+
+    def _rope(self, key: str, head_dim: int) -> tuple[list[float], float]:
+        """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
+        frequencies, scale = self.source.rope(key)
+        count = len(frequencies)
+        whole = self.family.attention_of(self.config).turnable(head_dim) // 2
+        if count != whole and not (self.family.attention.partial and 0 < count < whole):
+            raise UnsupportedModelError(
+                f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
+            )
+        return frequencies.tolist(), scale
+
+    def _packed(self, weight: Weight, turned: int) -> Weight:
+        """Return a weight as csrc/cpu has it.
+
+        Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
+        """
+        module, _, kind = weight.name.rpartition(".")
+        if module.endswith(CONVOLUTIONS):  # by taps
+            count, mixer = weight.shape[0], self.family.mixer(self.config)
+            taps = weight.rows(0, count).float().reshape(count, -1)
+            if kind == "weight" and mixer is not None and (factors := mixer.convolved(self.shape)):
+                taps = taps * torch.tensor(factors, dtype=torch.float32, device="cpu")[:, None]
+            return Weight.of(weight.name, taps.T.flatten())
+        scaled = self.family.scaled(self.config).get(module.split(".", 3)[-1])
+        if scaled is not None and kind == "bias":  # which both factors multiply in csrc/cpu
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() / scaled.inputs)
+        norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
+        if self.family.one_is_zero and norm:
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
+        if weight.name.endswith(f".{ROUTER_NORM}"):
+            return Weight.of(
+                weight.name, weight.rows(0, weight.shape[0]).float() * self.shape.hidden**-0.5
+            )
+        if ".k_b." in module:  # of queries it makes such over latents
+            return Weight.of(weight.name, weight.rows(0, weight.shape[0]).T.contiguous())
+        attention = self.family.attention_of(self.config)
+        head = (
+            attention.turned_rows(module.rpartition(".")[2], self.shape)
+            if ".self_attn." in module
+            else None
+        )
+        if head is None or not attention.neighbours:
+            return weight
+        size, first = head
+        rows = (
+            torch.arange(weight.shape[0], dtype=torch.int32, device="cpu")
+            if weight.order is None
+            else weight.order
+        )
+        heads, behind = rows.view(-1, size), first + turned
+        pairs = heads[:, first:behind].reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return weight._replace(
+            order=torch.cat((heads[:, :first], pairs, heads[:, behind:]), dim=1).flatten()
+        )
+
+    def _in_order(self, weight: Weight, rows: list[int] | None) -> Weight:
+        """Return a weight with its rows in the order of its parts, which a file may have by head."""
+        if rows is None:
+            return weight
+        order = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        order = order if weight.order is None else weight.order.long()[order]
+        whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
+        own = (
+            (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
+        )  # blocks are bytes
+        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
+        shapes = layer_template(self.config)
+        stored = self.source.shapes()
+        if self.config.tie_word_embeddings and stored.pop(
+            f"{self.family.head.transformers}.weight", None
+        ):
+            refuse_own_head(self.source)
+        differing = [
+            name
+            for name in sorted(shapes.keys() | stored.keys())
+            if shapes.get(name) != stored.get(name) and not name.endswith("rotary_emb.inv_freq")
+        ]
+        if differing:
+            shown = ", ".join(
+                f"{name} {stored.get(name)}, not {shapes.get(name)}" for name in differing[:4]
+            )
+            raise UnsupportedModelError(
+                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
+            )
+        return shapes
+
+
+def refuse_own_head(source: Source) -> None:
+    """Raise UnsupportedModelError if the config ties the head to the embeddings and their weights differ."""
+    family = family_of(source.config)
+    head, embedding = (
+        f"{family.head.transformers}.weight",
+        f"{family.embedding.transformers}.weight",
+    )
+    if embedding not in source.shapes():
+        raise UnsupportedModelError(
+            "native: it stores lm_head without the embeddings that the config ties it to"
+        )
+    if not torch.equal(source.tensor(head), source.tensor(embedding)):
+        raise UnsupportedModelError(
+            "native: lm_head has weights of its own, and the config ties it to the embeddings"
+        )
+
+
+def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Map each tensor to native parts and their rows. Raises UnsupportedModelError if a tensor belongs to no block."""
+    modules: dict[str, dict[str, int]] = {}
+    for part in family_of(config).parts(config):
+        modules.setdefault(part.name.transformers, {})[part.native] = part.size
+    found: dict[str, dict[str, int]] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if name in modules:
+            found[name] = modules[name]
             continue
-        if hasattr(module, "layer_idx"):  # of a layer
-            filled_by_decoder = True
-            fresh = {key: torch.empty_like(buffer, device="cpu") for key, buffer in lacking.items()}
-        else:
-            with torch.device("cpu"):
-                factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
-                made = (
-                    type(module)(config=model.config)
-                    if factor is None
-                    else type(module)(1, 1, None, factor)
-                )
-            fresh = dict(made.named_buffers(recurse=False))
-        for key, buffer in fresh.items():
-            setattr(module, key, buffer)
-    if filled_by_decoder:
-        model._init_weights(model.get_decoder())  # noqa: SLF001
-    return model
+        if module not in modules:
+            raise UnsupportedModelError(
+                f"native: {name} is in none of the blocks that {config.model_type} has"
+            )
+        found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
+    return found
 
 
-def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
-    family, own = family_of(config), family_of(config).own_inputs(config)
-    kinds, axes = kinds_of_layers(config), {} if own is None else own.axes
-    layers, tied = family.layers.transformers, config.tie_word_embeddings
-    shapes: dict[str, tuple[int, ...]] = {}
-    for kind in dict.fromkeys(kinds):
-        needed = layers_for(config, kinds.index(kind))
-        small = of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
-        numbers = [number for number, other in enumerate(kinds) if other == kind]
-        last = f"{layers}.{len(needed) - 1}."
-        for name, weight in stored_tensors(empty_model(small, torch.float32)):
-            if name.startswith(last):
-                inside = name.removeprefix(last)
-                every = [f"{layers}.{number}.{inside}" for number in numbers]
-                shapes |= dict.fromkeys(every, tuple(weight.shape))
-            elif not (
-                name.startswith(f"{layers}.")
-                or (tied and name == f"{family.head.transformers}.weight")
-            ):
-                shape = list(weight.shape)
-                if name in axes:
-                    shape[axes[name]] = shape[axes[name]] // len(needed) * len(kinds)
-                shapes[name] = tuple(shape)
-    return shapes
-
-
-def kinds_of_layers(config: PretrainedConfig) -> list[Any]:
-    """Return values for layers that are equal where these have the same blocks, sizes and places."""
-    family = family_of(config)
-    shapes = [family.shape_at(config, number) for number in range(family.shape(config).layers)]
-    return list(zip(family.layers_of(config), family.places(config), shapes, strict=True))
+def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
+    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
+    count = weight.shape[0]
+    if len(weight.shape) == 1:
+        values = weight.rows(0, count).float().contiguous()
+        if weight.order is not None:
+            values = values[weight.order.long()]
+        weights.add_vector(weight.name, values)
+        return ""
+    kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
+    data = weight.kind if weight.kind in ("f32", "bf16") else kind
+    weights.add_matrix(weight.name, kind, *weight.shape)
+    step = count if weight.order is not None else PACKED_ROWS
+    for first in range(0, count, step):
+        rows = weight.rows(first, min(first + step, count))
+        weights.pack(weight.name, data, first, rows, weight.order)
+    return kind.removeprefix(INTEGER)

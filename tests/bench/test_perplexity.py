@@ -19,7 +19,7 @@ from bench.cpu.ways import Given
 from bench.perplexity import REFERENCE, WAYS, main
 from specengine import Engine
 from specengine.errors import NumericalError
-from specengine.models import native
+from specengine.models import native, weights
 from specengine.models.huggingface import CausalLM
 from specengine.models.weights import Weight
 from tests.models.native_engines import needs_extension
@@ -153,7 +153,7 @@ def test_logits_one_position_off_are_seen(folder: Path, monkeypatch: pytest.Monk
 @needs_extension
 def test_a_wrong_scale_in_int8_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last layer, which the check at loading does not run."""
-    real = native.add_weight
+    real = weights.add_weight
 
     def doubled(weights: Any, weight: Weight, kinds: dict[str, str]) -> str:
         if kinds["bf16"].endswith("i8") and weight.name == "model.layers.1.mlp.down_proj.weight":
@@ -163,7 +163,7 @@ def test_a_wrong_scale_in_int8_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
 
     ways = (REFERENCE, "native", "native int8")
     before = run(folder, *ways)
-    monkeypatch.setattr(native, "add_weight", doubled)
+    monkeypatch.setattr(weights, "add_weight", doubled)
     after = run(folder, *ways)
     assert after["native"] == before["native"]
     assert abs(after["native int8"]["over"]["native"] - 1) > 5 * abs(

@@ -12,8 +12,8 @@ import torch
 from bench.cpu import shapes
 from bench.cpu.shapes import SHAPES, RandomSource, Shape, Untried, config_of, parameters_of
 from specengine.costs import find_costs
+from specengine.models.configs import layer_template
 from specengine.models.native import NativeTarget
-from specengine.models.weights import layer_template
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import needs_extension
 

@@ -10,7 +10,7 @@ import transformers
 from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
-from specengine.models.weights import layer_template
+from specengine.models.configs import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened, written
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
-from specengine.models.configs import family_of
+from specengine.models.configs import family_of, layer_template, stored_tensors
 from specengine.models.families import GGUF, stated
-from specengine.models.weights import layer_template, stored_tensors
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
 from tests.models.native_variants import GEMMA4_EXPERTS, LONGROPE, PART, PROMPT

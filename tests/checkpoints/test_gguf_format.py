@@ -13,7 +13,7 @@ from gguf import GGUFValueType, GGUFWriter
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, UnsupportedModelError
-from specengine.models.weights import layer_template
+from specengine.models.configs import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import written
 

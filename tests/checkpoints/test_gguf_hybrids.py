@@ -18,9 +18,8 @@ from specengine import Engine
 from specengine.checkpoints import gguf, mtp
 from specengine.checkpoints.pretrained import open_gguf
 from specengine.errors import CheckpointError
-from specengine.models.configs import family_of
+from specengine.models.configs import family_of, layer_template
 from specengine.models.mtp import MtpLayer, NativeMtpHead
-from specengine.models.weights import layer_template
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
 from tests.models.native_variants import PROMPT

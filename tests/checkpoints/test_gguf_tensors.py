@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, InputError
-from specengine.models.weights import layer_template
+from specengine.models.configs import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened
 

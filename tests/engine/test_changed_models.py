@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import EngineBusyError, InputError, UnsupportedModelError
-from specengine.models import loaded, native
+from specengine.models import loaded, weights
 from specengine.models.eagle import head_from
 from specengine.models.huggingface import CausalLM
 from specengine.models.native import NativeLM
@@ -242,7 +242,7 @@ def test_an_unchanged_model_keeps_its_caches_and_its_packed_weights(backend: str
 
 def a_dropped_weight(patch: pytest.MonkeyPatch) -> None:
     """Pack negated values in place of the first layer's: its states are not the modules' own."""
-    real = native.add_weight
+    real = weights.add_weight
 
     def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
         if weight.name.startswith("model.layers.0.mlp.") and weight.name.endswith(
@@ -251,7 +251,7 @@ def a_dropped_weight(patch: pytest.MonkeyPatch) -> None:
             weight = Weight.of(weight.name, -weight.rows(0, weight.shape[0]).float())
         return real(weights, weight, kinds)
 
-    patch.setattr(native, "add_weight", wrong)
+    patch.setattr(weights, "add_weight", wrong)
 
 
 def an_interrupt(patch: pytest.MonkeyPatch) -> None:

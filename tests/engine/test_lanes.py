@@ -29,15 +29,9 @@ from specengine.engine import pool as pool_module
 from specengine.engine.pool import bytes_held, bytes_used
 from specengine.engine.scheduler import LOOK, MAX_MIXED, SharedPace
 from specengine.errors import InputError
+from specengine.models.extension import WITH_PAIRS
 from specengine.models.kv_cache import Rows
-from specengine.models.native import (
-    WITH_PAIRS,
-    LaneTarget,
-    NativeHead,
-    NativeLM,
-    NativeTarget,
-    RowBatch,
-)
+from specengine.models.native import LaneTarget, NativeHead, NativeLM, NativeTarget, RowBatch
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension

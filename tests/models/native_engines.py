@@ -16,13 +16,14 @@ from specengine.drafters import Drafter
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
-from specengine.models import native
+from specengine.models import extension
 from specengine.models.eagle import head_from
-from specengine.models.native import VARIABLE, NativeHead, NativeLM, NativeTarget, from_model
+from specengine.models.extension import VARIABLE
+from specengine.models.native import NativeHead, NativeLM, NativeTarget, from_model
 from tests.heads import deep
 from tests.toy import CPU, head_config, policy_for, random_state
 
-INSTRUCTION_SETS = native.instruction_sets()
+INSTRUCTION_SETS = extension.instruction_sets()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (  # of blocks that those have not
     "bamba",

@@ -17,9 +17,10 @@ from specengine import Engine
 from specengine.checkpoints.pretrained import open_native
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.models import families
+from specengine.models.extension import instruction_sets
 from specengine.models.families import Experts, Layer, Routing
 from specengine.models.families.mixtral import FAMILY
-from specengine.models.native import NativeLM, NativeTarget, from_model, instruction_sets
+from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.ops.tree import TokenTree
 from tests.checkpoints import gguf_files
 from tests.models.native_engines import INSTRUCTION_SETS, forced, needs_extension, plainly

@@ -15,8 +15,9 @@ from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import UnsupportedModelError
 from specengine.models import families
+from specengine.models.extension import instruction_sets
 from specengine.models.families import Factors
-from specengine.models.native import NativeLM, NativeTarget, from_model, instruction_sets
+from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
 from tests.models.native_variants import VARIANTS, native_logits

@@ -15,13 +15,8 @@ from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import UnsupportedModelError
 from specengine.models import weights
-from specengine.models.native import (
-    WITH_PAIRS,
-    NativeLM,
-    NativeTarget,
-    from_model,
-    instruction_sets,
-)
+from specengine.models.extension import WITH_PAIRS, instruction_sets
+from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
 from tests.models.native_engines import native_lm as lm_on

@@ -16,7 +16,8 @@ from specengine import Engine, policies
 from specengine.drafters.eagle import EagleDraft
 from specengine.models import Successors, eagle, native
 from specengine.models.eagle import EagleConfig, head_from
-from specengine.models.native import WITH_PAIRS, NativeHead, NativeTarget
+from specengine.models.extension import WITH_PAIRS
+from specengine.models.native import NativeHead, NativeTarget
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.models.native_engines import (
     DRAFTS,

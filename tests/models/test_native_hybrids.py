@@ -18,16 +18,9 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models import native
-from specengine.models.native import (
-    LONG_PROMPT,
-    MARKED_BEFORE,
-    WITH_PAIRS,
-    NativeLM,
-    NativeTarget,
-    from_model,
-    instruction_sets,
-)
+from specengine.models import weights
+from specengine.models.extension import WITH_PAIRS, instruction_sets
+from specengine.models.native import LONG_PROMPT, MARKED_BEFORE, NativeLM, NativeTarget, from_model
 from specengine.models.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
@@ -434,7 +427,7 @@ def test_blocks_of_other_weights_are_refused_all_the_same(
 ) -> None:
     """In the blocks alone, which the trial in float32 does not read; after a change as when a model is loaded."""
     model = tiny(name).to(torch.bfloat16)
-    lm, real = from_model(model, quantize="int8"), native.add_weight
+    lm, real = from_model(model, quantize="int8"), weights.add_weight
 
     def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
         rows = weight.rows(0, weight.shape[0])
@@ -442,7 +435,7 @@ def test_blocks_of_other_weights_are_refused_all_the_same(
             weight = weight._replace(rows=lambda first, last: -rows[first:last])
         return real(weights, weight, kinds)
 
-    monkeypatch.setattr(native, "add_weight", wrong)
+    monkeypatch.setattr(weights, "add_weight", wrong)
     move(model.model.embed_tokens.weight)
     for _ in range(2):
         with pytest.raises(

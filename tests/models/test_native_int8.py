@@ -13,7 +13,7 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError, NumericalError, UnsupportedModelError
-from specengine.models import native
+from specengine.models import extension
 from specengine.models.eagle import head_from
 from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops import Nodes
@@ -35,7 +35,7 @@ TREE = tree_of(VOCABULARY)
 WAYS = [
     pytest.param(numerics, name, id=f"{numerics}-{name}")
     for numerics in ("bfloat16", "integer")
-    for name in native.instruction_sets(numerics)
+    for name in extension.instruction_sets(numerics)
 ]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 

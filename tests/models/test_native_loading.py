@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from specengine import Engine
 from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import extension, native
-from specengine.models.extension import NOT_BUILT
+from specengine.models.extension import NOT_BUILT, VARIABLE
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
-from specengine.models.native import VARIABLE, NativeLM, NativeTarget, from_model
+from specengine.models.native import NativeLM, NativeTarget, from_model
 from tests.heads import deep
 from tests.models.native_engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
 from tests.models.native_variants import PROMPT, write_gguf
@@ -302,7 +302,7 @@ def test_the_variable_forces_an_instruction_set(
     assert loaded(tiny().to(torch.bfloat16)).target.backend.startswith(f"native ({instructions}, ")
     engine = loaded(tiny())  # float32 goes to the vectors of a set that multiplies bfloat16 alone
     assert (engine.target.lm.instruction_set == instructions) == (
-        instructions not in native.WITH_PAIRS
+        instructions not in extension.WITH_PAIRS
     )
 
 
@@ -326,7 +326,7 @@ def test_without_the_extension_all_goes_through_transformers(
     file = str(write_gguf(tmp_path / "model.gguf", "llama", "q8_0"))
     expected = answer(loaded(file, dtype="float32"))
     monkeypatch.setattr(extension, "_extension", None)
-    assert native.instruction_sets() == []
+    assert extension.instruction_sets() == []
     engine = loaded(tiny(), tiny("qwen3"), lookup=False)
     assert engine.target.backend == f"huggingface ({NOT_BUILT})"
     assert isinstance(engine.drafter.lm, CausalLM)

@@ -14,7 +14,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from specengine.checkpoints import embedded
 from specengine.checkpoints.pretrained import open_native
-from specengine.models.native import WITH_PAIRS, NativeLM, from_model, kinds_of
+from specengine.models.extension import WITH_PAIRS, kinds_of
+from specengine.models.native import NativeLM, from_model
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, forced, native_lm, needs_extension
 from tests.models.native_variants import (

@@ -17,16 +17,10 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import native
+from specengine.models import extension, native, weights
+from specengine.models.extension import VARIABLE, instruction_set, kinds_of
 from specengine.models.families import Shape
-from specengine.models.native import (
-    VARIABLE,
-    NativeHead,
-    NativeLM,
-    NativeTarget,
-    instruction_set,
-    kinds_of,
-)
+from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.models.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import forced, native_lm, needs_extension
@@ -41,7 +35,7 @@ from tests.models.native_variants import (
 )
 from tests.toy import POLICIES, head_config, policy_for, random_state, tiny
 
-SETS = native.instruction_sets("integer")
+SETS = extension.instruction_sets("integer")
 pytestmark = [
     needs_extension,
     pytest.mark.skipif(not SETS, reason="this build has no integer products for this machine"),
@@ -101,7 +95,7 @@ ARM = {"bfloat16": ["neon"], "integer": ["neon"]}
 
 def machine(patch: pytest.MonkeyPatch, sets: dict[str, list[str]], forced_set: str = "") -> None:
     patch.setattr(
-        native,
+        extension,
         "extension",
         lambda: SimpleNamespace(instruction_sets=lambda numerics: sets[numerics]),
     )
@@ -171,9 +165,9 @@ def test_by_default_the_instruction_set_decides(
     sets: dict[str, list[str]], asked: str, whole: str, floats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, sets, asked)
-    assert native.numerics_of("auto", torch.bfloat16, whole=True) == whole
-    assert native.numerics_of("auto", torch.bfloat16, whole=False) == floats
-    assert native.numerics_of("auto", torch.float32, whole=False) == "float32"
+    assert extension.numerics_of("auto", torch.bfloat16, whole=True) == whole
+    assert extension.numerics_of("auto", torch.bfloat16, whole=False) == floats
+    assert extension.numerics_of("auto", torch.float32, whole=False) == "float32"
 
 
 def test_what_is_asked_for_is_taken_or_refused_by_name(files: Path) -> None:
@@ -286,7 +280,7 @@ def test_embeddings_of_packed_blocks_are_the_files_numbers(kind: str, files: Pat
     exact = torch.from_numpy(source.file.numbers("token_embd.weight"))[tokens]
     assert torch.allclose(lm.embed(tokens), exact, rtol=1e-6, atol=1e-7)
     assert lm.stored == kind
-    rounded = lm_of(files, kind, native.instruction_sets()[0], "bfloat16")
+    rounded = lm_of(files, kind, extension.instruction_sets()[0], "bfloat16")
     assert torch.equal(rounded.embed(tokens), exact.bfloat16().float())
     assert rounded.stored == (kind if kind in kinds_of("bfloat16") else "bf16")
 
@@ -335,7 +329,7 @@ def _other_shape(patch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 def _swapped(patch: pytest.MonkeyPatch, name: str, size: int, kind: str = "") -> None:
     """Swap the first two heads of this matrix while it is packed, or only if its data is of this kind."""
-    real = native.add_weight
+    real = weights.add_weight
 
     def swapped(weights: Any, weight: Weight, kinds: Any) -> str:
         if weight.name == name and weight.kind.startswith(kind):
@@ -346,19 +340,19 @@ def _swapped(patch: pytest.MonkeyPatch, name: str, size: int, kind: str = "") ->
             )
         return real(weights, weight, kinds)
 
-    patch.setattr(native, "add_weight", swapped)
+    patch.setattr(weights, "add_weight", swapped)
 
 
 def _without(patch: pytest.MonkeyPatch, name: str) -> None:
     """Ones for the factors of this norm."""
-    real = native.add_weight
+    real = weights.add_weight
 
     def without(weights: Any, weight: Weight, kinds: Any) -> str:
         if weight.name == name:
             weight = Weight.of(name, torch.full(weight.shape, 1.0))
         return real(weights, weight, kinds)
 
-    patch.setattr(native, "add_weight", without)
+    patch.setattr(weights, "add_weight", without)
 
 
 LAYER = "model.layers.0."
@@ -493,13 +487,13 @@ def test_a_head_beside_an_integer_target_is_multiplied_as_integers() -> None:
     ).to(torch.bfloat16)
     found = {}
     for numerics in ("bfloat16", "integer"):
-        for name in native.instruction_sets(numerics):
+        for name in extension.instruction_sets(numerics):
             lm = native_lm(model, name, quantize="int8", numerics=numerics)
             config = head_config(3, lm.model, intermediate_size=192)
             head = NativeHead(config, random_state(config), lm)
             assert head.stored == "i8"
             found[numerics, name] = head_logits(head, lm)
-    floats = found["bfloat16", native.instruction_sets()[0]]
+    floats = found["bfloat16", extension.instruction_sets()[0]]
     for name in SETS:
         assert torch.equal(found["integer", name], found["integer", SETS[0]]), name
     error = float((found["integer", SETS[0]] - floats).abs().mean() / floats.std())
