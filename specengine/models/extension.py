@@ -114,7 +114,7 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
     """Map the storage types of matrices to the kinds they are packed as."""
     prefix = INTEGER if numerics == "integer" else ""
-    kinds = {"f32": "f32", "bf16": "bf16"} | {
+    kinds: dict[str, str] = {"f32": "f32", "bf16": "bf16"} | {
         kind.removeprefix(prefix): kind
         for kind in extension().formats()
         if kind.startswith(INTEGER) == bool(prefix)
