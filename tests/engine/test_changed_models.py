@@ -259,7 +259,7 @@ def an_interrupt(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NativeLM, "_pack", raiser(MemoryError))
+    patch.setattr(weights.PackedModel, "_shapes", raiser(MemoryError))
 
 
 def no_memory_for_a_twin(patch: pytest.MonkeyPatch) -> None:
