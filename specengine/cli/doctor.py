@@ -32,7 +32,6 @@ from specengine.costs.measuring import processor_times, share_of_others, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
-from specengine.models.native import NativeTarget
 from specengine.records import Stats
 from specengine.replicas import cores
 
@@ -104,7 +103,8 @@ def _memory(engine: Engine, plain: float) -> dict[str, Any]:
     plain: seconds of that forward. Each forward reads the weights once; they are all counted, though of an embedding
     table without use in the head one row is read.
     """
-    weights = _weight_bytes(engine.target)
+    target: Any = engine.target
+    weights = target.lm.weight_bytes
     size = min(max(weights, SMALLEST), LARGEST)
     measured = bandwidth(size, engine.target.device)
     reached = weights / plain
@@ -125,13 +125,6 @@ def bandwidth(size: int, device: torch.device) -> float:
         numbers.sum().item()
         seconds.append(time.perf_counter() - began)
     return size / min(seconds)
-
-
-def _weight_bytes(target: Any) -> int:
-    if isinstance(target, NativeTarget):
-        return target.lm.weight_bytes
-    model: torch.nn.Module = target.lm.model
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 # ---- drafts

@@ -339,6 +339,11 @@ class CausalLM:
         return sum(weight.numel() for weight in self.model.parameters())
 
     @property
+    def weight_bytes(self) -> int:
+        """Return the bytes that its weights take."""
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    @property
     def layers(self) -> int:
         return self._layers + (
             getattr(self.config, "num_kv_shared_layers", 0) or 0

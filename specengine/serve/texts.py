@@ -274,8 +274,4 @@ def _capabilities(tokenizer: Any) -> list[str]:
 
 def _bytes(engine: Engine) -> int:
     """Return the bytes of the model's weights, 0 for a target of the user's own."""
-    lm: Any = getattr(engine.target, "lm", None)
-    if hasattr(lm, "weight_bytes"):
-        return int(lm.weight_bytes)
-    weights = lm.model.parameters() if hasattr(lm, "model") else ()
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return int(getattr(getattr(engine.target, "lm", None), "weight_bytes", 0))
