@@ -101,13 +101,14 @@ def _tables(engine: Engine, args: argparse.Namespace, folder: Path) -> Iterator[
 
 
 def first_tables(true: PassCosts) -> dict[str, PassCosts]:
-    """Return wrong first tables by name; true: the measured costs, whose unit and draft passes they have."""
+    """Return wrong first tables by name, and as a control the true one; true: whose unit and draft passes they have."""
 
     def table(verify: Points, scale: float = true.plain) -> PassCosts:
         changed = {"verify": {n: scale * cost for n, cost in verify.items()}, "verify_growth": {}}
         return PassCosts(**vars(true) | changed)
 
-    tables = {name: table(points) for name, points in BUSY.items()}
+    tables = {"true, a control": table(true.verify)}
+    tables |= {name: table(points) for name, points in BUSY.items()}
     tables["constant"] = table({1: 1.0, 64: 1.0})
     tables["linear"] = table({1: 1.0, 64: 64.0})
     tables["10 times too dear"] = table(true.verify, 10.0)
