@@ -18,13 +18,21 @@ from tests.checkpoints.gguf_files import opened
 FIRST = 256  # of the tokens behind the bytes
 
 
-def vocabulary(*texts: str, kinds: int = 3, **ids: int | None) -> dict[str, Any]:
-    """Bytes and these control tokens; ids, counted from the first of these, by role."""
+def vocabulary(*texts: str, kinds: int | None = 3, **ids: int | None) -> dict[str, Any]:
+    """Bytes and these control tokens, or those of a kind; ids, counted from the first of these, by role."""
+    stated = {} if kinds is None else dict.fromkeys(texts, kinds)
+    return of_kinds(dict.fromkeys(texts, 3), **ids) | {
+        "tokenizer.ggml.token_type": [*[1] * 257, *stated.values()] if stated else None
+    }
+
+
+def of_kinds(texts: dict[str, int], **ids: int | None) -> dict[str, Any]:
+    """Bytes and these tokens, with the number of the kind of each."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [*bytes_to_unicode().values(), "ab", *texts],
-        "tokenizer.ggml.token_type": [*[1] * 257, *[kinds] * len(texts)],
+        "tokenizer.ggml.token_type": [*[1] * 257, *texts.values()],
         "tokenizer.ggml.merges": ["a b"],
         **{
             f"tokenizer.ggml.{role}_token_id": number + 257
@@ -62,9 +70,27 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Gemma": (vocabulary("<eos>", "<end_of_turn>", eos=0), ["<eos>", "<end_of_turn>"]),
     "Kimi": (vocabulary("[EOS]", "[EOT]", "[PAD]", eos=0), ["[EOS]", "[EOT]", "[PAD]"]),
     "DeepSeek": (vocabulary(SENTENCE, "<x>"), [SENTENCE]),
-    "a name of another kind": (
-        vocabulary("<x>", "<|im_end|>", kinds=1, eos=0),
-        ["<x>", "<|im_end|>"],
+    "plain text that looks like an end": (vocabulary("<x>", "<|im_end|>", kinds=1, eos=0), ["<x>"]),
+    "a user's token that looks like one": (
+        vocabulary("<x>", "<end_of_turn>", kinds=4, eos=0),
+        ["<x>"],
+    ),
+    "plain marks of files": (vocabulary(*FILES, kinds=1, eos=0), ["<x>"]),
+    "plain text that the file names": (
+        vocabulary("<|im_end|>", "<|endoftext|>", "<|file_sep|>", kinds=1, eot=0, fim_sep=2),
+        ["<|im_end|>", "<|file_sep|>"],
+    ),
+    "kinds that the file does not state": (
+        vocabulary("<x>", "</s>", "<|im_end|>", kinds=None, eos=0),
+        ["<x>", "</s>", "<|im_end|>"],
+    ),
+    "Qwen2.5-Coder": (
+        of_kinds({"</s>": 1, "<|endoftext|>": 3, "<|im_end|>": 3, "<tool_call>": 4}, eos=2),
+        ["<|im_end|>", "<|endoftext|>"],
+    ),
+    "a text of each kind": (
+        of_kinds({"<|endoftext|>": 1, "<end_of_turn>": 4, "<|im_end|>": 6, "<eos>": 3}),
+        ["<eos>"],
     ),
     "files": (vocabulary(*FILES, eos=0), FILES),
     "files by id": (vocabulary("<x>", "<y>", "<|fim_pad|>", eos=0, fim_pad=1), ["<x>", "<y>"]),
@@ -163,22 +189,60 @@ def test_an_end_that_is_no_number_is_refused(tmp_path: Path, role: str) -> None:
             gguf.config(file)
 
 
-def test_ends_are_control_tokens_whatever_the_file_says(tmp_path: Path) -> None:
-    words = vocabulary("<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", kinds=1)
-    file = opened(tmp_path, vocabulary=words)
+def kinds_of(folder: Path, words: dict[str, Any]) -> dict[str, TokenKind]:
     texts = words["tokenizer.ggml.tokens"]
-    kinds = dict(zip(texts, Tokens(file, texts, len(texts)).kinds, strict=True))
+    tokens = Tokens(opened(folder, vocabulary=words), texts, len(texts))
+    return dict(zip(texts, tokens.kinds, strict=True))
+
+
+def test_an_end_of_a_part_is_shown(tmp_path: Path) -> None:
+    words = vocabulary("<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>")
+    kinds = kinds_of(tmp_path, words)
     assert {kinds[text] for text in ("<|im_end|>", "<|return|>", "<|call|>")} == {TokenKind.CONTROL}
     assert {kinds[text] for text in ("<|end|>", "<|channel|>")} == {TokenKind.USER_DEFINED}
-    tokenizer = gguf.tokenizer(file)
+    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=words))
     ids = tokenizer("a<|im_end|><|end|>").input_ids
+    texts = words["tokenizer.ggml.tokens"]
     assert [texts[number] for number in ids] == ["a", "<|im_end|>", "<|end|>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<|end|>"
 
 
-def chain_model(path: Path, **metadata: Any) -> Path:
+PLAIN = ["</s>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "<|channel|>"]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_plain_text_in_a_prompt_is_text_whatever_it_looks_like(tmp_path: Path, text: str) -> None:
+    words = of_kinds({"<x>": 3, text: 1}, eos=0)
+    assert kinds_of(tmp_path, words)[text] is TokenKind.NORMAL
+    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=words))
+    for options in ({}, {"split_special_tokens": True}):
+        ids = tokenizer(f"a{text}b<x>", **options).input_ids
+        assert 258 not in ids
+        assert tokenizer.decode(ids[: len(text) + 2]) == f"a{text}b"
+    assert tokenizer.all_special_tokens == ["<x>"]
+    assert tokenizer.decode([258], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_a_user_s_token_is_one_token_that_is_shown(tmp_path: Path, text: str) -> None:
+    words = of_kinds({"<x>": 3, text: 4}, eos=0)
+    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=words))
+    ids = tokenizer(f"a{text}b").input_ids
+    assert ids[1] == 258
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"a{text}b"
+
+
+def test_plain_text_that_the_file_names_as_an_end_is_a_special_token(tmp_path: Path) -> None:
+    """Else a chat template that writes it would not be read as it was trained."""
+    words = of_kinds({"<x>": 3, "<|im_end|>": 1}, eos=0, eot=1)
+    tokenizer = gguf.tokenizer(opened(tmp_path, vocabulary=words))
+    assert tokenizer("<|im_end|>").input_ids == [258]
+    assert tokenizer("<|im_end|>", split_special_tokens=True).input_ids != [258]
+
+
+def chain_model(path: Path, words: dict[str, Any] | None = None, **metadata: Any) -> Path:
     """Says a b c and the first token behind the bytes, then d e f and the second, then g, whatever there is to say."""
-    words = vocabulary("<x>", "<y>", "<z>")
+    words = words or vocabulary("<x>", "<y>", "<z>")
     tokens = words["tokenizer.ggml.tokens"]
     said = [
         *(tokens.index(letter) for letter in "abc"),
@@ -238,6 +302,17 @@ def test_an_answer_stops_at_each_end_and_at_none_that_is_ignored(tmp_path: Path)
     answer = engine.generate("a", **options, eos_token_id=[])
     assert (answer.text, answer.finish_reason) == ("bcdefgg", "length")
     assert engine.generate("d", **options).text == "ef"
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("text", ["</s>", "<|endoftext|>", "<end_of_turn>"])
+def test_an_answer_goes_on_after_plain_text_that_looks_like_an_end(
+    tmp_path: Path, text: str
+) -> None:
+    words = of_kinds({text: 1, "<|im_end|>": 3, "<z>": 3}, eos=1)
+    engine = Engine.from_pretrained(chain_model(tmp_path / "model.gguf", words))
+    answer = engine.generate("a", raw=True, max_new_tokens=9)
+    assert (answer.text, answer.finish_reason) == (f"bc{text}def", "stop")
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -2,8 +2,9 @@
 
 Source: llama.cpp's src/llama-vocab.cpp, llama_vocab::impl::load. What it reads for other kinds of vocabularies alone
 (precompiled_charsmap, remove_extra_whitespaces, normalizer, add_sep_token) changes nothing here either. Ends are the
-file's own ids, and well-known texts, for many files name one end alone. An id outside of the vocabulary is none, as
-there. Other than there, a byte-level file that names no end has none but those texts.
+file's own ids, and control tokens of well-known texts, for many files name one end alone. An id outside of the
+vocabulary is none, as there. Two things differ. A byte-level file that names no end has none but those texts. A token
+that the file types as plain text, or as the user's, is what the file says, whatever it looks like.
 """
 
 from __future__ import annotations
@@ -130,18 +131,10 @@ def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
 
 
 def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
-    ids = {
-        key: value
-        for key, value in file.metadata.items()
-        if _IS_ID.fullmatch(key) and type(value) is int
-    }
-    for key, value in ids.items():
-        if not 0 <= value < vocabulary:
+    for key, value in file.metadata.items():
+        if _IS_ID.fullmatch(key) and type(value) is int and not 0 <= value < vocabulary:
             note = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
-            print(
-                note + (ending if key.removeprefix("tokenizer.ggml.") in _END_KEYS else ""),
-                file=sys.stderr,
-            )
+            print(note + ending * (key.removeprefix(_GGML) in _END_KEYS), file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -164,12 +157,12 @@ class Tokens:
 
     @cached_property
     def kinds(self) -> list[TokenKind]:
-        """The kind of each token, as the file says; tokens that end an answer or mark a file are control."""
-        stated = self.file.metadata.get("tokenizer.ggml.token_type", [])
-        kinds = [TokenKind(value) if value in _NUMBERS else TokenKind.NORMAL for value in stated]
-        kinds += [TokenKind.NORMAL] * (len(self.texts) - len(kinds))
+        """The kind of each token, as the file says; control for ends and marks of files that its ids name."""
+        kinds = [
+            TokenKind(value) if value in _NUMBERS else TokenKind.NORMAL for value in self._stated
+        ]
         changed = {
-            TokenKind.CONTROL: self._of(*_END_TEXTS) | self._file_marks,
+            TokenKind.CONTROL: self._named_ends,
             TokenKind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
             TokenKind.NORMAL: self._words,
         }
@@ -177,6 +170,12 @@ class Tokens:
             for number in numbers:
                 kinds[number] = kind
         return kinds
+
+    @cached_property
+    def _stated(self) -> list[Any]:
+        stated = self.file.metadata.get("tokenizer.ggml.token_type")
+        kinds = stated if isinstance(stated, list) else []
+        return [*kinds, *[None] * (len(self.texts) - len(kinds))]
 
     @cached_property
     def _named_ends(self) -> set[int]:
@@ -192,8 +191,7 @@ class Tokens:
         marks = set()
         for key, texts in _FILE_MARKS.items():
             number = special_id(self.file, key, self.vocabulary)
-            by_text = [self.ids[text] for text in texts if text in self.ids]
-            marks |= {number} if number is not None else set(by_text[:1])
+            marks |= next(filter(None, map(self._of, texts)), set()) if number is None else {number}
         return marks
 
     @cached_property
@@ -208,7 +206,13 @@ class Tokens:
         return self._of("</s>") if "<|tool_response>" in self.ids else set()
 
     def _of(self, *texts: str) -> set[int]:
-        return {self.ids[text] for text in texts if text in self.ids}
+        """Return the control tokens of these texts; where the file states no kinds, all tokens of them."""
+        return {
+            number
+            for text in texts
+            if (number := self.ids.get(text)) is not None
+            and self._stated[number] in (None, TokenKind.CONTROL)
+        }
 
 
 _NUMBERS: frozenset[Any] = frozenset(TokenKind)
@@ -459,17 +463,14 @@ def _require_vocabulary(file: GGUFFile) -> None:
             )
     unscored = "tokenizer.ggml.scores" not in file.metadata
     if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
-        _require_pairs(file, _listed(file, "merges", str))
+        merges = _listed(file, "merges", str)
+        wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
+        if wrong is not None:
+            raise CheckpointError(
+                f"{file.path}: a merge must be two pieces with one space between, not {wrong[:80]!r}"
+            )
     else:
         _listed(file, "scores", float)
-
-
-def _require_pairs(file: GGUFFile, merges: list[str]) -> None:
-    wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
-    if wrong is not None:
-        raise CheckpointError(
-            f"{file.path}: a merge must be two pieces with one space between, not {wrong[:80]!r}"
-        )
 
 
 def _listed(file: GGUFFile, name: str, kind: type) -> list[Any]:
