@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specengine.benchmark.choice import Comparison, sampling
+from specengine.benchmark.measuring import Run
+from specengine.benchmark.provenance import provenance, public
+from specengine.benchmark.records import Log, Record, read
+from specengine.benchmark.report import draw_speeds, source, tables
+from specengine.benchmark.summaries import ALL
+from specengine.benchmark.ways import GENERATE, EngineDecoder, Engines, Way, baseline
+from specengine.benchmark.workloads import Workload, digest
+from specengine.benchmark.workloads import read as read_prompts
 from specengine.cli import given
 from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say
 from specengine.cli.verdict import Seen, known_costs, verdict
 from specengine.costs.measuring import processor_times, share_of_others
+from specengine.engine import Engine
 from specengine.errors import require, require_minimum
+from specengine.options import LoadOptions
 
-if TYPE_CHECKING:
-    from specengine.benchmark.choice import Comparison
-    from specengine.benchmark.records import Table
-    from specengine.benchmark.workloads import Workload
-    from specengine.engine import Engine
+MIN_TIMED_TOKENS = 48  # over all prompts and rounds: fewer give no ratio
+SPECULATIVE = "speculative"  # of a run of one engine: its own draft and policy
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from specengine.benchmark.choice import Comparison, sampling
-    from specengine.benchmark.measuring import Run
-    from specengine.benchmark.provenance import provenance
-    from specengine.benchmark.records import Log
-    from specengine.benchmark.report import tables
-    from specengine.benchmark.workloads import read
-
     require_minimum(
         arguments, per_set=0, turns=1, max_new_tokens=1, rounds=1, temperature=0, seed=0
     )
-    items = read(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
+    items = read_prompts(arguments.prompts, arguments.per_set or None, set_by=arguments.set_by)
     choice = Comparison(
         arguments.way or list(DEFAULT_WAYS),
         arguments.model,
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         log.add({"record": "resumed"})
     first = choice.engine()
     if not any(record["record"] == "model" for record in log.records):
-        log.add(_model(first))
+        log.add(model_record(first))
     run_ = Run(
         choice.plain(first),
         choice.ways(first, items, arguments.max_new_tokens, arguments.turns),
@@ -72,46 +74,69 @@ def run(arguments: argparse.Namespace) -> int:
     if len(log.records) > count:
         others = share_of_others(before)
         log.add({"record": "load", "others": others})
-    _print(tables(log.records))
-    print(_verdict(log.records, choice, first, others))
+    ways = {name: spec.draft is None for name, spec in choice.specs.items() if name != PLAIN}
+    report(log.records, ways, first, others)
     return int(run_.faults > 0)
 
 
-def _verdict(
-    records: list[dict[str, Any]], choice: Comparison, first: Engine, others: float | None
-) -> str:
-    """Return whether the fastest way that drafts pays, by its own name."""
-    from specengine.benchmark.summaries import ALL, summaries
+def run_of(
+    engine: Engine,
+    *,
+    length: int,
+    rounds: int,
+    generate: bool = False,
+) -> Run:
+    """Return a greedy run of one engine: plain decoding, and its own draft and policy, if it has any.
 
-    drafted = [
-        summary
-        for summary in summaries(records)
-        if summary["set"] == ALL
-        and summary["way"] in choice.specs
-        and summary["way"] != PLAIN
-        and "speed_total" in summary
-    ]
-    device = first.target.device.type
-    if not drafted:
-        return verdict(device, None, None)
-    best = max(drafted, key=lambda summary: float(summary["speed_total"]))
-    averages = Seen(best["tau"], best["verified"], best["delta"], best["speed_total"])
-    has_first_draft = choice.specs[best["way"]].draft is None
-    return f"{best['way']}: {verdict(device, known_costs(first) if has_first_draft else None, averages, others)}"
+    generate: transformers' generate takes part between them.
+    """
+    greedy, load = sampling(0, 0), LoadOptions()
+    engines = Engines(engine, load)
+    plain = engines.make(None)
+    ways = [Way(PLAIN, lambda: EngineDecoder(plain, greedy))]
+    if generate:
+        ends = plain.stream([0], max_new_tokens=1).options.eos_token_ids
+        ways.append(baseline(GENERATE, plain, greedy, ends, "", load))
+    if engine.drafter is not None:
+        ways.append(Way(SPECULATIVE, lambda: EngineDecoder(engines.make(engine.policy), greedy)))
+    return Run(plain, ways, greedy, length=length, rounds=rounds, say=say)
+
+
+def report(
+    records: list[Record],
+    ways: Mapping[str, bool],
+    engine: Engine,
+    others: float | None,
+    set_: str = ALL,
+) -> None:
+    """Print the tables of a run and, by its own name, whether the fastest way that drafts pays.
+
+    ways: those that draft, and whether it is by the engine's draft, whose costs may be known; others: as of `verdict`.
+    """
+    _print_tables(records, set_)
+    averages = Seen.of_ways(records, ways)
+    device = engine.target.device.type
+    if not averages:
+        print(verdict(device, None, None))
+        return
+    best = next(iter(averages))
+    answers = (record for record in records if record["record"] == "answer")
+    timed = sum(len(answer["tokens"]) for answer in answers if answer["way"] == best)
+    if timed < MIN_TIMED_TOKENS:
+        print(f"{timed} tokens per way are too few for a verdict, {MIN_TIMED_TOKENS} are enough.")
+        return
+    costs = known_costs(engine) if ways[best] else None
+    print(f"{best}: {verdict(device, costs, averages[best], others)}")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    from specengine.benchmark.records import read
-    from specengine.benchmark.report import draw_speeds, source, tables
-    from specengine.benchmark.summaries import ALL
-
     runs = {file: read(file) for file in arguments.file}
     for file, records in runs.items():
         sets = sorted({record["set"] for record in records if record["record"] == "row"})
         accepted = f"in {file.name} {', '.join(sets) or 'none yet'}"
         require("set", repr(arguments.set), accepted, arguments.set in (None, *sets))
         print(source(file.name, records), end="\n\n")
-        _print(tables(records, arguments.set or ALL))
+        _print_tables(records, arguments.set or ALL)
         if arguments.plot is not None:
             picture = arguments.plot / f"{file.stem}.svg"
             draw_speeds(records, picture)
@@ -119,8 +144,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(all_tables: list[Table]) -> None:
-    for table in all_tables:
+def _print_tables(records: list[Record], set_: str) -> None:
+
+    for table in tables(records, set_):
         print(table.markdown(), end="\n\n")
 
 
@@ -128,8 +154,6 @@ def _settings(
     arguments: argparse.Namespace, names: list[str], items: list[Workload]
 ) -> dict[str, Any]:
     """Return the settings that decide what is measured. A run with the same settings continues the file."""
-    from specengine.benchmark.provenance import public
-    from specengine.benchmark.workloads import digest
 
     apart = (
         "run",
@@ -160,7 +184,7 @@ def _settings(
     }
 
 
-def _model(first: Engine) -> dict[str, Any]:
+def model_record(first: Engine) -> dict[str, Any]:
     name = first.target.name or type(first.target).__name__
     return {
         "record": "model",

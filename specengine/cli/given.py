@@ -74,6 +74,7 @@ class EngineArguments:
             except UnsupportedModelError as error:
                 if not str(error).startswith("strict:"):
                     raise
+                say(f"specengine: note: {error}; at near-ties it may choose other tokens")
         return Engine.from_pretrained(self.model, self.draft, self.policy, **options)
 
 

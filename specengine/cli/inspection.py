@@ -63,12 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
         facts["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         facts["draft"] = _draft(arguments, engine)
-    print(
-        as_json(facts, default=str)
-        if arguments.json
-        else "\n".join(_lines(facts, ops=arguments.ops))
-    )
+    if not arguments.json:
+        facts["backends"] = {
+            name: line
+            for kind, of_kind in facts["backends"].items()
+            for name, line in _backends(kind, of_kind, every=arguments.ops).items()
+        }
+    print_facts(facts, in_json=arguments.json)
     return 0
+
+
+def print_facts(facts: dict[str, Any], *, in_json: bool) -> None:
+    """Print sections of facts by name, of lines, or texts: as JSON, or for people."""
+    print(as_json(facts, default=str) if in_json else "\n".join(_lines(facts)))
 
 
 def versions() -> dict[str, str | None]:
@@ -229,39 +236,36 @@ def _warn(measured: list[Convention]) -> None:
         )
 
 
-def _lines(facts: dict[str, Any], *, ops: bool) -> Iterator[str]:
-    shown = (
-        facts
-        if ops
-        else facts | {"backends": {kind: _counted(of) for kind, of in facts["backends"].items()}}
-    )
-    for title, entries in shown.items():
-        yield f"{title}"
-        for name, value in entries.items():
-            yield from entry_lines(name, value)
-
-
-def _counted(backends: dict[str, dict[str, Any]]) -> str:
+def _backends(kind: str, backends: dict[str, Any], *, every: bool) -> dict[str, Any]:
+    """Return the backend of every op, or how many ops each backend has."""
+    if every:
+        return {f"{kind} {op}": backend for op, backend in backends.items()}
     counts = Counter(backend["name"] for backend in backends.values())
-    return (
-        ", ".join(f"{name} for {count} ops" for name, count in counts.most_common())
-        + " (--ops lists them)"
-    )
+    counted = ", ".join(f"{name} for {count} ops" for name, count in counts.most_common())
+    return {kind: f"{counted} (--ops lists them)"}
 
 
-def entry_lines(name: str, value: Any) -> Iterator[str]:
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    for title, entries in facts.items():
+        if isinstance(entries, str):
+            yield f"\n{entries}"
+        elif entries:
+            yield title
+            if isinstance(entries, list):
+                yield from (f"  {line}" for line in entries)
+            else:
+                for name, value in entries.items():
+                    yield from _entry_lines(name, value)
+
+
+def _entry_lines(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict) and "about" in value:
         yield from _part(name, value)
     elif isinstance(value, list):
         for index, line in enumerate(value):
             yield f"  {'' if index else name:<22}{line}"
-    elif isinstance(value, dict) and name == "agreement":
-        for convention, line in value.items():
-            yield f"  {name + ', ' + convention:<28}{line}"
     elif isinstance(value, dict):
-        for op, backend in value.items():
-            others = ", ".join(backend["available"])
-            yield f"  {name + ' ' + op:<28}{backend['name']} ({backend['reason']}; available: {others})"
+        yield f"  {name:<22}{'; '.join(f'{key}: {as_typed(item)}' for key, item in value.items())}"
     else:
         words = (
             "not installed"

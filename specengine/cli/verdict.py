@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from specengine.benchmark.summaries import ALL, summaries
 from specengine.costs.measuring import busy, stored
 
 if TYPE_CHECKING:
+    from specengine.benchmark.records import Record
     from specengine.costs import PassCosts
     from specengine.engine import Engine
     from specengine.records import Stats
@@ -33,7 +35,7 @@ class Seen(NamedTuple):
     gain: float | None = None
 
     @classmethod
-    def of(cls, answers: Iterable[Stats], gain: float | None = None) -> Seen | None:
+    def of(cls, answers: Iterable[Stats]) -> Seen | None:
         """Return the averages over answers; None without a verification."""
         answers = list(answers)
         steps = sum(stats.num_spec_steps for stats in answers)
@@ -42,7 +44,19 @@ class Seen(NamedTuple):
         tokens = sum(stats.num_emitted_in_steps for stats in answers)
         drafted = sum(stats.num_draft_tokens for stats in answers)
         passes = sum(stats.num_draft_passes for stats in answers)
-        return cls(tokens / steps, 1 + drafted / steps, passes / steps, gain)
+        return cls(tokens / steps, 1 + drafted / steps, passes / steps)
+
+    @classmethod
+    def of_ways(cls, records: Iterable[Record], ways: Iterable[str]) -> dict[str, Seen]:
+        """Return the averages of those of the ways that a benchmark timed next to plain decoding, the fastest first."""
+        timed = [
+            each for each in summaries(records) if each["set"] == ALL and "speed_total" in each
+        ]
+        return {
+            each["way"]: cls(each["tau"], each["verified"], each["delta"], each["speed_total"])
+            for each in sorted(timed, key=lambda each: -float(each["speed_total"]))
+            if each["way"] in ways
+        }
 
 
 def break_even(costs: PassCosts, nodes: float, passes: float = 0.0) -> float:

@@ -10,81 +10,86 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specengine import cycle
-from specengine.cli import demo, main
+from specengine import Engine, checking, cycle
+from specengine.benchmark import ways
+from specengine.cli import bench, demo, main
 from specengine.cli.terminal import DRAFTED
 from specengine.errors import UnsupportedModelError
-from specengine.records import Stats
 from tests.cli.streams import PROMPT
 from tests.test_checking import accept_blindly
 
 
+def cells(out: str) -> dict[str, dict[str, str]]:
+    """Return the first table, by way and column."""
+    lines = [line for line in out.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    header = next(row for row in rows if row[0] == "way")
+    rows = [row for row in rows if len(row) == len(header)]
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows[::-1]}
+
+
 def test_demo_compares_three_ways(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(demo, "MIN_TIMED_TOKENS", 1)
+    monkeypatch.setattr(bench, "MIN_TIMED_TOKENS", 1)
     assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]) == 0
     out, err = capsys.readouterr()
-    lines = {line.split("  ")[0]: line for line in out.splitlines()}
-    assert lines["transformers generate"].endswith("yes")
-    assert lines["speculative decoding"].endswith("yes")
-    assert lines["plain decoding"].endswith("-")
-    assert "round 1 of 1" in err
+    compared = cells(out)
+    assert {"plain", "generate", "speculative"} <= set(compared)
+    assert all(compared[way]["exact"] == "1" for way in ("plain", "generate", "speculative"))
+    assert float(compared["speculative"]["tau"]) >= 1
+    assert "Timing three ways in turn, rounds: 1, tokens: 24" in err
     last = out.splitlines()[-1]
-    assert last.startswith("On this CPU plain decoding here is ")
+    assert last.startswith("speculative: Speculation ")
     assert re.search(r"takes \d+\.\d+ times as long as (over )?one", last), (
         "auto is the policy, so costs are known"
     )
 
 
-def test_demo_explains_a_difference(folder: str, capsys: Any, monkeypatch: Any) -> None:
+def test_a_difference_is_a_fault(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     given = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
-    assert main(["demo", "--model", folder, *given]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"speculative decoding .* no\n", out)
-    assert "speculative decoding: mismatch at token" in out
+    assert main(["demo", "--model", folder, *given]) == 1
+    assert cells(capsys.readouterr().out)["speculative"]["mismatch"] == "1"
 
 
 def test_demo_counts_near_ties(folder: str, capsys: Any, monkeypatch: Any) -> None:
     """Tokens that transformers chose otherwise, by hardly more than nothing, are no faults."""
-    real = demo.huggingface_tokens
+    real = ways.Generate.__call__
 
-    def otherwise(plain: Any, prompt: str, **options: Any) -> list[int]:
-        tokens = real(plain, prompt, **options)
-        return [*tokens[:-1], tokens[-1] ^ 1]
+    def otherwise(self: Any, prompt: list[int], length: int) -> Any:
+        answer = real(self, prompt, length)
+        return answer._replace(tokens=[*answer.tokens[:-1], answer.tokens[-1] ^ 1])
 
-    monkeypatch.setattr(demo, "huggingface_tokens", otherwise)
+    monkeypatch.setattr(ways.Generate, "__call__", otherwise)
     given = ["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
     assert main(given) == 0
-    assert re.search(r"transformers generate .* no\n", capsys.readouterr().out)
-    monkeypatch.setattr(demo, "near_tie_logits", lambda _: 60.0)
+    assert cells(capsys.readouterr().out)["generate"]["mismatch"] == "1"
+    monkeypatch.setattr(checking, "near_tie_logits", lambda _: 60.0)
     assert main(given) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"transformers generate .* up to 1 near-tie\n", out)
-    assert "transformers generate: near-tie at token 23, " in out
+    assert cells(capsys.readouterr().out)["generate"]["near-tie"] == "1"
 
 
 def test_demo_is_strict_where_it_can_be(folder: str, capsys: Any, monkeypatch: Any) -> None:
     asked = []
-    real = demo.given.load_engine
+    real = Engine.from_pretrained
 
-    def noted(arguments: Any, **changes: Any) -> Any:
-        asked.append(changes)
-        if changes.get("strict"):
+    def noted(*given: Any, **options: Any) -> Any:
+        asked.append(options["strict"])
+        if options["strict"]:
             raise UnsupportedModelError(f"{reason}: not here")
-        return real(arguments, **changes)
+        return real(*given, **options)
 
-    monkeypatch.setattr(demo.given, "load_engine", noted)
+    monkeypatch.setattr(Engine, "from_pretrained", noted)
     given = ["demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
     reason = "strict"
     assert main(given) == 0
-    assert asked == [{"strict": True}, {"strict": False}]
+    assert asked == [True, False]
     assert "specengine: note: strict: not here" in capsys.readouterr().err
     reason = "another"
     assert main(given) == 2
     asked.clear()
     assert main([*given, "--no-strict"]) == 0
-    assert asked == [{}]
+    assert asked == [False]
 
 
 def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
@@ -115,101 +120,78 @@ def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
 
 
 def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specengine.cli.demo.MAX_TIMING_SECONDS", 0.0)
-    assert main(["demo", "--model", folder, "--max-new-tokens", "8", "--prompt", PROMPT]) == 0
+    monkeypatch.setattr(demo, "MAX_TIMING_SECONDS", 0.0)
+    given = ["--max-new-tokens", "24", "--prompt", PROMPT]
+    assert main(["demo", "--model", folder, *given]) == 0
     out, err = capsys.readouterr()
-    assert "median of 1 interleaved" in out
-    assert "1 of 3 rounds have to do" in err
-
-
-def test_demo_times_fewer_tokens_where_they_take_long(
-    folder: str, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("specengine.cli.demo.MAX_TIMING_SECONDS", 0.0)
-    assert (
-        main(
-            [
-                "demo",
-                "--model",
-                folder,
-                "--max-new-tokens",
-                "24",
-                "--prompt",
-                PROMPT,
-                "--rounds",
-                "1",
-            ]
-        )
-        == 0
-    )
-    out, err = capsys.readouterr()
-    assert "16 tokens instead of 24 are timed" in err
-    assert re.search(r"^plain decoding +16 ", out, re.MULTILINE)
+    assert "1 of 3 rounds, 16 tokens instead of 24 are timed" in err
+    assert "; 1 round; temperature 0, 16 tokens" in out
+    assert out.endswith("16 tokens per way are too few for a verdict, 48 are enough.\n")
 
 
 def test_demo_needs_a_round(capsys: Any) -> None:
     assert main(["demo", "--rounds", "0"]) == 2
+    assert "rounds: got 0, accepted 1 or more" in capsys.readouterr().err
 
 
-def told(
-    theirs: float,
-    plain: float,
-    drafted: float,
-    *,
-    drafts: bool = True,
-    tokens: int = 64,
-    rounds: int = 3,
-    others: float | None = None,
+def test_without_a_draft_there_is_no_verdict_on_it(folder: str, capsys: Any) -> None:
+    given = ["--draft", "none", "--max-new-tokens", "8", "--rounds", "1"]
+    assert main(["demo", "--model", folder, *given]) == 0
+    assert capsys.readouterr().out.endswith("is not known: no answer was drafted.\n")
+
+
+def last_words(
+    speeds: dict[str, float], capsys: Any, *, tokens: int = 64, others: float | None = None
 ) -> str:
-    """Return the demo's last words, of so many tokens per second; others: share of the processors of other programs."""
-    stats = Stats(
-        num_spec_steps=10, num_emitted_in_steps=24, num_draft_tokens=70, num_draft_passes=15
-    )
-    timed = {"tokens": [0] * tokens, "seconds": [1.0] * rounds}
-    ways = [
-        SimpleNamespace(speed=speed, stats=[stats], **timed) for speed in (theirs, plain, drafted)
-    ]
-    target = SimpleNamespace(device=torch.device("cpu"))
-    asked = SimpleNamespace(target=target, drafter=object() if drafts else None, policy=None)
-    return demo._verdict(cast(Any, ways), cast(Any, asked), others)
+    """Return the last words on ways of so many tokens per second; others: share of other programs."""
+    counts = {"cycles": 10, "emitted": 24, "passes": 15, "verified": 80, "drafted": 70}
+    records: list[dict[str, Any]] = []
+    for way, speed in speeds.items():
+        place = {"way": way, "set": "demo", "id": "1"}
+        row = {"new_tokens": tokens, "prompt_tokens": 4, "seconds": [tokens / speed], **counts}
+        records += [
+            {"record": "answer", **place, "tokens": [0] * tokens},
+            {"record": "row", **place, **row},
+        ]
+    engine = SimpleNamespace(target=SimpleNamespace(device=torch.device("cpu")), drafter=None)
+    bench.report(records, {"speculative": True, "chain": False}, cast(Any, engine), others)
+    return str(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
         (
-            (10, 50, 100),
-            "is 5.00 times as fast as transformers' generate. Speculation pays on this CPU (2.00 times",
+            {"plain": 50, "speculative": 100},
+            "speculative: Speculation pays on this CPU (2.00 times",
         ),
+        ({"plain": 50, "speculative": 51}, "Speculation changes little on this CPU (1.02 times"),
+        ({"plain": 20, "speculative": 10}, "Speculation does not pay on this CPU (0.50 times"),
         (
-            (10, 10.2, 10.3),
-            "is as fast as transformers' generate. Speculation changes little on this CPU (1.01 times",
+            {"plain": 20, "speculative": 30, "chain": 40},
+            "chain: Speculation pays on this CPU (2.00",
         ),
-        ((10, 20, 10), "Speculation does not pay on this CPU (0.50 times plain decoding): "),
-        (
-            (10, 5, 5),
-            "0.50 times as fast as transformers' generate. Speculation changes little on this CPU (1.00",
-        ),
+        ({"generate": 90, "plain": 20}, "is not known: no answer was drafted."),
     ],
 )
-def test_the_demo_ends_with_what_it_found(speeds: tuple[float, float, float], words: str) -> None:
-    assert words in told(*speeds)
-    assert "brought 2.40 tokens" in told(*speeds)
+def test_the_report_ends_with_what_it_found(
+    speeds: dict[str, float], words: str, capsys: Any
+) -> None:
+    said = last_words(speeds, capsys)
+    assert words in said
+    assert ("brought 2.40 tokens" in said) == (len(speeds) > 1 and "generate" not in speeds)
 
 
-@pytest.mark.parametrize(("tokens", "rounds"), [(16, 1), (16, 2), (1, 3)])
-def test_a_few_tokens_give_no_ratio(tokens: int, rounds: int) -> None:
-    words = told(1, 50, 100, tokens=tokens, rounds=rounds)
-    assert words == f"{tokens * rounds} tokens per way are too few for a verdict, 48 are enough."
-    assert "times" in told(1, 50, 100, tokens=16, rounds=3)
+@pytest.mark.parametrize("tokens", [1, 16, 47])
+def test_a_few_tokens_give_no_ratio(tokens: int, capsys: Any) -> None:
+    said = last_words({"plain": 1, "speculative": 100}, capsys, tokens=tokens)
+    assert said == f"{tokens} tokens per way are too few for a verdict, 48 are enough."
+    assert "times" in last_words({"plain": 1, "speculative": 100}, capsys, tokens=48)
 
 
-def test_a_busy_machine_is_told_with_the_verdict() -> None:
-    assert told(10, 20, 40, others=0.4).endswith(
+def test_a_busy_machine_is_told_with_the_verdict(capsys: Any) -> None:
+    speeds = {"plain": 20.0, "speculative": 40.0}
+    assert last_words(speeds, capsys, others=0.4).endswith(
         "This may be otherwise on a quiet machine: other programs took 40% of the processors meanwhile."
     )
-    assert "quiet" not in told(10, 20, 40, others=0.05)
-
-
-def test_without_a_draft_there_is_no_verdict_on_it() -> None:
-    assert told(10, 20, 20, drafts=False).endswith("no draft was asked for.")
+    assert "quiet" not in last_words(speeds, capsys, others=0.05)

@@ -27,7 +27,6 @@ def test_averages_are_over_all_verifications() -> None:
         Stats(num_spec_steps=3, num_emitted_in_steps=3),
     ]
     assert Seen.of(answers) == Seen(2, 1 + 9 / 4, 1)
-    assert Seen.of(answers, 1.5) == Seen(2, 1 + 9 / 4, 1, 1.5)
     assert Seen.of([]) is Seen.of([Stats()]) is None
 
 
