@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shlex
@@ -17,6 +16,7 @@ import transformers
 
 import specengine
 from specengine import ops
+from specengine.costs.measuring.stored import CPU_FACTS, device_name
 
 PACKAGE = Path(specengine.__file__).parent
 
@@ -56,20 +56,6 @@ def _git(*arguments: str) -> str:
 
 
 def _cpu_name() -> str:
-    name = platform.processor() or platform.machine()
-    words: list[str] = []
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
-        words = text.split()
-        name = next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in text.splitlines()
-                if line.startswith("model name")
-            ),
-            name,
-        )
-    features = [
-        feature for feature in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if feature in words
-    ]
-    return f"{name} ({', '.join(features[:2])})"
+    words = CPU_FACTS.read_text().split() if CPU_FACTS.exists() else []
+    features = [each for each in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if each in words]
+    return f"{device_name(torch.device('cpu'))} ({', '.join(features[:2])})"

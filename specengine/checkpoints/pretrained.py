@@ -494,10 +494,6 @@ def open_native(
     where the native forward does not know the model or how its weights are stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
-        folder = models.embedded.kept_folder()
-        if folder is not None:
-            config = config_of(folder, offline=True, trust_remote_code=False)
-            return _opened_folder(folder, config, dtype, models.embedded.NAME)
         return _opened_gguf(
             models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME
         )

@@ -110,20 +110,16 @@ def devices() -> dict[str, str]:
 
 
 def cache_state() -> dict[str, str]:
-    """Return the cache folder, and whether the default model is there: as its GGUF file, or converted."""
+    """Return the cache folder, and whether the default model is there: its GGUF file."""
     name = models.embedded.NAME
     try:
         root = models.cache_dir()
-        there = [
-            folder
-            for folder in (root / "models" / f"{name}-gguf", root / "models" / name)
-            if folder.exists()
-        ]
-        damages = [models.embedded.folder_damage(folder) for folder in there]
+        folder = root / "models" / f"{name}-gguf"
+        damage = models.embedded.folder_damage(folder)
+        state = f"damaged: {damage}" if folder.exists() else READY_LATER
     except OSError as error:
         return {"folder": "none that can be read", name: str(error)}
-    state = "ready" if None in damages else f"damaged: {damages[0]}" if there else READY_LATER
-    return {"folder": str(root), name: state}
+    return {"folder": str(root), name: state if damage else "ready"}
 
 
 def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str, Any]]:

