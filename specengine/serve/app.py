@@ -22,7 +22,7 @@ from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import answered, require_model, require_ready
-from specengine.serve.guards import HEALTH, BodyLimit, BodyRoute, Forms, Hosts, Keys, PlainPaths
+from specengine.serve.guards import HEALTH, BodyRoute, Guard, PlainPaths
 from specengine.serve.memory import give_back
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
@@ -61,23 +61,15 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
 def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
-    made = [Middleware(PlainPaths)]
-    if settings.hosts:
-        made.append(Middleware(Hosts, names=settings.hosts, failed=failed))
-    if settings.origins:
-        made.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["Retry-After"],
-            )
-        )
-    if settings.api_keys:
-        made.append(Middleware(Keys, keys=settings.api_keys, failed=failed))
-    made.append(Middleware(Forms, origins=settings.origins, failed=failed))
-    return [*made, Middleware(BodyLimit, most=settings.max_body_bytes, failed=failed)]
+    guard = Middleware(Guard, settings=settings, failed=failed)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
+    return [Middleware(PlainPaths), *([cors] if settings.origins else []), guard]
 
 
 def _tell_problems(app: FastAPI, worker: Worker) -> None:

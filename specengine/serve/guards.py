@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specengine.errors import shown
 from specengine.protocol.problems import RequestError
-from specengine.protocol.settings import is_loopback
+from specengine.protocol.settings import Settings, is_loopback
 from specengine.serve.static import FILES
 
 HEALTH = ("/health", "/healthz", "/v1/health")
@@ -51,66 +50,95 @@ class PlainPaths:
         await self.app(scope, receive, send)
 
 
-class Forms:
-    """Refuses bodies that any page of elsewhere can make a browser send, which asks nobody before: those not declared
-    as JSON, from an origin that is neither the server's nor one of `origins`.
+class Guard:
+    """Refuses requests before they are read whole, and counts refusals by status in `failed`.
 
-    Of everybody else any body is read as JSON, however it is declared. failed: counts refusals by status.
+    Host names: those that name the server otherwise than it is called, as a page of elsewhere does whose name was
+    pointed here; addresses of this machine alone are names too.
+    Keys: requests without one of them, compared in a time that does not depend on them.
+    Origins: bodies that any page of elsewhere can make a browser send, which asks nobody before: those not declared as
+    JSON, from an origin that is neither the server's nor allowed. Of everybody else any body is read as JSON.
+    Sizes: a body that is too large, by its declared length or as it comes.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str], failed: Counter) -> None:
-        self.app, self.origins, self.failed = app, origins, failed
+    def __init__(self, app: ASGIApp, settings: Settings, failed: Counter) -> None:
+        self.app, self.settings, self.failed = app, settings, failed
+        self._names = {_name(name) for name in settings.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            headers = Headers(scope=scope)
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
-                if (origin := self._elsewhere(headers)) is not None:
-                    message = f"origin: got {shown(origin)}, accepted {JSON} alone from pages of elsewhere; see --cors"
-                    problem = RequestError(403, message, "origin", "origin_not_allowed")
-                    self.failed.labels(problem.status).inc()
-                    await problem.response(scope["path"])(scope, receive, send)
-                    return
-                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
-                scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
-        await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        problem = self._problem(scope, Headers(scope=scope))
+        if problem is not None:
+            self.failed.labels(problem.status).inc()
+            await problem.response(scope["path"])(scope, receive, send)
+            return
+        others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+        scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self.settings.max_body_bytes:
+                raise HTTPException(413, str(self.too_large))
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _problem(self, scope: Scope, headers: Headers) -> RequestError | None:
+        names = map(_name, headers.getlist("host"))
+        others = [name for name in names if name not in self._names and not is_loopback(name)]
+        if self._names and others:
+            message = f"host: got {shown(others[0])}, which is not a name of this server; --allowed-host makes it one"
+            return RequestError(403, message, "host", "host_not_allowed")
+        if (
+            self.settings.api_keys
+            and scope["path"] not in WITHOUT_KEY
+            and not self._allows(headers)
+        ):
+            message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
+            bearer = {"WWW-Authenticate": "Bearer"}
+            return RequestError(401, message, code="invalid_api_key", headers=bearer)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        declared = kind.startswith("application/") and kind.endswith(("/json", "+json"))
+        if scope["method"] == "POST" and not declared and (origin := self._elsewhere(headers)):
+            message = f"origin: got {shown(origin)}, accepted {JSON} alone from pages of elsewhere; see --cors"
+            return RequestError(403, message, "origin", "origin_not_allowed")
+        length = headers.get("content-length", "0")
+        fits = length.isdecimal() and int(length) <= self.settings.max_body_bytes
+        return None if fits else self.too_large
+
+    def _allows(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        matches = [
+            hmac.compare_digest(key.strip().encode(), known.encode())
+            for known in self.settings.api_keys
+        ]
+        return any(matches)
 
     def _elsewhere(self, headers: Headers) -> str | None:
         """Return the origin of a page of elsewhere; None for this server's own, and for what is no page."""
-        named = headers.getlist("origin")
+        named, origins = headers.getlist("origin"), self.settings.origins
         allowed = [f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")]
-        other = next((origin for origin in named if origin not in (*allowed, *self.origins)), None)
+        other = next((origin for origin in named if origin not in (*allowed, *origins)), None)
         if (
             other is None
             and not named
             and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         ):
             other = headers["sec-fetch-site"]
-        return None if "*" in self.origins else other
+        return None if "*" in origins else other
 
-
-class Hosts:
-    """Refuses requests that name the server otherwise than `names`, as a page of elsewhere does whose name was pointed
-    here; addresses of this machine alone are names too. failed: counts refusals by status.
-    """
-
-    def __init__(self, app: ASGIApp, names: Sequence[str], failed: Counter) -> None:
-        self.app, self.names, self.failed = app, {_name(name) for name in names}, failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
-        other = next(
-            (host for host in given if not (_name(host) in self.names or is_loopback(_name(host)))),
-            None,
+    @property
+    def too_large(self) -> RequestError:
+        message = (
+            f"the body is larger than the {self.settings.max_body_bytes} bytes that are accepted"
         )
-        if other is not None:
-            message = f"host: got {shown(other)}, which is not a name of this server; --allowed-host makes it one"
-            problem = RequestError(403, message, "host", "host_not_allowed")
-            self.failed.labels(problem.status).inc()
-            await problem.response(scope["path"])(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        return RequestError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 def _name(host: str) -> str:
@@ -119,70 +147,6 @@ def _name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return (host if host.count(":") > 1 else host.partition(":")[0]).rstrip(".")
-
-
-class Keys:
-    """Refuses requests without one of the keys, compared in a time that does not depend on them.
-
-    failed: counts refusals by status.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], failed: Counter) -> None:
-        self.app, self.keys, self.failed = app, [key.encode() for key in keys], failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["path"] not in WITHOUT_KEY
-            and not self._allows(Headers(scope=scope))
-        ):
-            message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
-            problem = RequestError(
-                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-            )
-            self.failed.labels(problem.status).inc()
-            await problem.response(scope["path"])(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _allows(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self.keys]
-        return any(matches)
-
-
-class BodyLimit:
-    """Refuses a body that is too large before it is read whole; failed: counts refusals by status."""
-
-    def __init__(self, app: ASGIApp, most: int, failed: Counter) -> None:
-        self.app, self.most, self.failed = app, most, failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        said = Headers(scope=scope).get("content-length", "0")
-        if not said.isdecimal() or int(said) > self.most:
-            self.failed.labels(self.too_large.status).inc()
-            await self.too_large.response(scope["path"])(scope, receive, send)
-            return
-        count = 0
-
-        async def counted() -> Message:
-            nonlocal count
-            message = await receive()
-            count += len(message.get("body", b""))
-            if count > self.most:
-                raise HTTPException(413, str(self.too_large))
-            return message
-
-        await self.app(scope, counted, send)
-
-    @property
-    def too_large(self) -> RequestError:
-        message = f"the body is larger than the {self.most} bytes that are accepted"
-        return RequestError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 FEW = 1 << 16  # bytes that are parsed without a look at them

@@ -10,8 +10,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from specengine.errors import InputError
+from specengine.protocol.settings import Settings
 from specengine.serve import guards
-from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
+from tests.serve.served import CHAT, NAME, Gate, Served, served, tiny_engine, until
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         return given == key
 
     monkeypatch.setattr(guards.hmac, "compare_digest", compare)
-    keys = guards.Keys(app=None, keys=["one", "two"], failed=None)  # type: ignore[arg-type]
-    assert keys._allows(Headers({"Authorization": "Bearer one"}))
+    settings = Settings(NAME, api_keys=("one", "two"))
+    guard = guards.Guard(app=None, settings=settings, failed=None)  # type: ignore[arg-type]
+    assert guard._allows(Headers({"Authorization": "Bearer one"}))
     assert compared == [b"one", b"two"]  # all of them, also after the right one
 
 

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings
 from specengine.serve import guards
-from specengine.serve.guards import Hosts, parsed
+from specengine.serve.guards import Guard, parsed
 from specengine.serve.metrics import Metrics
 from specengine.serve.server import MAX_HEADER_BYTES
 from tests.serve.served import CHAT, NAME, Served, served, tiny_engine
@@ -96,10 +96,12 @@ def passes(names: Sequence[str], *given: str) -> bool:
 
     scope = {
         "type": "http",
+        "method": "GET",
         "path": "/health",
         "headers": [(b"host", host.encode()) for host in given],
     }
-    asyncio.run(Hosts(app, names, Metrics().failed)(scope, receive_nothing, send))
+    settings = Settings(NAME, allowed_hosts=tuple(names))
+    asyncio.run(Guard(app, settings, Metrics().failed)(scope, receive_nothing, send))
     return bool(reached)
 
 
