@@ -47,6 +47,7 @@ def read(entry: Mapping[str, Any]) -> tuple[str, Any]:
         ) from error
     except RequestError as problem:
         raise InputError(f"body.{problem}") from problem
+    require_value("body.max_tokens", 0, "in a batch: 1 or more", request.wanted_tokens != 0)
     for name in _NOT_OF_A_BATCH:
         value = getattr(request, name, None)
         require_value(f"body.{name}", value, "in a batch: false", not value)

@@ -94,7 +94,7 @@ class CountRequest(_Asked):
 class MessagesRequest(_Asked):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    max_tokens: int = Field(ge=0, le=MAX_TOKENS, description="0: take the prompt into the cache")
 
 
 NAMES = {
@@ -128,7 +128,7 @@ def chat_of(body: _Asked) -> ChatRequest:
         fields["continue_final_message"] = True  # the beginning of the answer
     if isinstance(body, MessagesRequest):
         fields |= {
-            "max_tokens": body.max_tokens,
+            "max_tokens": body.max_tokens or None,
             "stop": body.stop_sequences,
             "stream": body.stream,
             "temperature": body.temperature,
@@ -136,7 +136,7 @@ def chat_of(body: _Asked) -> ChatRequest:
             "top_k": body.top_k,
             "policy": body.policy,
         }
-    return ChatRequest.model_validate(fields)
+    return ChatRequest.model_validate(fields).model_copy(update={"max_tokens": body.max_tokens})
 
 
 def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:

@@ -88,6 +88,13 @@ DIALECTS: dict[str, Dialect[Any]] = {
         llamacpp.NAMES,
         "Answer between two texts, as llama.cpp does",
     ),
+    "/completion": Dialect(
+        llamacpp.CompletionBody,
+        llamacpp.completion_of,
+        llamacpp.InfillReply,
+        {"max_tokens": "n_predict", "max_new_tokens": "n_predict"},
+        "Go on with a text, as llama.cpp does",
+    ),
 }
 COUNTING: Dialect[Any] = Dialect(
     anthropic.CountRequest,

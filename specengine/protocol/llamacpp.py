@@ -45,7 +45,7 @@ class DetokenizeBody(Body):
 
 class OtherFile(Body, extra="ignore"):
     text: str
-    filename: str = ""
+    filename: str = "tmp"
 
 
 Unread: Any = base_of(
@@ -55,22 +55,28 @@ Unread: Any = base_of(
         "n_indent": (int, "no effect"),
         "n_keep": (int, "no effect"),
         "t_max_prompt_ms": (float, "no effect"),
-        "t_max_predict_ms": (float, "no effect"),
     },
 )
 
 
-class InfillBody(Declared, CommonFields, Unread):
+class CompletionBody(Declared, CommonFields, Unread):
+    """POST /completion."""
+
+    prompt: str | list[int] | None = None
+    n_predict: int | None = Field(None, description="0: take the prompt into the cache")
+    max_tokens: int | None = None
+    t_max_predict_ms: float | None = None
+    repeat_penalty: float | None = None
+    response_fields: list[str] | None = None
+
+
+class InfillBody(CompletionBody):
     """POST /infill."""
 
     input_prefix: str
     input_suffix: str
     input_extra: list[OtherFile] | None = Field(None, max_length=256)
     prompt: str | None = Field(None, description="goes on with input_prefix")
-    n_predict: int | None = None
-    max_tokens: int | None = None
-    repeat_penalty: float | None = None
-    response_fields: list[str] | None = None
 
 
 NAMES = {
@@ -81,21 +87,26 @@ NAMES = {
 }
 
 
-def completion_of(body: InfillBody) -> CompletionRequest:
+def completion_of(body: CompletionBody) -> CompletionRequest:
+    """Return the request, that of an editor with the texts around its answer."""
     most = body.max_tokens if body.n_predict is None else body.n_predict
-    prefix = body.input_prefix + (body.prompt or "")
+    prompt = (
+        body.input_prefix + (body.prompt or "") if isinstance(body, InfillBody) else body.prompt
+    )
     fields: dict[str, Any] = {
-        "prompt": prefix,
+        "prompt": prompt,
         "model": body.model,
         "max_tokens": None if most is None or most < 0 else most,
+        "t_max_predict_ms": body.t_max_predict_ms,
+        "repetition_penalty": body.repeat_penalty,
         "stop": body.stop,
         "stream": body.stream,
     }
-    if body.repeat_penalty is not None:
-        fields["repetition_penalty"] = body.repeat_penalty
+    completion = CompletionRequest.model_validate(fields | declared_values(body))
+    if not isinstance(body, InfillBody):
+        return completion
     others = tuple((other.filename, other.text) for other in body.input_extra or ())
-    completion = CompletionRequest.model_validate(declared_values(body) | fields)
-    return completion.within(Infill(prefix, body.input_suffix, others))
+    return completion.within(Infill(str(prompt), body.input_suffix, others))
 
 
 class InfillReply(OneReply):

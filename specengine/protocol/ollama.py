@@ -71,7 +71,7 @@ Sampled: Any = base_of("Sampled", {name: (kind, None) for name, kind in _SAMPLED
 class Options(Unread, Sampled):
     """Ollama's options of sampling; those of how a model is run (`num_ctx`, `num_gpu` and others) have no effect."""
 
-    num_predict: int | None = Field(None, description="-1 and -2: no limit but the server's")
+    num_predict: int | None = Field(None, description="0, -1 and -2: no limit but the server's")
     repeat_penalty: float | None = None
     stop: str | list[str] | None = None
 
@@ -199,7 +199,7 @@ def _fields(body: _Asked) -> dict[str, Any]:
         fields["response_format"] = {"type": "json_object"}
     return fields | {
         "model": body.model,
-        "max_tokens": None if most is None or most < 0 else most,
+        "max_tokens": None if most is None or most < 1 else most,
         "repetition_penalty": options.repeat_penalty,
         "stop": options.stop,
         "stream": body.stream is not False,

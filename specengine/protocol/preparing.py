@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specengine.errors import ContextLengthError, InputError
 from specengine.protocol.messages import is_empty
@@ -56,7 +56,8 @@ class FimTokens(NamedTuple):
     suffix_first: bool = False
 
 
-# Qwen2.5-Coder and CodeGemma; StarCoder, Granite and others; Code Llama; DeepSeek-Coder; Codestral; Seed-Coder
+# Qwen2.5-Coder and CodeGemma; StarCoder, Granite and others; SantaCoder; Code Llama; DeepSeek-Coder; Codestral;
+# Seed-Coder; GLM-4.5; Falcon-H1
 KNOWN = (
     FimTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     FimTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -65,25 +66,49 @@ KNOWN = (
     FimTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     FimTokens("[PREFIX]", "[SUFFIX]", "", suffix_first=True),
     FimTokens("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FimTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    FimTokens("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-_ENDS = (
-    "<|endoftext|>",
-    "<|fim_pad|>",
-    "<|file_sep|>",
-    "<|repo_name|>",
-    "<file_sep>",
-    "▁<EOT>",
-    "<EOT>",
-)
-_FILES = ("<|file_sep|>", "<file_sep>")
-_SNIPPET = "\n\n--- snippet ---\n\n"
+
+
+class Repository(NamedTuple):
+    """How a family writes other files in a prompt. Requests tell no name of the repository or of the current file.
+
+    separator  the token before each file
+    start      the token before the repository's name, and that name
+    head       text before another file's content; {} is that file's name
+    current    text before the current file
+    within     what stands after the prefix's token: nothing, the current file's name, or all files
+    """
+
+    separator: str
+    start: tuple[str, str] = ("", "")
+    head: str = "{}\n"
+    current: str = "filename\n"
+    within: Literal["nothing", "name", "files"] = "nothing"
+
+
+# By a token of the family: Qwen2.5-Coder, with the names of llama.cpp's server; StarCoder 2; CodeGemma; DeepSeek-Coder;
+# Codestral. All others are written as llama.cpp's server writes them.
+REPOSITORIES = {
+    "<|file_sep|>": Repository("<|file_sep|>", ("<|repo_name|>", "myproject\n")),
+    "<file_sep>": Repository("<file_sep>", ("<repo_name>", "myproject"), within="name"),
+    "<|file_separator|>": Repository("<|file_separator|>"),
+    "<｜fim▁hole｜>": Repository("", head="#{}\n", current=""),
+    "[SUFFIX]": Repository("", ("", ""), "+++++ {}\n", "+++++ filename\n", "files"),
+}
+SNIPPETS = Repository("", ("<reponame>", "myproject\n"), "\n\n--- snippet ---\n\n", "")
+# Tokens with which an answer between two texts ends as well as with the model's own.
+_ENDS = [
+    *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<repo_name>"),
+    *("<reponame>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "▁<EOT>", "<EOT>"),
+]
 
 
 def fim_tokens(tokenizer: Any) -> FimTokens:
     """Return the tokens of a model; RequestError where it has none that are known."""
-    vocabulary = _vocabulary(tokenizer)
     for tokens in KNOWN:
-        if all(name in vocabulary for name in tokens[:3] if name):
+        if len(_ids(tokenizer, tokens[:3])) == sum(map(bool, tokens[:3])):
             return tokens
     message = "suffix: this model has no tokens for a text between two others (fill in the middle); leave it out"
     raise RequestError(400, message, "suffix", "unsupported_field")
@@ -91,40 +116,52 @@ def fim_tokens(tokenizer: Any) -> FimTokens:
 
 def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
     """Return the ids of a prompt, in which special tokens stand only where they belong; RequestError."""
-    tokens, vocabulary = fim_tokens(tokenizer), _vocabulary(tokenizer)
+    tokens = fim_tokens(tokenizer)
+    marks = _ids(tokenizer, [*tokens[:3], *REPOSITORIES, *_ENDS])
 
-    def text(written: str) -> list[int]:
-        ids = (
-            tokenizer(written, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if written
-            else []
-        )
-        return list(ids)
+    def ids(name: str, written: str) -> list[int]:
+        """Return a token, where the model has it, and the tokens of a text."""
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        texts = tokenizer(written, **options)["input_ids"] if written else []
+        return [*([marks[name]] if name in marks else []), *texts]
 
-    def mark(name: str) -> list[int]:
-        return [vocabulary[name]] if name else []
-
-    separator = next((name for name in _FILES if name in vocabulary), None)
-    ids: list[int] = []
+    outside: list[int] = []
     start = getattr(tokenizer, "bos_token_id", None)
     if start is not None and getattr(tokenizer, "add_bos_token", False):
-        ids.append(start)
-    for name, content in around.others:
-        ids += (
-            text(_SNIPPET + content)
-            if separator is None
-            else [*mark(separator), *text(f"{name}\n{content}")]
-        )
-    if around.others and separator is not None:
-        ids += mark(separator)
-    before = [*mark(tokens.prefix), *text(around.prefix)]
-    behind = [*mark(tokens.suffix), *text(around.suffix)]
-    return ids + (behind + before if tokens.suffix_first else before + behind) + mark(tokens.middle)
+        outside.append(start)
+    within: list[int] = []
+    if around.others:
+        form = next((REPOSITORIES[name] for name in REPOSITORIES if name in marks), SNIPPETS)
+        files = within if form.within == "files" else outside
+        files += ids(*form.start) if form.start[0] in marks else []
+        for name, content in around.others:
+            ends = "" if form.head.startswith("\n") or content.endswith("\n") else "\n"
+            files += ids(form.separator, form.head.replace("{}", name) + content + ends)
+        files += ids(form.separator, "")
+        current = outside if form.within == "nothing" else within
+        current += ids("", form.current)
+    before = [*ids(tokens.prefix, ""), *within, *ids("", around.prefix)]
+    after = ids(tokens.suffix, around.suffix)
+    parts = after + before if tokens.suffix_first else before + after
+    return outside + parts + ids(tokens.middle, "")
 
 
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    ids: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return ids
+def fim_ends(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer between two texts, besides the model's own; none of them is plain text."""
+    added: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    plain = fim_tokens(tokenizer).prefix not in added  # then no marks are
+    return [id for name, id in _ids(tokenizer, _ENDS).items() if plain or name in added]
+
+
+def _ids(tokenizer: Any, names: Iterable[str]) -> dict[str, int]:
+    """Return the ids of those names that are tokens. Reading a whole vocabulary takes a tenth of a second."""
+    read = getattr(tokenizer, "convert_tokens_to_ids", lambda _: None)
+    ids = {name: read(name) for name in names if name}
+    return {
+        name: id
+        for name, id in ids.items()
+        if id is not None and tokenizer.convert_ids_to_tokens(id) == name
+    }
 
 
 QUICK_LETTERS, QUICK_MESSAGES = 1 << 15, 200
@@ -278,9 +315,11 @@ class CheckedRequest:
         self._require_known_tokens(engine.target.vocab_size)
         options |= self._ends(engine)
         maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
-        if self.request.wanted_tokens or "max_new_tokens" not in options:
-            options["max_new_tokens"] = self.request.wanted_tokens or min(
-                most for most in maxima if most is not None
+        if self.request.wanted_tokens is not None or "max_new_tokens" not in options:
+            options["max_new_tokens"] = (
+                min(most for most in maxima if most is not None)
+                if self.request.wanted_tokens is None
+                else max(self.request.wanted_tokens, 1)  # reading a prompt chooses a token
             )
         if self.request.echoes and options["max_new_tokens"] == 1:
             options["policy"] = "plain"  # the draft would read the prompt for one token
@@ -388,8 +427,7 @@ class CheckedRequest:
         """Return the tokens that end the answer, if they are not the model's own alone."""
         more = list(self.request.stop_token_ids or ())
         if isinstance(self.request, CompletionRequest) and self.request.infill is not None:
-            vocabulary = _vocabulary(engine.tokenizer)
-            more += [vocabulary[name] for name in _ENDS if name in vocabulary]
+            more += fim_ends(engine.tokenizer)
         if not more:
             return {}
         config = engine.target.generation_config

@@ -336,13 +336,20 @@ class Sampling(Declared, CommonFields, Neutral):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     max_tokens: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="1 or more; -1 is the same as leaving it out"
+        None,
+        ge=-1,
+        le=MAX_TOKENS,
+        description="-1 is the same as leaving it out; 0, of a completion: take the prompt into the cache",
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=1024
     )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
+    t_max_predict_ms: float | None = Field(
+        None,
+        description="llama.cpp's: after so many ms since the first token, an answer with a line break ends",
+    )
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="answers to each prompt")
     response_format: ResponseFormat | None = None
@@ -555,9 +562,7 @@ class CompletionRequest(Sampling):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     _infill: Infill | None = PrivateAttr(None)  # set by protocols that have further texts
-    echo: bool | None = Field(
-        None, description="with logprobs, those of the prompt's tokens too; max_tokens may be 0"
-    )
+    echo: bool | None = Field(None, description="with logprobs, those of the prompt's tokens too")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = Field(
         None, description="text behind the answer, for models with tokens for it"
@@ -578,8 +583,6 @@ class CompletionRequest(Sampling):
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 only with echo")
         if self.suffix and self.echo:
             raise ValueError("suffix: accepted without echo")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self._prompts):

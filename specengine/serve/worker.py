@@ -405,7 +405,7 @@ class Worker:
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
         yield from _score(engine, job, answer, deadline)
-        if not job.asked.answers:
+        if not job.asked.answers and answer.prompt_logprobs:  # the prompt has been read
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with (
             contextlib.closing(generation),
@@ -450,6 +450,10 @@ def _deliver(
     job: Job, generation: TextGeneration, piece: Any, answer: Completion, texts: Texts
 ) -> None:
     """Add a piece to its answer, and hand it on."""
+    stats, request = generation.stats, job.asked.request
+    if not job.asked.answers:  # the prompt is in the cache, and the token after it is nobody's
+        stats.num_generated_tokens, answer.reason = 0, "length"
+        return
     answer.add(piece.cycle)
     job.ticket.client.served += len(piece.cycle.tokens)
     answer.text += piece.text
@@ -457,9 +461,12 @@ def _deliver(
     if generation.result is not None:
         answer.text = generation.result.text
         answer.reason = "length" if generation.result.finish_reason == "length" else "stop"
-    elif time.perf_counter() > job.ticket.deadline:
+    elif time.perf_counter() > job.ticket.deadline or (
+        "\n" in answer.text
+        and 0 < (request.t_max_predict_ms or 0) < 1000 * (stats.elapsed_s - stats.ttft_s)
+    ):
         answer.reason = "length"
-    extra = _cycles(generation, piece, texts) if job.asked.request.return_cycles else {}
+    extra = _cycles(generation, piece, texts) if request.return_cycles else {}
     job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
 
 

@@ -152,6 +152,10 @@ def test_openais_form(example: Example, tmp_path: Path) -> None:
             {"body": {"messages": [{"role": "user", "content": "a"}], "stream": True}},
             "body.stream: got True",
         ),
+        (
+            {"url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0}},
+            "body.max_tokens: got 0",
+        ),
         ({"body": []}, "body: got []"),
         ({"url": "/v1/embeddings", "body": {"input": "a"}}, "url: got '/v1/embeddings'"),
         ({"method": "GET", "body": {}}, "method: got 'GET'"),

@@ -166,7 +166,7 @@ def test_tokens_are_counted_as_they_are_read(own: Saying) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         (

@@ -496,3 +496,20 @@ def test_an_engine_that_answers_one_at_a_time_says_so() -> None:
         failures.append(server)
         assert isinstance(server.worker.failure, InputError)
         assert "parallel: got 2, accepted 1 on" in str(server.worker.failure)
+
+
+def test_prompts_are_taken_into_the_caches_at_once() -> None:
+    prompts = [f"{name} rivers run to the sea, and back again" for name in ("two", "four", "six")]
+    with served(native_engine, parallel=3) as server, ThreadPoolExecutor(3) as threads:
+
+        def post(prompt: str, most: int) -> dict[str, Any]:
+            answer: dict[str, Any] = server.post(
+                {"prompt": prompt, "max_tokens": most}, TEXTS
+            ).json()
+            return answer
+
+        for answer in threads.map(lambda prompt: post(prompt, 0), prompts):
+            assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 0)
+        for prompt in prompts:
+            details = post(prompt, 3)["usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] == len(prompt) - 1
