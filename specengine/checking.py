@@ -185,14 +185,6 @@ def _judge(
     return Judged(verdict, differences, end)
 
 
-def flips(plain: Engine, prompt: Prompt, tokens: list[int], **options: Any) -> list[Flip]:
-    """Return the tokens of an answer that differ from the target's own choices after the tokens before them.
-
-    plain: as in `certify`; tokens: an answer from any source; options: those of Engine.generate.
-    """
-    return list(_flips(plain.target, plain.stream(prompt, **options), tokens, []))
-
-
 def near_tie_logits(target: Target) -> float:
     """Return the tolerance for the dtype of the target's weights. Raise InputError if none is known."""
     if not isinstance(target, HuggingFaceTarget | NativeTarget):

@@ -55,6 +55,13 @@ def atomic(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all, in a folder that is made where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises OSError if it cannot be read, ValueError if it holds something else."""
     try:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from specengine import Engine, checking, cycle
 from specengine.checking import (
     certify,
-    flips,
     huggingface_tokens,
+    judge,
     near_tie_logits,
     swap_gap,
     teacher_forced,
@@ -104,10 +104,9 @@ def test_a_bias_is_a_near_tie_within_the_tolerance_and_a_mismatch_beyond(
     assert wide.reference[first.position] == first.wanted
     assert wide.reference[: first.position] == wide.answer.token_ids[: first.position]
 
-    assert flips(plain, PROMPT, wide.answer.token_ids, **options) == list(wide.flips), (
-        "the same, of tokens alone"
-    )
-    assert flips(plain, PROMPT, wide.reference, **options) == []
+    of_tokens = judge(plain, PROMPT, wide.answer.token_ids, [], **options)
+    assert of_tokens.flips == wide.flips, "the same, of tokens alone"
+    assert judge(plain, PROMPT, wide.reference, [], **options).flips == ()
     narrow = certify(plain, other, PROMPT, tolerance=first.gap / 2, **options)
     assert narrow.verdict == "mismatch"
     assert narrow.flip is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specengine.errors import InputError
-from specengine.files import atomic, require_same, writing
+from specengine.files import require_same, write_whole, writing
 
 Record = dict[str, Any]
 
@@ -83,11 +83,8 @@ class Log:
         if self._file is not None:
             with writing(self._file):
                 if not self._file.stat().st_size:
-                    with atomic(self._file) as temporary:
-                        temporary.write_text(
-                            "".join(json.dumps(each) + "\n" for each in self.records[:2]),
-                            encoding="ascii",
-                        )
+                    head = [json.dumps(each) + "\n" for each in self.records[:2]]
+                    write_whole(self._file, "".join(head))
                 with self._file.open("a", encoding="ascii", newline="\n") as log:
                     log.write(json.dumps(record) + "\n")
 

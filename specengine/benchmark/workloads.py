@@ -14,12 +14,6 @@ from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
 FILE = "file"
-SET_BY = (
-    FILE,
-    "category",
-    "sub_category",
-    "difficulty",
-)  # what makes a set; the others are fields of a line
 # in the place of prompts that SPEED-Bench may not hand on: its own script fetches them
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
@@ -45,8 +39,8 @@ def read(
 
     places: .jsonl files, and folders of such. A line is a string, {"prompt": ...}, {"turns": [...]} or
     {"messages": [...]}, whose user's turns are asked, with `question_id`, `category`, `sub_category` and `difficulty`
-    where there are any. set_by, one of SET_BY: a file is a set, or what a line has in this field; lines without it are
-    a set of their file's.
+    where there are any. set_by: FILE, or the field of a line that names its set; lines without it are a set of their
+    file's.
     InputError for what cannot be read as such.
     """
     files = (

@@ -23,7 +23,7 @@ from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.heads import layouts
 from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, shown, why_not_loaded
-from specengine.files import atomic, read_object
+from specengine.files import atomic, read_object, write_whole
 from specengine.models.eagle import EagleConfig, make_head, rope_frequencies
 
 __all__ = [
@@ -231,9 +231,7 @@ def save_head(
     folder.mkdir(parents=True, exist_ok=True)
     with atomic(folder / "model.safetensors") as file:
         save_file(tensors, file, metadata={"format": "pt"})
-    text = json.dumps(raw, indent=2) + "\n"
-    with atomic(folder / "config.json") as file:
-        file.write_text(text, encoding="utf-8")
+    write_whole(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------- files

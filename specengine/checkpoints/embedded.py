@@ -6,6 +6,7 @@ the native forward, and converted to bfloat16 safetensors for transformers where
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.util
 import json
@@ -139,7 +140,7 @@ def _ready(
 ) -> Path:
     """Return the folder `name` among the models, made where it is missing or damaged."""
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    say = progress or _print_to_stderr
+    say = progress or functools.partial(print, file=sys.stderr, flush=True)
     model = root / "models" / name
     with cache_folder_errors(root):
         if folder_damage(model) is None:
@@ -173,10 +174,6 @@ def missing_head(name_or_path: str) -> str | None:
         f"the head for {NAME} is not installed; it is a wheel of its own, {HEAD_PACKAGE}-*.whl, built beside "
         "specengine's: pip install that file"
     )
-
-
-def _print_to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

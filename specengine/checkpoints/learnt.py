@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specengine.checkpoints import eagle, likeness
 from specengine.errors import CheckpointError, InputError
-from specengine.files import atomic, read_object, writing
+from specengine.files import read_object, write_whole, writing
 from specengine.models.eagle import EagleConfig
 from specengine.models.kv_cache import LanguageModel
 
@@ -101,8 +101,7 @@ class Learnt:
             ) from error
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        with atomic(self.folder / FILE) as temporary:
-            temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        write_whole(self.folder / FILE, json.dumps(record) + "\n")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -124,14 +123,10 @@ class Learnt:
         tokens = [*prompt, *answer][-MAX_TEXT_TOKENS:]
         content = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
         texts = self.folder / "texts"
-        texts.mkdir(exist_ok=True)
         if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
             return
-        with atomic(texts / f"{time.time_ns():020d}-{content}.json") as temporary:
-            temporary.write_text(
-                json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}),
-                encoding="utf-8",
-            )
+        record = {"tokens": tokens, "prompt": len(tokens) - len(answer)}
+        write_whole(texts / f"{time.time_ns():020d}-{content}.json", json.dumps(record))
         total = 0
         for number, text in enumerate(reversed(self.texts())):
             total += len(text.tokens)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specengine.checkpoints import embedded
-from specengine.files import atomic, cache_dir, read_object
+from specengine.files import cache_dir, read_object, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +59,7 @@ class Match(NamedTuple):
 
 def write(folder: Path, lm: LanguageModel, name: str) -> None:
     """Write the record of a head's target next to it."""
-    with atomic(folder / FILE) as file:
-        file.write_text(json.dumps(record(lm, name), indent=1) + "\n", encoding="utf-8")
+    write_whole(folder / FILE, json.dumps(record(lm, name), indent=1) + "\n")
 
 
 def record(lm: LanguageModel, name: str) -> dict[str, Any]:

@@ -280,12 +280,10 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_draft_option(parser)
     add_model(parser)
-    parser.set_defaults(run="specengine.cli.inspection:run", loads=_loads)
-
-
-def _loads(arguments: argparse.Namespace) -> str | None:
-    is_loaded = arguments.model is not None or arguments.draft is not None
-    return names_of(arguments) if is_loaded else None
+    parser.set_defaults(
+        run="specengine.cli.inspection:run",
+        loads=lambda parsed: names_of(parsed) if parsed.model or parsed.draft else None,
+    )
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

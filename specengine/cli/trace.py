@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import require, require_suffix
-from specengine.files import atomic, writing
+from specengine.files import write_whole, writing
 from specengine.trace import Trace, read_trace
 from specengine.trace.records import TracedCycle
 from specengine.trace.views import MARKS, cycle_lines, page, summary
@@ -20,7 +19,9 @@ def run(arguments: argparse.Namespace) -> int:
         require_suffix("html", arguments.html, (".html", ".htm"))
     traces = [read_trace(file) for file in arguments.file]
     if arguments.html:
-        _write_page(traces, arguments.html)
+        with writing(arguments.html, "html"):
+            write_whole(arguments.html, page(traces))
+        print(arguments.html)
     if arguments.pictures:
         from specengine.trace.pictures import draw
 
@@ -44,14 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     if is_for_cycle or not (arguments.html or arguments.pictures or arguments.tree):
         _show(traces, arguments, with_summary=not is_for_cycle)
     return 0
-
-
-def _write_page(traces: Sequence[Trace], file: Path) -> None:
-    with writing(file, "html"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as temporary:
-            temporary.write_text(page(traces), encoding="utf-8")
-    print(file)
 
 
 def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summary: bool) -> None:

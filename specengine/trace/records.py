@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.errors import InputError
+from specengine.errors import InputError, shown
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -200,7 +200,7 @@ class _Reading:
         kind = record.pop("record", None)
         if not isinstance(kind, str) or kind not in _FIELDS:
             raise InputError(
-                f"trace: {where}: record: got {_short(kind)}, accepted {', '.join(_FIELDS)}"
+                f"trace: {where}: record: got {shown(kind)}, accepted {', '.join(_FIELDS)}"
             )
         if self._header is None and kind != "trace":
             raise InputError(
@@ -208,7 +208,7 @@ class _Reading:
             )
         if kind == "trace" and record.get("format") != FORMAT:
             raise InputError(
-                f"trace: {where}: format: got {_short(record.get('format'))}, this specengine reads {FORMAT}"
+                f"trace: {where}: format: got {shown(record.get('format'))}, this specengine reads {FORMAT}"
             )
         record = {**_DEFAULTS.get(kind, {}), **record}
         _check_fields(record, kind, where)
@@ -251,7 +251,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"trace: {where} is not JSON ({error})") from error
     if not isinstance(record, dict):
-        raise InputError(f"trace: {where}: got {_short(record)}, expected an object")
+        raise InputError(f"trace: {where}: got {shown(record)}, expected an object")
     return record
 
 
@@ -340,7 +340,7 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
             raise InputError(f"trace: {where}: {kind}.{name} is missing")
         if not holds(record[name]):
             raise InputError(
-                f"trace: {where}: {kind}.{name}: got {_short(record[name])}, expected {accepted}"
+                f"trace: {where}: {kind}.{name}: got {shown(record[name])}, expected {accepted}"
             )
     unknown = record.keys() - checks.keys()
     if unknown:
@@ -355,7 +355,7 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
     def require(name: str, expected: str, holds: bool) -> None:
         if not holds:
             raise InputError(
-                f"trace: {where}: cycle.{name}: got {_short(record[name])}, expected {expected}"
+                f"trace: {where}: cycle.{name}: got {shown(record[name])}, expected {expected}"
             )
 
     tokens, parents, kept, accepted = (
@@ -397,8 +397,3 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
         f"{count} entries, as many as committed",
         len(record["committed_texts"]) == count,
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

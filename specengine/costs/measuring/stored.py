@@ -29,7 +29,7 @@ from specengine.costs.measuring import (
     share_of_others,
 )
 from specengine.errors import CacheFolderError, InputError
-from specengine.files import atomic, cache_dir
+from specengine.files import cache_dir, write_whole
 from specengine.models import Target
 from specengine.models.extension import thread_count
 from specengine.ops import VARIABLE, attached
@@ -145,14 +145,9 @@ def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
         file = path(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as temporary:
-            content = {
-                "key": key,
-                "when": int(stored_costs.when),
-                "costs": stored_costs.costs.to_dict(),
-            }
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        costs = stored_costs.costs.to_dict()
+        content = {"key": key, "when": int(stored_costs.when), "costs": costs}
+        write_whole(file, json.dumps(content, indent=1) + "\n")
     except CacheFolderError as error:
         return str(error)
     except OSError as error:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specengine.checkpoints import likeness
 from specengine.checkpoints.eagle import Verifier, save_head
 from specengine.errors import InputError, why_not_loaded
-from specengine.files import atomic
+from specengine.files import atomic, write_whole
 from specengine.models.eagle import EagleHead, require_fit
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
@@ -325,8 +325,7 @@ class _Run:
         valid = [
             line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step
         ]
-        with atomic(self.log) as temporary:
-            temporary.write_text("".join(valid), encoding="utf-8")
+        write_whole(self.log, "".join(valid))
         self.progress(f"resuming at step {self.step} of {self.options.steps}")
 
     def _log(self, **values: Any) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.files import atomic
+from specengine.files import atomic, write_whole
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", bound="ShardFolder")
@@ -73,9 +73,7 @@ class ShardFolder:
                         f"got {expected.get(name)!r}; use the same, or another folder"
                     )
             return existing
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic(folder / cls.MANIFEST) as temporary:
-            temporary.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / cls.MANIFEST, json.dumps(expected, indent=2) + "\n")
         return cls(folder, expected)
 
     def shard(self, number: int) -> Path:
