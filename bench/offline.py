@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from specengine.checkpoints import embedded
-from specengine.checkpoints.pretrained import open_gguf
 
 PART = 24 << 20  # bytes
 
@@ -52,9 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (damage := join(args.parts, embedded.GGUF, file)) is not None:
         print(f"bench.offline: {damage}; not all parts are in {args.parts}", file=sys.stderr)
         return 1
-    opened = open_gguf(str(file), "auto")
-    opened.source.model().save_pretrained(args.folder)
-    opened.tokenizer().save_pretrained(args.folder)
+    embedded.convert(file, args.folder)
     return 0
 
 

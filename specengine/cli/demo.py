@@ -9,7 +9,7 @@ from specengine.benchmark.measuring import Run, tokens_of
 from specengine.benchmark.workloads import Workload
 from specengine.cli import given
 from specengine.cli.bench import SPECULATIVE, model_record, report, run_of
-from specengine.cli.generate import DraftColours, Paint, plain_text
+from specengine.cli.generate import view
 from specengine.cli.terminal import say, why_no_colours, write
 from specengine.cli.trace import print_tree
 from specengine.costs.measuring import processor_times, share_of_others
@@ -52,10 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stream_answer(engine: Engine, prompt: str, options: dict[str, Any]) -> TracedCycle | None:
     """Print the answer as it comes. The cycle worth drawing, if any: the one that accepted most."""
-    paint: Paint = plain_text
-    if why_no_colours() is None:
-        say(DraftColours.LEGEND)
-        paint = DraftColours(engine).paint
+    paint = view(engine, draft=why_no_colours() is None)
     best: TracedCycle | None = None
     decode = Decoder(engine.tokenizer, special=True)
     for piece in engine.stream(prompt, **options):

@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
             deque(pieces, maxlen=0)
         else:
             try:
-                _print_answer(pieces, _view(arguments, engine), stream=arguments.stream)
+                _print_answer(
+                    pieces, view(engine, draft=arguments.show_draft), stream=arguments.stream
+                )
             except KeyboardInterrupt:
                 if arguments.stream:
                     write("\n")
@@ -65,8 +67,9 @@ def _read(field: str, file: Path | None) -> str | None:
         raise InputError(f"{field}: {file} cannot be read ({error})") from error
 
 
-def _view(arguments: argparse.Namespace, engine: Engine) -> Paint:
-    if not arguments.show_draft:
+def view(engine: Engine, *, draft: bool) -> Paint:
+    """Return how pieces are printed: with the draft's colours, after their legend, where they are asked for."""
+    if not draft:
         return plain_text
     reason = why_no_colours()
     if reason:

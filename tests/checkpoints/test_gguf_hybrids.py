@@ -323,7 +323,7 @@ def test_numbers_that_a_file_was_multiplied_by_are_not_asked_for(tmp_path: Path)
 def test_blocks_are_of_the_rows_that_transformers_has(case: str, tmp_path: Path) -> None:
     """Loading compares layers with transformers' modules, which are made of unpacked tensors."""
     _, path = write(tmp_path, case, "Q8_0")
-    source = open_gguf(str(path), torch.bfloat16).source
+    source = open_gguf(path, torch.bfloat16).source
     packed = [weight for weight in source.weights(blocks=source.blocks) if weight.kind == "q8_0"]
     assert any("in_proj" in weight.name for weight in packed)
     for weight in packed:
