@@ -23,11 +23,10 @@ CHOICE = "mlp.gate.e_score_correction_bias"
 
 def experts(config: Any) -> Experts:
     """Return the experts of a layer that has some."""
-    routing = by_sigmoid(config)
     return Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,
-        routing,
+        by_sigmoid(config),
         choice=Name(CHOICE, "exp_probs_b.bias"),
         shared=shared_experts("shared_experts"),
         shared_inner=config.moe_intermediate_size * config.n_shared_experts,

@@ -8,7 +8,6 @@ from specengine.models.families import GGUF, SLIDING, Attention, Family, Layer, 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """The smaller models have no windows, of which transformers makes no list of layers."""
-    del value
     full = fields["sliding_window"] is None
     return {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if full else {}
 

@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from specengine.models.families import (
-    Attention,
-    Experts,
-    Family,
-    Layer,
-    Name,
-    by_sigmoid,
-    shared_experts,
-)
+from specengine.models.families import Attention, Family, Layer, Name
+from specengine.models.families.deepseek_v3 import CHOICE, experts
 
 PLAIN = Attention(partial=True)
 NORMED = Attention(
@@ -18,23 +11,13 @@ NORMED = Attention(
     k_norm=Name("self_attn.k_norm", "attn_k_norm"),
     partial=True,
 )
-CHOICE = "mlp.gate.e_score_correction_bias"
 
 
 def layer(config: Any, number: int) -> Layer:
     attention = NORMED if config.use_qk_norm else PLAIN
     if number < config.first_k_dense_replace:
         return Layer(attention=attention)
-    routing = by_sigmoid(config)
-    experts = Experts(
-        config.n_routed_experts,
-        config.moe_intermediate_size,
-        routing,
-        choice=Name(CHOICE, "exp_probs_b.bias"),
-        shared=shared_experts("shared_experts"),
-        shared_inner=config.moe_intermediate_size * config.n_shared_experts,
-    )
-    return Layer(attention=attention, mlp=experts)
+    return Layer(attention=attention, mlp=experts(config))
 
 
 FAMILY = Family(

@@ -10,7 +10,6 @@ NORM = Name("post_attention_layernorm", "post_attention_norm")
 
 
 def layer(config: Any, number: int) -> Layer:
-    del number
     experts = Experts(
         config.num_local_experts,
         config.intermediate_size,

@@ -9,7 +9,6 @@ MLP = "block_sparse_moe"
 
 
 def layer(config: Any, number: int) -> Layer:
-    del number
     experts = Experts(
         config.num_local_experts,
         config.intermediate_size,

@@ -8,7 +8,6 @@ ATTENTION = Attention(windows="all")
 
 
 def layer(config: Any, number: int) -> Layer:
-    del number
     experts = Experts(
         config.num_local_experts, config.intermediate_size, Routing(config.num_experts_per_tok)
     )

@@ -81,11 +81,10 @@ def mixer(config: Any) -> Mamba2:
 
 def experts(config: Any) -> Experts:
     """Return the experts of all layers that have some."""
-    routing = by_sigmoid(config)
     return Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,
-        routing,
+        by_sigmoid(config),
         router=Name("mixer.gate", "ffn_gate_inp"),
         gate=None,
         up=Name("mixer.experts.up_proj", "ffn_up_exps.weight"),

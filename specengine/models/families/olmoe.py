@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name, Routing
+from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name
+from specengine.models.families.qwen2_moe import routing_of
 
 ATTENTION = Attention(
     q_norm=Name("self_attn.q_norm", "attn_q_norm"),
@@ -12,12 +13,8 @@ ATTENTION = Attention(
 
 
 def layer(config: Any, number: int) -> Layer:
-    del number
-    scores = "normalised softmax" if config.norm_topk_prob else "softmax"
-    routing = Routing(config.num_experts_per_tok, scores)
-    return Layer(
-        attention=ATTENTION, mlp=Experts(config.num_experts, config.intermediate_size, routing)
-    )
+    experts = Experts(config.num_experts, config.intermediate_size, routing_of(config))
+    return Layer(attention=ATTENTION, mlp=experts)
 
 
 FAMILY = Family(
