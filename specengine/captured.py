@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -273,12 +273,18 @@ class CapturedDriver(EagerDriver):
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
-        state = self.target.cache.filled, *self._lasting()
-        kept = [tensor.clone() for tensor in state]
-        self.tree.restart()  # the last tree may be full
-        try:
+        with self._undone():
+            self.tree.restart()  # the last tree may be full
             for name in names:
                 self._run(name)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put back what lasts longer than a tree, and leave the root alone."""
+        state = self.target.cache.filled, *self._lasting()
+        kept = [tensor.clone() for tensor in state]
+        try:
+            yield
         finally:
             for tensor, before in zip(state, kept, strict=True):
                 tensor.copy_(before)
@@ -287,23 +293,19 @@ class CapturedDriver(EagerDriver):
     def _grows_alike(self) -> bool:
         """Return whether the graph of a tree can be captured, and grows the tree that its parts grow."""
         parts, grown = ("first", "root", "level"), list[list[Any]]()
-        state = self.target.cache.filled, *self._lasting()
-        kept = [tensor.clone() for tensor in state]
         try:
             for self.branched in (True, False):
                 self._capture(*self._missing(self._growth()))
-                self._drafts = False
-                self._grow()
-                size = len(self.tree)
-                grown.append(
-                    [
-                        int(self.tree.passes),
-                        *(part[:size].tolist() for part in self.tree.arrays[:3]),
-                    ]
-                )
-                for tensor, before in zip(state, kept, strict=True):
-                    tensor.copy_(before)
-                self.tree.restart()
+                with self._undone():
+                    self._drafts = False
+                    self._grow()
+                    size = len(self.tree)
+                    grown.append(
+                        [
+                            int(self.tree.passes),
+                            *(part[:size].tolist() for part in self.tree.arrays[:3]),
+                        ]
+                    )
         except CaptureError:
             if not self.branched:
                 raise
@@ -401,16 +403,12 @@ class CapturedDriver(EagerDriver):
         )  # passes of one graph have no times of their own
         self._capture(*self._missing(self._growth()))
         self.branched = branched
-        state = self.target.cache.filled, *self._lasting()
-        kept = [tensor.clone() for tensor in state]
         spans = list[tuple[str, Mark, Mark]]()
-        for _ in range(count):
-            self.tree.restart()
-            self.tree.tokens[:1].fill_(root)
-            spans += self._rehearsal()
-            for tensor, before in zip(state, kept, strict=True):
-                tensor.copy_(before)
         self.tree.restart()
+        for _ in range(count):
+            with self._undone():
+                self.tree.tokens[:1].fill_(root)
+                spans += self._rehearsal()
         spans[-1][2].wait()
         seconds: dict[str, list[float]] = {name: [] for name, _, _ in spans}
         for name, began, ended in spans:
