@@ -56,12 +56,8 @@ class _Native(threading.local):
         def __getattr__(self, name: str) -> Mapping[torch.device, Implementation | None]: ...
 
 
-class _Kernels(threading.local):
+class _Kernels(_Native):
     """Implementations by op and device that rely on arguments as the op has checked them."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Mapping[torch.device, Implementation | None]: ...
 
 
 # Attributes of the classes are the process's, those of the objects a thread's own, within `meaning`.

@@ -301,12 +301,6 @@ def _wide_rows(heads: Heads, rows: int, device: torch.device) -> tuple[Tensor, .
 OF_HEADS = {"cached_attention": attention_of, "strict_cached_attention": strict_attention_of}
 
 
-def _strict(device: torch.device) -> list[tuple[Any, ...]]:
-    with meaning():
-        paths = attention.order_paths(_tree(device, 5)[5])
-    return [(*_rows(device), paths, _count(device, 60), _count(device, 4), SIZE**-0.5)]
-
-
 def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
     mask = torch.ones(ROWS, SLOTS, dtype=torch.bool, device=device).tril(SLOTS - ROWS)
     return [(*_rows(device), mask, 60)]
@@ -331,7 +325,9 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
     "choose_tokens": _choose_tokens,
     "compact_kv": _compact_kv,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
-    "strict_cached_attention": _strict,
+    "strict_cached_attention": lambda device: strict_attention_of(
+        Heads(SIZE, 2, torch.float32), device
+    ),
     "tree_attention": _tree_attention,
 }
 

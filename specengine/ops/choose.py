@@ -172,6 +172,11 @@ def gather_rows(
     return states.index_select(0, sources), table.index_select(0, tokens)
 
 
+def signed(value: int) -> int:
+    """Return the int64 with the bits of a number modulo 2**64."""
+    return ((value + 2**63) & MASK64) - 2**63
+
+
 def _noise(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
     """Return -log(-log(philox_uniform)) for many positions, all on the device: float64 [n, columns]."""
     x = _words(

@@ -41,7 +41,7 @@ from specengine.ops._registry import (
     warn_of_fault,
 )
 from specengine.ops.attention import Paths, Rotation
-from specengine.ops.choose import MASK64
+from specengine.ops.choose import signed
 from specengine.ops.select import LARGEST, Candidates
 from specengine.ops.tree import Arrays, Walked
 
@@ -149,7 +149,7 @@ def choose_tokens(
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    sent = torch.tensor([_signed(seed), _signed(position)], device=scores.device, dtype=torch.int64)
+    sent = torch.tensor([signed(seed), signed(position)], device=scores.device, dtype=torch.int64)
     one = torch.ones(1, device=scores.device, dtype=torch.float32)
     # +inf counts as 3e38 here, and is not finite for the kernel
     return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
@@ -163,11 +163,6 @@ def couple(
         return by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     return coupling.couple(logits, token_ids, positions, seed, scale)
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the bits of a number modulo 2**64."""
-    return ((value + 2**63) & MASK64) - 2**63
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:

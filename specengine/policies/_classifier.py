@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.errors import InputError
+from specengine.errors import InputError, number, reader, whole
 from specengine.files import atomic
 from specengine.policies import PerDevice
 
@@ -212,27 +212,21 @@ def training_command(kind: str) -> str:
 
 
 def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
-    def whole(least: int) -> Callable[[Any], bool]:
-        return lambda value: (
-            isinstance(value, int) and not isinstance(value, bool) and value >= least
-        )
-
-    holds: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "format": (f"{FORMAT}", lambda value: value == FORMAT),
-        "kind": (kind, lambda value: value == kind),
-        "features": (
+    readers = {
+        "format": reader(f"{FORMAT}", lambda value: value == FORMAT),
+        "kind": reader(kind, lambda value: value == kind),
+        "features": reader(
             ", ".join(KINDS[kind].features),
             lambda value: value == list(KINDS[kind].features),
         ),
-        "log_base": ("e", lambda value: value == "e"),
-        "depth_base": ("0 or more", whole(0)),
-        "top": ("1 or more", whole(1)),
-        "beta": ("0 to 1", lambda value: isinstance(value, int | float) and 0 <= value <= 1),
-        **{name: ("1 or more", whole(1)) for name in KINDS[kind].sizes},
+        "log_base": reader("e", lambda value: value == "e"),
+        "depth_base": whole(0),
+        "top": whole(1),
+        "beta": number(0, 1, "0 to 1"),
+        **{name: whole(1) for name in KINDS[kind].sizes},
     }
-    for name, (accepted, test) in holds.items():
-        if not test(facts.get(name)):
-            raise InputError(f"{where} records {name} {facts.get(name)!r}, accepted {accepted}")
+    for name, each in readers.items():
+        each.check(f"{where} records {name}", facts.get(name))
 
 
 def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:

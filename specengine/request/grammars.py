@@ -123,7 +123,7 @@ def _text_of(field: str, value: Any) -> str:
 def _exact(field: str, text: str) -> str:
     """Return the grammar, or the schema as JSON text, with its schemas checked for size and rewritten; ValueError."""
     if field != "grammar":
-        return _written(field, schemas.parsed(text))
+        return _written(field, schemas.decoder().decode(text))
     parts, end = [], 0
     for embedded in _EMBEDDED.finditer(text):
         if embedded.start() >= end:

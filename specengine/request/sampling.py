@@ -19,6 +19,7 @@ from transformers.generation import (
 
 from specengine import ops
 from specengine.errors import InputError, NumericalError, ProcessorError
+from specengine.ops.choose import signed as signed
 from specengine.records import TokenLogprob
 from specengine.request.text import TextStream
 
@@ -225,11 +226,6 @@ class Sampler:
                     f"logits processor {name} left no token at position {history.length}"
                 )
         return rows[0]
-
-
-def signed(value: int) -> int:
-    """Return the int64 with the bits of a number modulo 2**64."""
-    return ((value + 2**63) & ops.MASK64) - 2**63
 
 
 def refuse_no_choice(token: int | None, position: int) -> int:

@@ -45,12 +45,8 @@ _PATTERNS["hostname"] = (
 _STRINGS = ("duration", "email", "ipv4", "ipv6", "uuid", "uri", *_PATTERNS)
 
 
-def parsed(text: str) -> Any:
-    """Return the value of JSON text, its numbers exact: Decimal where they have a point or an exponent; ValueError."""
-    return decoder().decode(text)
-
-
 def decoder() -> json.JSONDecoder:
+    """Return a decoder of exact numbers: Decimal where they have a point or an exponent; it raises ValueError."""
     return json.JSONDecoder(parse_float=_decimal, parse_constant=_constant)
 
 
@@ -66,7 +62,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def rewritten(schema: Any) -> Any:
-    """Return a schema of `parsed` for llguidance; ValueError that names the keyword which it cannot keep."""
+    """Return a schema of `decoder` for llguidance; ValueError that names the keyword which it cannot keep."""
     divisors: list[Fraction] = []
     result = _rewritten(schema, divisors)
     if divisors:

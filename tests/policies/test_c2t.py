@@ -308,14 +308,14 @@ def test_a_file_comes_back_as_it_was_written(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"kind": "other"}, "records kind 'other'"),
-        ({"format": 2}, "records format 2, accepted 1"),
-        ({"features": ["depth", "entropy"]}, r"records features \['depth', 'entropy'\]"),
-        ({"log_base": "2"}, "records log_base '2', accepted e"),
-        ({"depth_base": -1}, "records depth_base -1"),
-        ({"depth_base": None}, "records depth_base None"),
-        ({"beta": 2}, "records beta 2, accepted 0 to 1"),
-        ({"top": 0.5}, "records top 0.5"),
+        ({"kind": "other"}, "records kind: got 'other'"),
+        ({"format": 2}, "records format: got 2, accepted 1"),
+        ({"features": ["depth", "entropy"]}, r"records features: got \['depth', 'entropy'\]"),
+        ({"log_base": "2"}, "records log_base: got '2', accepted e"),
+        ({"depth_base": -1}, "records depth_base: got -1"),
+        ({"depth_base": None}, "records depth_base: got None"),
+        ({"beta": 2}, "records beta: got 2, accepted 0 to 1"),
+        ({"top": 0.5}, "records top: got 0.5"),
     ],
 )
 def test_files_that_say_something_else_are_refused(
