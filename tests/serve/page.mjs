@@ -4,7 +4,7 @@ import { test } from "node:test";
 import * as talk from "./conversation.js";
 import * as figures from "./figures.js";
 import { textOf, withText } from "./files.js";
-import { parse } from "./markdown.js";
+import { directionOf, parse, Rendering } from "./markdown.js";
 import { Events } from "./server.js";
 import { asked } from "./settings.js";
 import { rowsOf, treeOf } from "./tree.js";
@@ -139,4 +139,56 @@ test("figures, and a sentence where drafting did not pay", () => {
   assert.equal(figures.byOrigin(made), "copied 1");
   assert.equal(figures.doubt({ ...made, plain: 0.02 }), "");
   assert.match(figures.doubt({ ...made, tokens: 1, reason: "no draft" }), /without trees: no draft/);
+});
+
+// ---- directions
+
+// Elements without a browser: their names, directions and what is in them.
+class Box {
+  constructor(name) {
+    Object.assign(this, { name, dir: "", inside: [] });
+  }
+
+  append(...inside) {
+    this.inside.push(...inside);
+  }
+
+  insertRow() {
+    const row = new Box("tr");
+    this.append(row);
+    return row;
+  }
+}
+
+function drawn(source, formatted = true) {
+  globalThis.document = { createElement: (name) => new Box(name) };
+  const box = new Box("div");
+  new Rendering(box, (leaf, parent) => parent.append(leaf.text), () => new Box("button")).update(source, formatted);
+  const all = (one) => (one.inside ? one.inside.flatMap((inside) => [...(inside.name ? [`${inside.name} ${inside.dir}`.trim()] : []), ...all(inside)]) : []);
+  return all(box);
+}
+
+test("paragraphs, headings and plain texts follow their own text", () => {
+  assert.deepEqual(drawn("مرحبا بالعالم\n\nHello\n\n# עברית"), ["p auto", "p auto", "h3 auto"]);
+  assert.deepEqual(drawn("مرحبا\nHello", false), ["div auto"]);
+});
+
+test("lists, quotes and tables have the side of their first letter, and their points and cells their own", () => {
+  assert.deepEqual(drawn("- واحد\n- two\n  1. אחת"), ["ul rtl", "li rtl", "p auto", "li ltr", "p auto", "ol rtl", "li rtl", "p auto"]);
+  assert.deepEqual(drawn("1. one\n2. اثنان"), ["ol ltr", "li ltr", "p auto", "li rtl", "p auto"]);
+  assert.deepEqual(drawn("> *سلام*"), ["blockquote rtl", "p auto", "em"]);
+  assert.deepEqual(drawn("| اسم | b |\n|---|---|\n| 1 | x |").slice(0, 5), ["div rtl", "table rtl", "tr", "th auto", "th auto"]);
+  assert.deepEqual(drawn("| a | ب |\n|---|---|").slice(0, 2), ["div ltr", "table ltr"]);
+});
+
+test("code stays left to right, and says nothing of a text's side", () => {
+  assert.deepEqual(drawn("استخدم `print(x)` هنا"), ["p auto", "code ltr"]);
+  assert.deepEqual(drawn("```py\n# مرحبا\n```").slice(0, 1), ["div ltr"]);
+  assert.deepEqual(drawn("- `print(x)` يطبع\n- b").slice(0, 2), ["ul rtl", "li rtl"]);
+});
+
+test("a side is that of the first letter", () => {
+  for (const [text, side] of [["123 - مرحبا a", "rtl"], ["(שלום)", "rtl"], ["\u07CA", "rtl"], ["a مرحبا", "ltr"], ["中文", "ltr"], ["12 + 3", "ltr"], ["", "ltr"]]) {
+    assert.equal(directionOf([{ text, at: 0 }]), side, text);
+  }
 });

@@ -88,6 +88,22 @@ def test_it_needs_no_key_but_the_api_does() -> None:
         assert server.post(CHAT).status_code == 401
 
 
+def test_fields_follow_the_direction_of_their_text(server: Served) -> None:
+    html = server.client.get("/").text
+    sides = dict(re.findall(r'<textarea id="([^"]+)"[^>]*? dir="([^"]+)"', html))
+    assert sides == {"message": "auto", "system": "auto", "stop-at": "auto", "schema": "ltr"}
+    scripts = {name: server.client.get(f"/page/{name}").text for name in FILES.values()}
+    for name, made in (("log.js", "textarea"), ("log.js", "details"), ("chats.js", "input")):
+        line = next(line for line in scripts[name].splitlines() if f'element("{made}' in line)
+        assert 'dir: "auto"' in line
+    style = server.client.get("/page/style.css").text
+    sided = re.findall(
+        r"^\.(?:text|thoughts)[^{]*\{[^}]*(?:padding|margin|border)-(?:left|right)", style, re.M
+    )
+    assert not sided, "what stands around a text has its side"
+    assert not re.search(r"^\.text (?:th|td|p|li|ul)[^{]*\{[^}]*text-align: left", style, re.M)
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_its_functions(tmp_path: Path) -> None:
     """Node runs page.mjs beside copies of the modules, which say that they are modules."""
@@ -243,6 +259,68 @@ def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.Mo
         assert {"<", "\\u{7}"} <= labels
         assert seen.page.title() == "specengine"
         assert not seen.complaints
+
+
+ARABIC = """مرحبا بالعالم
+
+Hello
+
+- واحد
+- two
+
+> سلام
+
+| اسم | b |
+|---|---|
+| `x` | ب |
+
+```py
+# مرحبا
+```
+"""
+
+
+@in_a_browser
+def test_texts_follow_their_own_direction(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = preparing._options
+    monkeypatch.setattr(
+        preparing,
+        "_options",
+        lambda request: {**options(request), "logits_processor": [forced(ARABIC)]},
+    )
+    with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
+        seen.limit(len(ARABIC.encode()))
+        seen.page.fill("#message", "كيف")
+        side = "one => getComputedStyle(one).direction"
+        assert seen.page.locator("#message").evaluate(side) == "rtl"
+        seen.page.press("#message", "Enter")
+        seen.done()
+        text = ".turn.assistant .text"
+
+        def sides(selector: str) -> list[str]:
+            found: list[str] = seen.page.locator(f"{text} {selector}").evaluate_all(
+                f"all => all.map({side})"
+            )
+            return found
+
+        assert sides("> p") == ["rtl", "ltr"]
+        assert (sides("ul"), sides("li"), sides("li p")) == (
+            ["rtl"],
+            ["rtl", "ltr"],
+            ["rtl", "ltr"],
+        )
+        assert (sides("blockquote"), sides("table"), sides("th")) == (
+            ["rtl"],
+            ["rtl"],
+            ["rtl", "ltr"],
+        )
+        assert set(sides("code") + sides("pre")) == {"ltr"}
+        assert seen.page.locator(".turn.user .raw").evaluate(side) == "rtl"
+        first, box = (
+            seen.page.locator(selector).first.bounding_box()
+            for selector in (f"{text} > p .piece", f"{text} > p")
+        )
+        assert first["x"] + first["width"] > box["x"] + box["width"] - 2, "it begins at the right"
 
 
 @in_a_browser

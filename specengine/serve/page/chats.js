@@ -39,7 +39,7 @@ export function cannotKeep() {
 export function drawList() {
   at("list").replaceChildren(...page.chats.map((one) => {
     const made = element("li", { "data-chat": one.id }), isOpen = one === page.open;
-    made.append(button(one.title, () => openChat(one), { class: "title", ...(isOpen ? { "aria-current": "true" } : {}) }));
+    made.append(button(one.title, () => openChat(one), { class: "title", dir: "auto", ...(isOpen ? { "aria-current": "true" } : {}) }));
     const answering = running.get(one.id);
     if (answering) made.append(element("small", { class: "going" }, answering.status || "answering"));
     if (isOpen) {
@@ -56,7 +56,7 @@ export function drawList() {
 const fileOf = (conversation) => conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "chat";
 
 function rename(conversation, row) {
-  const input = element("input", { "aria-label": "Title", value: conversation.title, maxlength: 200 });
+  const input = element("input", { "aria-label": "Title", value: conversation.title, maxlength: 200, dir: "auto" });
   const end = (take) => {
     if (take && input.value.trim()) {
       Object.assign(conversation, { title: input.value.trim(), named: true });

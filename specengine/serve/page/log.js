@@ -46,7 +46,7 @@ function putLeaf(turn, { text, at: place }, parent) {
 
 // What a model thinks before it answers: open until the answer begins, unless the reader folds it.
 function thoughtsOf(turn) {
-  const title = element("summary", {}), made = element("details", { class: "thoughts" }, title, element("div"));
+  const title = element("summary", {}), made = element("details", { class: "thoughts" }, title, element("div", { dir: "auto" }));
   title.addEventListener("click", () => (made.dataset.touched = ""));
   return made;
 }
@@ -94,7 +94,7 @@ export function drawFoot(turn) {
 }
 
 export function edit(turn) {
-  const drawing = drawings.get(turn.id), area = element("textarea", { "aria-label": "Edited message", rows: 3 });
+  const drawing = drawings.get(turn.id), area = element("textarea", { "aria-label": "Edited message", rows: 3, dir: "auto" });
   area.value = turn.text;
   const end = () => (drawLog(), at("message").focus());
   const take = () => {

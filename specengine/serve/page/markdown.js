@@ -275,6 +275,15 @@ function placed(node, lines, starts) {
 
 // ---- elements
 
+// Text follows its own direction; so do lists, quotes and tables, by their first letter outside of code.
+const RIGHT_TO_LEFT = /^[\p{Script=Arabic}\p{Script=Hebrew}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}\p{Script=Samaritan}\p{Script=Mandaic}\p{Script=Adlam}\p{Script=Hanifi_Rohingya}]/u;
+const wordsOf = (node) => (node.kind === "code" ? "" : node.text ?? [node.children, node.items, node.head, node.rows].flat(Infinity).filter(Boolean).map(wordsOf).join(""));
+
+export function directionOf(nodes) {
+  const [letter = ""] = wordsOf({ children: nodes }).match(/\p{L}/u) ?? [];
+  return RIGHT_TO_LEFT.test(letter) ? "rtl" : "ltr";
+}
+
 const INLINE = { strong: "strong", em: "em", del: "del", code: "code" };
 
 // The text of an answer as elements. A text that grows keeps the elements of the blocks that are as they were.
@@ -300,40 +309,40 @@ export class Rendering {
   }
 
   block(block) {
-    const make = (name) => document.createElement(name);
+    const make = (name, dir) => Object.assign(document.createElement(name), { dir });
     if (block.kind === "code") return this.code(block);
-    if (block.kind === "rule") return make("hr");
-    if (block.kind === "heading") return this.filled(make(`h${Math.min(block.level + 2, 6)}`), block.children);
+    if (block.kind === "rule") return document.createElement("hr");
+    if (block.kind === "heading") return this.filled(make(`h${Math.min(block.level + 2, 6)}`, "auto"), block.children);
     if (block.kind === "quote") {
-      const made = make("blockquote");
+      const made = make("blockquote", directionOf(block.children));
       made.append(...block.children.map((child) => this.block(child)));
       return made;
     }
     if (block.kind === "list") {
-      const made = make(block.ordered ? "ol" : "ul");
+      const made = make(block.ordered ? "ol" : "ul", directionOf(block.items));
       if (block.ordered && block.number !== 1) made.start = block.number;
       for (const item of block.items) {
-        const point = make("li");
+        const point = make("li", directionOf(item));
         point.append(...item.map((child) => this.block(child)));
         made.append(point);
       }
       return made;
     }
     if (block.kind === "table") {
-      const box = make("div"), made = make("table");
+      const direction = directionOf([block.head, block.rows]), box = make("div", direction), made = make("table", direction);
       box.className = "table";
       box.append(made);
       for (const [number, row] of [block.head, ...block.rows].entries()) {
         const line = made.insertRow();
         row.forEach((cell, column) => {
-          const one = this.filled(make(number ? "td" : "th"), cell);
+          const one = this.filled(make(number ? "td" : "th", "auto"), cell);
           if (block.sides[column] !== "left") one.className = block.sides[column];
           line.append(one);
         });
       }
       return box;
     }
-    const made = make(block.kind === "raw" ? "div" : "p");
+    const made = make(block.kind === "raw" ? "div" : "p", "auto");
     if (block.kind === "raw") made.className = "raw";
     return this.filled(made, block.children);
   }
@@ -342,6 +351,7 @@ export class Rendering {
     const make = (name, kind) => Object.assign(document.createElement(name), { className: kind });
     const box = make("div", "code"), bar = make("div", "bar"), language = make("span", ""), pre = make("pre", ""), code = make("code", "");
     language.textContent = block.language;
+    box.dir = "ltr";
     bar.append(language, this.copier(() => block.lines.map((line) => line.text).join("\n")));
     block.lines.forEach((line, number) => {
       this.leaf(line, code);
@@ -357,10 +367,14 @@ export class Rendering {
     for (const node of nodes) {
       if (node.kind === undefined) this.leaf(node, parent);
       else if (node.kind === "link") parent.append(this.filled(link(node.url), node.children));
-      else parent.append(this.filled(document.createElement(INLINE[node.kind]), node.children));
+      else parent.append(this.filled(inlined(node.kind), node.children));
     }
     return parent;
   }
+}
+
+function inlined(kind) {
+  return Object.assign(document.createElement(INLINE[kind]), kind === "code" ? { dir: "ltr" } : {});
 }
 
 function link(url) {

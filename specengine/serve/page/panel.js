@@ -93,7 +93,7 @@ function showOthers() {
   const others = of.others().filter(({ turn }) => of.cycles(turn).length), focused = document.activeElement?.dataset?.other;
   at("others").hidden = !others.length;
   at("others").replaceChildren(...others.map(({ turn, title, go }) => {
-    const made = button(title, go, { "data-other": turn.id, "aria-label": `Go to ${title}, which is being answered` });
+    const made = button(title, go, { "data-other": turn.id, dir: "auto", "aria-label": `Go to ${title}, which is being answered` });
     made.append(element("small", {}, `${speed(turn.figures).toFixed(1)} tokens/s`), tree.miniature(of.cycles(turn).at(-1)));
     return element("li", {}, made);
   }));
