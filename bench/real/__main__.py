@@ -94,7 +94,7 @@ def command(of: Measurement, args: argparse.Namespace) -> list[str]:
 def memory(of: Measurement, out: Path) -> list[dict[str, Any]]:
     """Measure the peak of memory of each own way in a process of its own; rows that are there are kept.
 
-    Each row has the resident bytes at the end of loading and at most, and the bytes of the model's file.
+    Rows are those of `bench.real.memory`.
     """
     rows = (
         [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -115,9 +115,7 @@ def memory(of: Measurement, out: Path) -> list[dict[str, Any]]:
         )
         if result.returncode:
             raise RuntimeError(f"memory of {way}: {result.stderr.strip()[-500:]}")
-        rows.append(
-            {"way": way, "file_bytes": of.model.stat().st_size, **json.loads(result.stdout)}
-        )
+        rows.append(json.loads(result.stdout))
         with out.open("a", encoding="utf-8") as log:
             log.write(json.dumps(rows[-1]) + "\n")
     return rows

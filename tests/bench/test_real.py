@@ -147,6 +147,8 @@ def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: An
     for way in ("plain", "recycling:auto"):
         assert memory.main([str(tmp_path / "model"), way, "abc", "4"]) == 0
         row = json.loads(capsys.readouterr().out)
-        assert 0 < row["answered_bytes"] <= 1.01 * row["peak_bytes"], (
+        assert 0 < row["answered"]["anonymous"] < row["answered"]["resident"]
+        assert row["imported"]["resident"] <= row["answered"]["resident"]
+        assert row["answered"]["resident"] <= 1.01 * row["peak_bytes"], (
             "the system counts pages roughly"
         )
