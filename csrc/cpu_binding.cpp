@@ -246,6 +246,13 @@ border::Array<float> take_logits(handle object, int64_t rows, int64_t vocabulary
   return logits;
 }
 
+void require_matrix(cpu::Kind kind, int64_t outputs, int64_t inputs) {
+  require(outputs >= 1 && outputs < kMostSize, "outputs", outputs, "1 to 2^31 - 1");
+  require(inputs >= 1 && inputs < kMostSize, "inputs", inputs, "1 to 2^31 - 1");
+  const int64_t block = cpu::stored_as(kind).file_inputs;
+  require(inputs % block == 0, "inputs", inputs, "a multiple of " + std::to_string(block));
+}
+
 void pack(cpu::Weights& weights, const std::string& name, const std::string& from, int64_t first, handle rows,
           handle order) {
   const cpu::Kind kind = kind_of(from);
@@ -566,10 +573,22 @@ void run_head_lanes(Draft& draft, const Model& target, const py::tuple& position
   forward_head(draft, target, lanes, tokens, out, logits, threads);
 }
 
+// Raises FileChanged as CheckpointError.
+void raise_checkpoint_errors() {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const cpu::FileChanged& error) {
+      py::set_error(py::module_::import("specengine.errors").attr("CheckpointError"), error.what());
+    }
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, module) {
   border::start();
+  raise_checkpoint_errors();
   module.attr("INTERFACE") = 18;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
@@ -583,6 +602,7 @@ PYBIND11_MODULE(_cpu, module) {
     for (int i = 0; i < cpu::kKinds; ++i) names.push_back(cpu::stored_as(static_cast<cpu::Kind>(i)).name);
     return names;
   });
+  module.def("return_freed_memory", cpu::return_freed_memory);
   // of a tensor of whatever dtype
   module.def("checksum", [](handle tensor, int64_t threads) {
     border::Tensor given;
@@ -597,12 +617,18 @@ PYBIND11_MODULE(_cpu, module) {
       .def_property_readonly("bytes", &cpu::Weights::bytes)
       .def("add_matrix",
            [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs) {
-             require(outputs >= 1 && outputs < kMostSize, "outputs", outputs, "1 to 2^31 - 1");
-             require(inputs >= 1 && inputs < kMostSize, "inputs", inputs, "1 to 2^31 - 1");
-             const cpu::Kind as = kind_of(kind);
-             const int64_t block = cpu::stored_as(as).file_inputs;
-             require(inputs % block == 0, "inputs", inputs, "a multiple of " + std::to_string(block));
-             weights.add_matrix(name, as, outputs, inputs);
+             require_matrix(kind_of(kind), outputs, inputs);
+             weights.add_matrix(name, kind_of(kind), outputs, inputs);
+           })
+      // its rows stay in an open file from byte `offset` on; path: for people
+      .def("add_rows",
+           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs,
+              int64_t descriptor, int64_t offset, const std::string& path) {
+             require_matrix(kind_of(kind), outputs, inputs);
+             require(cpu::stored_as(kind_of(kind)).file_bytes > 0, "bytes of a block", 0, "a kind that files have");
+             require(descriptor >= 0 && descriptor < kMostSize, "descriptor", descriptor, "an open file");
+             require(offset >= 0, "offset", offset, "0 or more");
+             weights.add_rows(name, kind_of(kind), outputs, inputs, static_cast<int>(descriptor), offset, path);
            })
       // rows: whole rows of a file from output `first` on, or all of them and, in `order`, which of them each output is
       .def("pack", pack)
@@ -680,6 +706,7 @@ PYBIND11_MODULE(_cpu, module) {
         const auto found = take<float>(out, "embeddings", {ids.size(0), shape.hidden});
         border::require_below(ids.at(), ids.size(0), shape.vocabulary, "tokens");
         for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.embedding(ids[row], found.at() + row * shape.hidden);
+        model.decoder.require_same();
       })
       // of inputs of single layers: float32 [rows, own_channels], side by side
       .def_property_readonly("own_channels", [](Model& model) { return model.decoder.own_channels(); })
@@ -690,6 +717,7 @@ PYBIND11_MODULE(_cpu, module) {
         const auto found = take<float>(out, "embeddings", {ids.size(0), width});
         border::require_below(ids.at(), ids.size(0), model.decoder.shape().vocabulary, "tokens");
         for (int64_t row = 0; row < ids.size(0); ++row) model.decoder.own_embedding(ids[row], found.at() + row * width);
+        model.decoder.require_same();
       });
   py::class_<Draft>(module, "Eagle")
       // sizes: hidden, draft vocabulary, query heads, key-value heads, head size, window or 0; flags:

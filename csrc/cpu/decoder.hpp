@@ -14,6 +14,7 @@
 #include "cpu/mamba2.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/short_convolution.hpp"
+#include "cpu/table.hpp"
 
 namespace cpu {
 
@@ -25,18 +26,19 @@ class Weights {
   // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it.
   void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
     const Stored& format = stored_as(kind);
-    if (inputs > format.most_inputs)
-      throw std::invalid_argument(name + ": integer sums hold " + std::to_string(format.most_inputs) + " inputs");
-    Matrix m;
-    m.kind = kind;
-    m.outputs = outputs;
-    m.inputs = inputs;
-    m.panels = (outputs + kOutputs - 1) / kOutputs;
-    m.blocks = (inputs + kDepth - 1) / kDepth;
+    Matrix m = empty(name, kind, outputs, inputs);
     m.data = arena_.take(static_cast<size_t>(m.panels * format.layout.panel_bytes(m.blocks)));
     if (format.quantize)
       m.scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
     matrices_[name] = m;
+  }
+
+  // A matrix whose rows stay in a file, as `kind`: it is no factor of products, and only `table` gives it.
+  void add_rows(const std::string& name, Kind kind, int64_t outputs, int64_t inputs, int descriptor, int64_t offset,
+                const std::string& path) {
+    const int64_t row_bytes = stored_as(kind).row_bytes(inputs);
+    tables_[name] = Table(empty(name, kind, outputs, inputs),
+                          std::make_shared<FileRows>(descriptor, offset, row_bytes, path));
   }
 
   // Outputs [first, first + count), in Kind `from`; first is a multiple of 16. rows: those of a file, beginning with the
@@ -74,15 +76,20 @@ class Weights {
   // Return the matrix of this many outputs and inputs (0: any), with its bias and its factor if there are such.
   Matrix matrix(const std::string& name, int64_t outputs = 0, int64_t inputs = 0) const {
     Matrix m = stored(name + ".weight");
-    if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
-      throw std::invalid_argument(name + ": got [" + std::to_string(m.outputs) + ", " + std::to_string(m.inputs) +
-                                  "], accepted [" + std::to_string(outputs ? outputs : m.outputs) + ", " +
-                                  std::to_string(inputs ? inputs : m.inputs) + "]");
+    require_size(name, m, outputs, inputs);
     m.bias = vector(name + ".bias", m.outputs);
     if (const float* factor = vector(name + ".factor", 1)) m.factor = *factor;
     return m;
   }
   bool has(const std::string& name) const { return matrices_.count(name + ".weight") != 0; }
+
+  // Return the matrix of this many outputs and inputs, of which single outputs are read.
+  Table table(const std::string& name, int64_t outputs, int64_t inputs) const {
+    const auto found = tables_.find(name + ".weight");
+    if (found == tables_.end()) return Table(matrix(name, outputs, inputs));
+    require_size(name, found->second.matrix(), outputs, inputs);
+    return found->second;
+  }
 
   // Return the vector of `count` numbers; null if there is none.
   const float* vector(const std::string& name, int64_t count) const {
@@ -244,9 +251,12 @@ class Weights {
 
   // Throws where these numerics do not multiply a matrix as it is packed.
   void require_numerics(const std::string& numerics) const {
-    for (const auto& [name, m] : matrices_)
-      if (m.kind != Kind::f32 && m.kind != Kind::bf16 && has_integers(m.kind) != (numerics == kInteger))
-        throw std::invalid_argument(name + ": " + numerics + " numerics do not multiply " + stored_as(m.kind).name);
+    const auto require = [&](const std::string& name, Kind kind) {
+      if (kind != Kind::f32 && kind != Kind::bf16 && has_integers(kind) != (numerics == kInteger))
+        throw std::invalid_argument(name + ": " + numerics + " numerics do not multiply " + stored_as(kind).name);
+    };
+    for (const auto& [name, m] : matrices_) require(name, m.kind);
+    for (const auto& [name, table] : tables_) require(name, table.matrix().kind);
   }
 
  private:
@@ -255,9 +265,29 @@ class Weights {
     int64_t count;
   };
 
+  static Matrix empty(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
+    const int64_t most = stored_as(kind).most_inputs;
+    if (inputs > most) throw std::invalid_argument(name + ": integer sums hold " + std::to_string(most) + " inputs");
+    Matrix m;
+    m.kind = kind;
+    m.outputs = outputs;
+    m.inputs = inputs;
+    m.panels = (outputs + kOutputs - 1) / kOutputs;
+    m.blocks = (inputs + kDepth - 1) / kDepth;
+    return m;
+  }
+
+  static void require_size(const std::string& name, const Matrix& m, int64_t outputs, int64_t inputs) {
+    if ((outputs && m.outputs != outputs) || (inputs && m.inputs != inputs))
+      throw std::invalid_argument(name + ": got [" + std::to_string(m.outputs) + ", " + std::to_string(m.inputs) +
+                                  "], accepted [" + std::to_string(outputs ? outputs : m.outputs) + ", " +
+                                  std::to_string(inputs ? inputs : m.inputs) + "]");
+  }
+
   const int threads_;
   Arena arena_;
   std::map<std::string, Matrix> matrices_;
+  std::map<std::string, Table> tables_;  // whose rows stay in a file
   std::map<std::string, Vector> vectors_;
 };
 
@@ -307,7 +337,8 @@ struct Place {
 
 // Inputs of single layers: of each token as many numbers for each layer, made of an embedding and of the first states.
 struct OwnInputs {
-  Matrix embedding, projection;   // [vocabulary][layers * size], [layers * size][hidden]; or without panels
+  Table embedding;                // [vocabulary][layers * size], or without outputs
+  Matrix projection;              // [layers * size][hidden], or without panels
   const float* norm = nullptr;    // [size], of what the projection gives
   int64_t size = 0;               // of one layer's
 };
@@ -318,8 +349,8 @@ class Decoder {
   Decoder(const Kernels& kernels, const Shape& shape, const Weights& weights, std::vector<Rope> ropes,
           const std::vector<Place>& places)
       : shape_(shape), ropes_(std::move(ropes)), space_(kernels, views_of(shape, places)),
-        embedding_(weights.matrix("model.embed_tokens", shape.vocabulary, shape.hidden)),
-        head_(weights.has("lm_head") ? weights.matrix("lm_head", shape.vocabulary, shape.hidden) : embedding_),
+        embedding_(weights.table("model.embed_tokens", shape.vocabulary, shape.hidden)),
+        head_(weights.matrix(weights.has("lm_head") ? "lm_head" : "model.embed_tokens", shape.vocabulary, shape.hidden)),
         norm_(weights.norm("model.norm", shape.hidden, shape.centred)) {
     weights.needed("model.norm.weight", shape.hidden);
     add_own_inputs(weights);
@@ -373,13 +404,18 @@ class Decoder {
     const float* inputs = nullptr;  // [rows][hidden]: what the first layer reads, or the embeddings of tokens
   };
 
-  // On so many threads, or on fewer where those are faster.
+  // On so many threads, or on fewer where those are faster. Throws FileChanged where embeddings stand in a file that is not
+  // what it was.
   void forward(const Call& call, int threads) {
-    if (call.layers < shape_.layers) return run(call, threads);
-    int64_t slots = 0;
-    for (const Rows& rows : call.lanes) slots = std::max(slots, rows.start + rows.count);
-    paces_.run(threads, call.lanes.back().first + call.lanes.back().count, slots, call.logits || call.count,
-               [&](int fewer) { run(call, fewer); });
+    if (call.layers < shape_.layers) {
+      run(call, threads);
+    } else {
+      int64_t slots = 0;
+      for (const Rows& rows : call.lanes) slots = std::max(slots, rows.start + rows.count);
+      paces_.run(threads, call.lanes.back().first + call.lanes.back().count, slots, call.logits || call.count,
+                 [&](int fewer) { run(call, fewer); });
+    }
+    require_same();
   }
 
   // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
@@ -398,7 +434,13 @@ class Decoder {
 
   // The same of the inputs of single layers, float [layers * size]; there may be none.
   void own_embedding(int64_t token, float* out) const { row_of(own_.embedding, token, out); }
-  int64_t own_channels() const { return own_.embedding.outputs ? own_.embedding.inputs : 0; }
+  int64_t own_channels() const { return own_.embedding.outputs() ? own_.embedding.inputs() : 0; }
+
+  // Throws FileChanged where embeddings stand in a file that is not what it was.
+  void require_same() const {
+    embedding_.require_same();
+    own_.embedding.require_same();
+  }
 
   const Shape& shape() const { return shape_; }
 
@@ -465,7 +507,7 @@ class Decoder {
     const std::string embedding = "model.own_embedding", projection = "model.own_projection";
     if (!weights.has(projection)) return;
     own_.projection = weights.matrix(projection, 0, shape_.hidden);
-    own_.embedding = weights.matrix(embedding, shape_.vocabulary, own_.projection.outputs);
+    own_.embedding = weights.table(embedding, shape_.vocabulary, own_.projection.outputs);
     own_.size = weights.count("model.own_norm.weight");
     own_.norm = weights.needed("model.own_norm.weight", own_.size);
     if (own_.projection.outputs != shape_.layers * own_.size)
@@ -586,10 +628,10 @@ class Decoder {
     return found;
   }
 
-  void row_of(const Matrix& m, int64_t output, float* out) const {
-    std::vector<float> row(static_cast<size_t>(m.blocks * kDepth));
-    space_.kernels.weights(m, output, row.data());
-    std::copy(row.begin(), row.begin() + m.inputs, out);
+  void row_of(const Table& table, int64_t output, float* out) const {
+    std::vector<float> row(static_cast<size_t>(table.width()));
+    table.read(space_.kernels, output, row.data());
+    std::copy(row.begin(), row.begin() + table.inputs(), out);
   }
 
   // All layers' own inputs, [tiles][layers * size][16]: norm(projection(x)) and a token's embedding, of both the sum times
@@ -641,10 +683,10 @@ class Decoder {
 
   void embed(const Team& team, const int64_t* tokens) {
     team.each(space_.rows, 1, [&](Pieces& pieces) {
-      std::vector<float> row(static_cast<size_t>(embedding_.blocks * kDepth));
+      std::vector<float> row(static_cast<size_t>(embedding_.width()));
       while (pieces.next())
         for (int64_t r = pieces.first; r < pieces.last; ++r) {
-          space_.kernels.weights(embedding_, tokens[r], row.data());
+          embedding_.read(space_.kernels, tokens[r], row.data());
           if (shape_.embedding != 1.0f) multiply(row.data(), shape_.hidden, shape_.embedding);
           float* to = space_.x + r / kRows * shape_.hidden * kRows + r % kRows;
           for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
@@ -685,7 +727,8 @@ class Decoder {
   std::vector<Rope> ropes_;
   mutable Workspace space_;
   Paces paces_;
-  const Matrix embedding_, head_;
+  const Table embedding_;
+  const Matrix head_;
   const Norm norm_;
   std::vector<Layer> layers_;
   std::vector<Kept> kept_;  // of each layer

@@ -61,6 +61,7 @@ class Eagle {
     float* states = given_.reserve(static_cast<size_t>(rows * hidden));
     float* embeddings = read_.reserve(static_cast<size_t>(rows * hidden));
     for (int64_t r = 0; r < rows; ++r) inputs.target->embedding(inputs.tokens[r], embeddings + r * hidden);
+    inputs.target->require_same();
     float* features = features_.reserve(static_cast<size_t>(rows * width));
     float* fused = states_.reserve(static_cast<size_t>(rows * hidden));
     int64_t read = 0;  // rows with features

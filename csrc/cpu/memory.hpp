@@ -24,10 +24,13 @@ class Arena {
   // Zeroed, at a multiple of 64 bytes, with room behind it for a vector that reads too far.
   uint8_t* take(size_t bytes) {
     bytes = (bytes + 127) / 64 * 64;
-    if (bytes > left_) add_chunk(bytes);
-    uint8_t* found = next_;
-    next_ += bytes;
-    left_ -= bytes;
+    Room whole;
+    Room& room = bytes <= rest_.bytes ? rest_ : whole;
+    if (bytes > rest_.bytes) whole = chunk_for(bytes);
+    uint8_t* found = room.at;
+    room.at += bytes;
+    room.bytes -= bytes;
+    if (whole.bytes > rest_.bytes) rest_ = whole;
     taken_ += bytes;
     std::memset(found, 0, bytes);
     return found;
@@ -36,21 +39,25 @@ class Arena {
   size_t taken() const { return taken_; }
 
  private:
-  static constexpr size_t kPage = 2u << 20, kChunk = 32u << 20;
+  static constexpr size_t kPage = 2u << 20, kChunk = 128u << 20;  // what nothing is taken of has no memory
 
-  void add_chunk(size_t bytes) {
+  struct Room {
+    uint8_t* at = nullptr;
+    size_t bytes = 0;
+  };
+
+  Room chunk_for(size_t bytes) {
     const size_t size = ((bytes > kChunk ? bytes : kChunk) + kPage - 1) / kPage * kPage;
     void* chunk = allocate(kPage, size);
     if (!chunk) throw std::bad_alloc();
     prefer_large_pages(chunk, size);
     chunks_.push_back(chunk);
-    next_ = static_cast<uint8_t*>(chunk);
-    left_ = size;
+    return {static_cast<uint8_t*>(chunk), size};
   }
 
   std::vector<void*> chunks_;
-  uint8_t* next_ = nullptr;
-  size_t left_ = 0, taken_ = 0;
+  Room rest_;  // of the chunk with most
+  size_t taken_ = 0;
 };
 
 // Scratch that grows and is never moved while it is read: aligned, not initialised.

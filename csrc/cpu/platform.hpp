@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <utility>
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #error "csrc/cpu needs GCC or clang; on Windows clang-cl"
@@ -19,17 +20,22 @@
 #define CPU_X86_64 0
 #endif
 
+#include <sys/stat.h>
+
 #if defined(_WIN32)
 #include <malloc.h>
 #else
 #include <pthread.h>
+#include <unistd.h>
+#endif
+#if defined(__GLIBC__)
+#include <malloc.h>
 #endif
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #if CPU_X86_64
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #endif
 
@@ -124,6 +130,59 @@ inline void prefer_large_pages(void* memory, size_t bytes) {
   (void)memory, (void)bytes;
 #endif
 }
+
+// Returns what was freed to the system, where the C library is glibc, which keeps it for the next allocation.
+inline void return_freed_memory() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
+}
+
+// ---- files
+
+// An open file, by a descriptor of its own, from whose bytes threads copy side by side.
+class OpenFile {
+ public:
+#if defined(_WIN32)
+  // Reading at a place would move the position of all: no file is left open there.
+  explicit OpenFile(int) {}
+  bool read(uint8_t*, int64_t, int64_t) const { return false; }
+  bool is_same() const { return false; }
+#else
+  explicit OpenFile(int descriptor) : descriptor_(dup(descriptor)) { fstat(descriptor_, &state_); }
+  ~OpenFile() { close(descriptor_); }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  // Copies bytes from `offset` on. Returns whether all of them were there.
+  bool read(uint8_t* out, int64_t bytes, int64_t offset) const {
+    for (int64_t done = 0; done < bytes;) {
+      const int64_t count = pread(descriptor_, out + done, static_cast<size_t>(bytes - done), offset + done);
+      if (count <= 0) return false;
+      done += count;
+    }
+    return true;
+  }
+
+  // Whether size and time of the last change are those of the beginning.
+  bool is_same() const {
+    struct stat now {};
+    return fstat(descriptor_, &now) == 0 && now.st_size == state_.st_size && changed(now) == changed(state_);
+  }
+
+ private:
+  static std::pair<int64_t, int64_t> changed(const struct stat& state) {
+#if defined(__APPLE__)
+    return {state.st_mtimespec.tv_sec, state.st_mtimespec.tv_nsec};
+#else
+    return {state.st_mtim.tv_sec, state.st_mtim.tv_nsec};
+#endif
+  }
+
+  const int descriptor_;
+  struct stat state_ {};
+#endif
+};
 
 // ---- threads
 

@@ -27,7 +27,8 @@ class GGUFSource(Source):
     def __init__(
         self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str
     ) -> None:
-        self.file, self.config, self.dtype, self.name = file, config, dtype, name
+        self.file, self.config = file.without_metadata(), config
+        self.dtype, self.name = dtype, name
         self._shapes = layer_template(config)
         self._stored = gguf.require_complete(file, config, self._shapes)
         self._suppressed = gguf.suppressed_ids(file, config.vocab_size)
@@ -82,6 +83,7 @@ class GGUFSource(Source):
                     (math.prod(shape[:-1]), shape[-1]),
                     partial(self._rows, stored),
                     None if order is None else torch.from_numpy(order),
+                    self.file.place(stored[0].name) if len(stored) == 1 else None,
                 )
             else:
                 yield upright(self.config, Weight.of(name, self.tensor(name)))

@@ -55,7 +55,7 @@ from specengine.models.configs import (
     unsupported,
     why,
 )
-from specengine.models.extension import NOT_BUILT, instruction_sets
+from specengine.models.extension import NOT_BUILT, extension, instruction_sets
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM, from_model
 from specengine.models.tensor_parallel import splitting
@@ -170,7 +170,9 @@ def _native(
     if not short:
         refuse_short(opened.source.config)
     lm = NativeLM(opened.source, quantize=options.quantize, numerics=options.numerics)
-    return lm, tokenizer or _noted(opened.source.name, opened.tokenizer)
+    tokenizer = tokenizer or _noted(opened.source.name, opened.tokenizer)
+    extension().return_freed_memory()  # of checks and vocabularies, a tenth of the weights
+    return lm, tokenizer
 
 
 def _huggingface(

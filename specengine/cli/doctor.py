@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _memory(engine: Engine, plain: float) -> dict[str, Any]:
     """Return the bandwidth of memory, and the share of it that one plain forward reaches.
 
-    plain: seconds of that forward. Each forward reads the weights once; they are all counted, though of an embedding
-    table without use in the head one row is read.
+    plain: seconds of that forward. Each forward reads the weights in memory once; they are all counted, though of a
+    packed embedding table without use in the head one row is read.
     """
     target: Any = engine.target
     weights = target.lm.weight_bytes

@@ -27,7 +27,7 @@ class KVCache:
     """Keys and values of one sequence: `slab` is [layers, 2, KV heads, capacity, head size].
 
     shapes: of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
-    a layer's heads divide among themselves.
+    a layer's heads divide among themselves. more: slabs of the layers whose heads are other ones.
 
     Slots below `length` hold the committed tokens in order. Slots from `length` on are scratch: a forward over
     tree nodes writes there and `keep` keeps the rows of the accepted path. `filled`, int32 [1], is the length where
@@ -35,7 +35,6 @@ class KVCache:
     """
 
     memory: Any = None  # states of recurrent layers, where there are any
-    more: tuple[Tensor, ...] | None = None  # slabs of the layers whose heads are other ones
 
     def __init__(
         self,
@@ -47,10 +46,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         shapes: Shapes | None = None,
+        others: Sequence[tuple[int, int, int]] = (),
     ) -> None:
+        """others: layers, KV heads and head size of each kind of layers whose heads are other ones."""
         self.shapes = shapes
         shape = (layers, 2, heads, rounded(capacity), head_size)
         self.slab = torch.empty(shape, dtype=dtype, device=device)
+        self.more = tuple(
+            self.slab.new_empty(count, 2, own_heads, rounded(capacity), size)
+            for count, own_heads, size in others
+        )
         self.filled = torch.zeros(1, dtype=torch.int32, device=device)
         self.places: Tensor | None = (
             None  # positions by slot, of scratch, where a model's windows need them
@@ -85,12 +90,12 @@ class KVCache:
     @property
     def slabs(self) -> tuple[Tensor, ...]:
         """All slabs, of each kind of heads one."""
-        return self.slab, *(self.more or ())
+        return self.slab, *self.more
 
     @property
     def nbytes(self) -> int:
         """The bytes of memory that it takes."""
-        return self.slab.nbytes
+        return sum(slab.nbytes for slab in self.slabs)
 
     @property
     def slot_bytes(self) -> int:
@@ -99,7 +104,7 @@ class KVCache:
 
     def bytes_of(self, slots: int) -> int:
         """Return the bytes that it takes with room for so many slots; those that it has if there are more."""
-        return max(rounded(slots) * self.slot_bytes, self.nbytes)
+        return self.nbytes + max(0, rounded(slots) - self.capacity) * self.slot_bytes
 
     def copy_from(self, other: KVCache, count: int) -> None:
         """Become what another cache of this kind is after its first `count` slots. Recurrent states are not copied."""
@@ -111,8 +116,7 @@ class KVCache:
     def release(self) -> None:
         """Forget all slots, and give back their memory."""
         self.crop(0)
-        layers, two, heads, _, head_size = self.slab.shape
-        self.slab = self.slab.new_empty(layers, two, heads, rounded(1), head_size)
+        self._resize(1)
 
     def reach(self, length: int) -> int:
         """Return how many slots are left behind `crop(length)`, where fewer than that may be kept."""
@@ -125,13 +129,17 @@ class KVCache:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
         if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
             return
-        layers, two, heads, _, head_size = self.slab.shape
-        length, slab = (
-            self.length,
-            self.slab.new_empty(layers, two, heads, rounded(capacity), head_size),
-        )
-        slab[:, :, :, :length] = self.slab[:, :, :, :length]
-        self.slab = slab
+        self._resize(capacity)
+
+    def _resize(self, capacity: int) -> None:
+        """Have room for `capacity` slots, those that are committed or more."""
+        length = self.length
+        resized = [
+            slab.new_empty(*slab.shape[:3], rounded(capacity), slab.shape[4]) for slab in self.slabs
+        ]
+        for slab, before in zip(resized, self.slabs, strict=True):
+            slab[:, :, :, :length] = before[:, :, :, :length]
+        self.slab, self.more = resized[0], tuple(resized[1:])
 
     def crop(self, length: int) -> None:
         """Forget everything from slot `length` on."""
@@ -145,6 +153,8 @@ class KVCache:
         path: ascending offsets into the scratch, starting with 0.
         """
         ops.compact_kv(self.slab, path.ids, path.live, self.filled)
+        for slab in self.more:
+            ops.compact_kv(slab, path.ids, path.live, self.filled)
         self.filled += path.live
 
     def commit(self, path: Sequence[int]) -> None:
@@ -160,50 +170,6 @@ class KVCache:
             self.keep(Nodes.of(ids))
         else:  # all of them are in place
             self.filled += len(path)
-
-
-class UnevenCache(KVCache):
-    """Keys and values of layers whose heads differ: a slab for each kind of them, `slab` and those in `more`."""
-
-    def __init__(
-        self,
-        kinds: Sequence[tuple[int, int, int]],
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """kinds: layers, KV heads and head size of each."""
-        super().__init__(*kinds[0], capacity, dtype=dtype, device=device)
-        self.kinds = kinds
-        self._others = [KVCache(*kind, capacity, dtype=dtype, device=device) for kind in kinds[1:]]
-        self.more = tuple(other.slab for other in self._others)
-        for other in self._others:
-            other.filled = self.filled
-
-    def empty(self) -> UnevenCache:
-        return UnevenCache(self.kinds, 1, dtype=self.slab.dtype, device=self.slab.device)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(other.nbytes for other in self._others)
-
-    def reserve(self, capacity: int) -> None:
-        for other in self._others:
-            other.reserve(capacity)
-        super().reserve(capacity)
-        self.more = tuple(other.slab for other in self._others)
-
-    def release(self) -> None:
-        for other in self._others:
-            other.release()
-        super().release()
-        self.more = tuple(other.slab for other in self._others)
-
-    def keep(self, path: Nodes) -> None:
-        for other in self._others:
-            ops.compact_kv(other.slab, path.ids, path.live, self.filled)
-        super().keep(path)
 
 
 class HybridCache(KVCache):
@@ -230,9 +196,6 @@ class HybridCache(KVCache):
     @property
     def nbytes(self) -> int:
         return super().nbytes + int(self.memory.bytes)
-
-    def bytes_of(self, slots: int) -> int:
-        return max(rounded(slots) * self.slot_bytes + int(self.memory.bytes), self.nbytes)
 
     def reach(self, length: int) -> int:
         return int(self.memory.reach(length))

@@ -50,7 +50,6 @@ from specengine.models.kv_cache import (
     KVCache,
     Logits,
     Rows,
-    UnevenCache,
     in_own_dtype,
 )
 from specengine.models.loaded import ModelSource
@@ -161,15 +160,10 @@ class NativeLM:
     def new_cache(self, capacity: int) -> KVCache:
         family = family_of(self.config)
         (kind, layers), *others = self._packing.keeps.items()
-        if others:
-            return UnevenCache(
-                [(count, *heads) for heads, count in self._packing.keeps.items()],
-                capacity,
-                dtype=self.dtype,
-            )
         sizes = family.attention_of(self.config).kept(layers), *kind, capacity
         if not family.recurrence(self.config):
-            return KVCache(*sizes, dtype=self.dtype)
+            more = [(count, *heads) for heads, count in others]
+            return KVCache(*sizes, dtype=self.dtype, others=more)
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
 
     def require_same(self) -> None:
@@ -450,8 +444,7 @@ class NativeLM:
         Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
         what the packed weights are to be compared with.
         """
-        first = FirstLayer(self.source, *self._few_embeddings())
-        NativeLM(first)
+        first = self._checked_layer()
         return self.source if self.source.own_modules else first
 
     def _check_other_layers(self) -> None:
@@ -459,7 +452,26 @@ class NativeLM:
         kinds = kinds_of_layers(self.config)
         for number, kind in enumerate(kinds):
             if kinds.index(kind) == number > 0:
-                NativeLM(FirstLayer(self.source, *self._few_embeddings(), number))
+                self._checked_layer(number)
+
+    @torch.inference_mode()
+    def _checked_layer(self, number: int = 0) -> FirstLayer:
+        """Return a layer after its own module and the forward in float32 have run it, one after the other."""
+        first = FirstLayer(self.source, *self._few_embeddings(), number)
+        tokens, positions = self._checked_rows()
+        first.states(tokens, positions, (), self.embed(tokens), self._embed_own(tokens))
+        NativeLM(first)
+        return first
+
+    def _checked_rows(self) -> tuple[Tensor, Tensor]:
+        """Return tokens that are tried, and their positions."""
+        tokens = torch.tensor(_CHECKED, dtype=torch.int64, device="cpu") % self.vocab_size
+        queries = family_of(self.config).attention.query_factors(self.config)
+        far = min(
+            self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every)
+        )
+        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu")
+        return tokens, positions.clamp(max=far)
 
     def _few_embeddings(self) -> tuple[Tensor, Tensor | None]:
         tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
@@ -470,16 +482,7 @@ class NativeLM:
         """Raise UnsupportedModelError if hidden states differ from those of the source's own modules."""
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else source.tried
-        tokens = torch.tensor(
-            [token % self.vocab_size for token in _CHECKED], dtype=torch.int64, device="cpu"
-        )
-        queries = family_of(self.config).attention.query_factors(self.config)
-        far = min(
-            self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every)
-        )
-        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu").clamp(
-            max=far
-        )
+        tokens, positions = self._checked_rows()
         ids = (
             tuple(sorted({1, layers})) if whole else (self.layers,)
         )  # behind the first layer, and the final norm

@@ -43,6 +43,10 @@ from specengine.models.families import (
 
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
 VECTORS = (".bias", ".choice")  # the ends of names of vectors in csrc/cpu
+_LOOKED_UP = (  # of which a forward reads the rows of tokens; the first is multiplied too where it is tied to the head
+    "model.embed_tokens.weight",
+    "model.own_embedding.weight",
+)
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _UNROUNDED = (
     ".router.weight",
@@ -67,6 +71,7 @@ class Weight(NamedTuple):
     kind   of the data: f32, bf16, or blocks of a GGUF file as uint8
     shape  as in torch
     order  int32 [rows], the row of the data for each row of the tensor, or None
+    place  descriptor, byte offset and path of the file in which all rows stand as they are, or None
     """
 
     name: str
@@ -74,6 +79,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
     order: Tensor | None = None
+    place: tuple[int, int, str] | None = None
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Weight:
@@ -273,7 +279,7 @@ class FirstLayer(Source):
     """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
     A layer that reads another one's keys and values comes behind that one. Read once, and run once by transformers'
-    modules: `states` gives those of the first call.
+    modules: `states` gives those of the first call, and each tensor is freed when it is asked for after that.
     """
 
     dtype = torch.float32
@@ -322,7 +328,7 @@ class FirstLayer(Source):
             tensor = self._source.tensor(stored).float()
             axes = {} if own is None else own.axes
             self._tensors[name] = self._of_layers(tensor, axes[name]) if name in axes else tensor
-        return self._tensors[name]
+        return self._tensors[name] if self._states is None else self._tensors.pop(name)
 
     def states(
         self,
@@ -499,7 +505,11 @@ class PackedModel:
         """Return a weight as csrc/cpu has it.
 
         Norms multiply by their numbers, and channels that are turned together stand half of the `turned` ones apart.
+        Tables of which rows are looked up keep their place in the file.
         """
+        tables = _LOOKED_UP[1:] if self.config.tie_word_embeddings else _LOOKED_UP
+        if weight.name not in tables:
+            weight = weight._replace(place=None)
         module, _, kind = weight.name.rpartition(".")
         if module.endswith(CONVOLUTIONS):  # by taps
             count, mixer = weight.shape[0], self.family.mixer(self.config)
@@ -611,7 +621,10 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
 
 
 def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
-    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32."""
+    """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32.
+
+    One that has a place in a file stays there.
+    """
     count = weight.shape[0]
     if len(weight.shape) == 1:
         values = weight.rows(0, count).float().contiguous()
@@ -621,6 +634,9 @@ def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
         return ""
     kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
     data = weight.kind if weight.kind in ("f32", "bf16") else kind
+    if weight.place is not None:
+        weights.add_rows(weight.name, kind, *weight.shape, *weight.place)
+        return kind.removeprefix(INTEGER)
     weights.add_matrix(weight.name, kind, *weight.shape)
     step = count if weight.order is not None else PACKED_ROWS
     for first in range(0, count, step):

@@ -77,22 +77,14 @@ class GGUFFile:
         """Return the paths of its files, more than one of a split file."""
         return [source.path for source in self._sources]
 
-    def read(self, name: str, *, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy of the blocks of one tensor: uint8 [nbytes], in `out` where given (contiguous, of that size).
+    def read(self, name: str) -> np.ndarray:
+        """Return a copy of the blocks of one tensor: uint8 [nbytes].
 
         Raises CheckpointError where the file has changed since it was opened, and InputError for an unknown name.
         """
         if name not in self.tensors:
             raise InputError(f"{self.path} has no tensor {name!r}")
-        tensor = self.tensors[name]
-        if out is None:
-            out = np.empty(tensor.nbytes, np.uint8)
-        elif out.dtype != np.uint8 or out.shape != (tensor.nbytes,) or not out.flags.c_contiguous:
-            raise InputError(
-                f"out must be contiguous uint8 [{tensor.nbytes}] for {name}, not {out.dtype} {out.shape}"
-            )
-        self._sources[tensor.part].read_into(out.data, tensor.offset)
-        return out
+        return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1]))
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return a copy of the blocks of rows [first, last) of one tensor: uint8 [bytes]. Raises as `read`.
@@ -104,6 +96,16 @@ class GGUFFile:
         out = np.empty((last - first) * each, np.uint8)
         self._sources[tensor.part].read_into(out.data, tensor.offset + first * each)
         return out
+
+    def place(self, name: str) -> tuple[int, int, str]:
+        """Return the descriptor, byte offset and path of the file that one tensor's blocks are read from."""
+        tensor = self.tensors[name]
+        source = self._sources[tensor.part]
+        return source.descriptor, tensor.offset, str(source.path)
+
+    def without_metadata(self) -> "GGUFFile":
+        """Return the same open file without metadata, whose vocabulary may take 40 MB."""
+        return GGUFFile(self._sources, {}, self.tensors)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return one tensor in float32, in its shape."""
@@ -202,10 +204,10 @@ class _Source:
         try:
             if not path.is_file():
                 raise CheckpointError(f"{path} is not a file")
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-        self.close = weakref.finalize(self, os.close, self._descriptor)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
         self._state = self._present_state()
         self.size = self._state[0]
 
@@ -216,7 +218,7 @@ class _Source:
         view, done = memoryview(out), 0
         try:
             while done < len(view) and (
-                count := os.preadv(self._descriptor, [view[done:]], offset + done)
+                count := os.preadv(self.descriptor, [view[done:]], offset + done)
             ):
                 done += count
             changed = done < len(view) or self._present_state() != self._state
@@ -230,7 +232,7 @@ class _Source:
             )
 
     def _present_state(self) -> tuple[int, int]:
-        state = os.fstat(self._descriptor)
+        state = os.fstat(self.descriptor)
         return state.st_size, state.st_mtime_ns
 
 
