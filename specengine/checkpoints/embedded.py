@@ -191,14 +191,12 @@ def missing_head(name_or_path: str) -> str | None:
 def _only_builder(lock_file: Path, say: Progress) -> Iterator[None]:
     lock = filelock.FileLock(lock_file)
     try:
-        lock.acquire(timeout=0)
+        lease = lock.acquire(timeout=0)
     except filelock.Timeout:
         say(f"Waiting for another process that is preparing {NAME}")
-        lock.acquire()
-    try:
+        lease = lock.acquire()
+    with lease:
         yield
-    finally:
-        lock.release()
 
 
 def _rebuild(

@@ -108,13 +108,11 @@ class Learnt:
         """Keep other processes from learning in this folder meanwhile. InputError where one does."""
         lock = filelock.FileLock(self.folder / "learning.lock")
         try:
-            lock.acquire(timeout=0)
+            lease = lock.acquire(timeout=0)
         except filelock.Timeout as error:
             raise InputError(f"learn: another process is learning in {self.folder}") from error
-        try:
+        with lease:
             yield
-        finally:
-            lock.release()
 
     # ---- texts
 

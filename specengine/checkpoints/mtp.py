@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.gguf_source import GGUFSource
-from specengine.checkpoints.safetensors_file import WEIGHT_FILES, tensors_of
+from specengine.checkpoints.safetensors_file import WEIGHT_FILES, stacked, tensors_of
 from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
@@ -28,7 +28,6 @@ from specengine.models.mtp import (
     MtpLayer,
     NativeMtpHead,
     blocks_of,
-    fused_experts,
     names_in_head,
     of_head,
     parts_in,
@@ -170,7 +169,8 @@ def _in_folder(folder: Path | None, target: LanguageModel) -> dict[str, Tensor]:
         else {key: stored for file in safetensors_files(folder) for key, stored in tensors_of(file)}
     )
     names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
-    return fused_experts({names[key]: tensors[key].read(0, tensors[key].shape[0]) for key in names})
+    stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
+    return {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
 
 
 def _in_file(source: GGUFSource) -> dict[str, Tensor]:

@@ -286,10 +286,9 @@ class CausalLM:
         tokens = torch.arange(TRIED, device=self.device, dtype=torch.int64) * 13 % self.vocab_size
         positions = torch.arange(count, device=self.device, dtype=torch.int64)
         cache.length = count
-        parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 6], device=self.device, dtype=torch.int64)
-        depths = torch.tensor([0, 1, 1, 2, 2, 2, 3, 4], device=self.device, dtype=torch.int64)
-        edges = torch.zeros(count, device=self.device, dtype=torch.float32)
-        rows = Rows.of(TokenTree.of(tokens[count:], parents, depths, edges, edges), cache.filled)
+        parents = [-1, 0, 0, 1, 1, 2, 3, 6]
+        drafted = TokenTree.of_lists(tokens[count:].tolist(), parents, self.device)
+        rows = Rows.of(drafted, cache.filled)
         self._note_places(cache, rows)
         prompt = tokens[:count], positions, _SlabView(cache, 0, count), Prompt(0)
         tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
@@ -650,17 +649,7 @@ class CausalLM:
         )
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
-        given, above = (
-            torch.tensor(values, device=self.device, dtype=torch.int64)
-            for values in (tokens, parents)
-        )
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
-        edges = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
-        tree = TokenTree.of(
-            given, above, torch.tensor(depths, device=self.device, dtype=torch.int64), edges, edges
-        )
+        tree = TokenTree.of_lists(tokens, parents, self.device)
         cache = self.new_cache(len(tokens))
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf

@@ -7,7 +7,7 @@ MtpModel computes the same; for Nemotron-H vLLM's NemotronHMTP.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ _NAMES_IN_LAYERS = {  # DeepSeek's behind the number of a layer beyond the last 
 }
 _MARKS = (".eh_proj.", ".enorm.", ".hnorm.")  # of a layer that is a head
 _SHARED = ("shared_head.head", "embed_tokens")  # copies of the model's own
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def parts_in(names: Collection[str], layers: int) -> set[str]:
@@ -139,33 +138,6 @@ def of_head(config: PretrainedConfig) -> PretrainedConfig:
     if hasattr(config, "mlp_only_layers"):
         fields["mlp_only_layers"] = []
     return type(config).from_dict(config.to_dict() | fields)
-
-
-def fused_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack tensors of single experts, as checkpoints store them, to those of transformers' modules."""
-    found, single = dict[str, Tensor](), dict[str, dict[int, dict[str, Tensor]]]()
-    for name, tensor in state.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            found[name] = tensor
-        else:
-            single.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    for name, experts in single.items():
-        kinds = {frozenset(one) for one in experts.values()}
-        if (
-            len(kinds) > 1
-            or sorted(experts) != list(range(len(experts)))
-            or not {"up_proj", "down_proj"} <= min(kinds)
-        ):
-            continue  # listed as missing
-        ordered, gated = [experts[number] for number in sorted(experts)], "gate_proj" in min(kinds)
-        ups = [
-            torch.cat([one["gate_proj"], one["up_proj"]]) if gated else one["up_proj"]
-            for one in ordered
-        ]
-        found[f"{name}.gate_up_proj" if gated else f"{name}.up_proj"] = torch.stack(ups)
-        found[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in ordered])
-    return found
 
 
 class MtpHead(DraftHead):

@@ -278,12 +278,8 @@ class OwnCacheLM(CausalLM):
                 type(held) is DynamicCache for held in cache.held.values()
             ):
                 return "it has no cache of a kind that is known to be copied whole"
-            tree = TokenTree.root(ids[4], 4, self.device)
-            for parent, token in ((0, ids[5]), (0, ids[0]), (1, ids[2])):
-                added = torch.tensor([[parent], [token]], dtype=torch.int64, device=self.device)
-                tree.add(
-                    added[0], added[1], torch.zeros(1, dtype=torch.float32, device=self.device)
-                )
+            tokens = [ids[4], ids[5], ids[0], ids[2]]
+            tree = TokenTree.of_lists(tokens, [-1, 0, 0, 1], self.device)
             logits, _, paths = self.verify(cache, tree)
             expected = torch.cat(
                 [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]

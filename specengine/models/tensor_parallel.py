@@ -157,16 +157,9 @@ class ShardedTarget(HuggingFaceTarget):
     def backend(self) -> str:  # type: ignore[override]
         return f"{super().backend}, {self.ranks.size} ranks"
 
-    def run_tree(
-        self, tokens: list[int], parents: list[int], depths: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
+    def run_tree(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor | None]:
         """Verify a tree given as lists, as `verify` does."""
-        ids, above, steps = (
-            torch.tensor(values, device=self.device, dtype=torch.int64)
-            for values in (tokens, parents, depths)
-        )
-        scores = torch.zeros(len(tokens), device=self.device, dtype=torch.float32)
-        return super().verify(TokenTree.of(ids, above, steps, scores, scores))
+        return super().verify(TokenTree.of_lists(tokens, parents, self.device))
 
     def want(self, features: Sequence[int] = (), successors: int = 0) -> None:
         super().want(tuple(features), successors)
@@ -203,9 +196,7 @@ class Leader(ShardedTarget):
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         given = tree.trimmed() if ops.is_free(tree.size) else tree
-        nodes = (
-            part[: len(given)].tolist() for part in (given.tokens, given.parents, given.depths)
-        )
+        nodes = (part[: len(given)].tolist() for part in (given.tokens, given.parents))
         return self._together("run_tree", self.run_tree, *nodes)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:

@@ -701,6 +701,20 @@ class TokenTree:
         arrays = tokens, parents, depths, log_probs, path_log_probs, ancestor_words(parents)
         return _fill(cls.__new__(cls), arrays, (numbers[0], numbers[1], numbers[2]))
 
+    @classmethod
+    def of_lists(
+        cls, tokens: list[int], parents: list[int], device: torch.device | str = "cpu"
+    ) -> TokenTree:
+        """Return a tree of these nodes, each below an earlier one, with certain edges; -1 is above the root."""
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        ids, above, levels = torch.tensor(
+            [tokens, parents, depths], dtype=torch.int64, device=device
+        )
+        edges = torch.zeros(len(tokens), dtype=torch.float32, device=device)
+        return cls.of(ids, above, levels, edges, edges)
+
     def __len__(self) -> int:
         return int(self.size)
 
