@@ -319,11 +319,6 @@ class Latent(Attention):
         yield Part("self_attn.o_proj", self.o, shape.hidden)
 
 
-def latent_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes of the one key-value head of models with latent attention."""
-    return {"kv_heads": 1, "head_dim": config.kv_lora_rank + config.qk_rope_head_dim}
-
-
 def latent_of(config: Any, *, neighbours: bool) -> Latent:
     """Return the latent attention that a config of DeepSeek's names states."""
     return Latent(

@@ -14,7 +14,6 @@ from specengine.models.families import (
     by_sigmoid,
     latent_factors,
     latent_of,
-    latent_sizes,
     shared_experts,
 )
 
@@ -88,7 +87,10 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
 FAMILY = Family(
     layer=layer,
     attending=Layer(attention=Latent()),
-    sizes=latent_sizes,
+    sizes=lambda config: {  # of the one key-value head
+        "kv_heads": 1,
+        "head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+    },
     alone=lambda config, number: {
         "first_k_dense_replace": int(number < config.first_k_dense_replace)
     },
