@@ -508,7 +508,7 @@ class PackedModel:
         Tables of which rows are looked up keep their place in the file.
         """
         tables = _LOOKED_UP[1:] if self.config.tie_word_embeddings else _LOOKED_UP
-        if weight.name not in tables:
+        if weight.name not in tables or not hasattr(self.weights, "add_rows"):  # built earlier
             weight = weight._replace(place=None)
         module, _, kind = weight.name.rpartition(".")
         if module.endswith(CONVOLUTIONS):  # by taps
