@@ -6,6 +6,7 @@ import codecs
 import errno
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from specengine.errors import CacheFolderError, CheckpointError, InputError
 
+CPU_FACTS = Path("/proc/cpuinfo")  # on Linux
 MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
 _OTHERS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -60,6 +62,16 @@ def write_whole(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def processor_name() -> str:
+    """Return the name of the processor, as far as the system knows it."""
+    try:
+        lines = CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import transformers
 
 import specengine
 from specengine import ops
-from specengine.costs.measuring.stored import CPU_FACTS, device_name
+from specengine.files import CPU_FACTS, processor_name
 
 PACKAGE = Path(specengine.__file__).parent
 
@@ -58,4 +58,4 @@ def _git(*arguments: str) -> str:
 def _cpu_name() -> str:
     words = CPU_FACTS.read_text().split() if CPU_FACTS.exists() else []
     features = [each for each in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if each in words]
-    return f"{device_name(torch.device('cpu'))} ({', '.join(features[:2])})"
+    return f"{processor_name()} ({', '.join(features[:2])})"

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from specengine.costs.measuring import (
     share_of_others,
 )
 from specengine.errors import CacheFolderError, InputError
-from specengine.files import cache_dir, write_whole
+from specengine.files import cache_dir, processor_name, write_whole
 from specengine.models import Target
 from specengine.models.extension import thread_count
 from specengine.ops import VARIABLE, attached
@@ -155,7 +154,6 @@ def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
     return None
 
 
-CPU_FACTS = Path("/proc/cpuinfo")
 DRIVER_FACTS = Path("/proc/driver/nvidia/version")
 
 
@@ -220,12 +218,7 @@ def device_name(device: torch.device) -> str:
     """Return the name of the GPU or processor, as far as the system knows it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return processor_name()
 
 
 def digest(facts: dict[str, Any]) -> str:
