@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
@@ -115,14 +114,28 @@ def chat_of(body: _Asked) -> ChatRequest:
     for place, turn in enumerate(body.messages):
         messages += _messages(f"messages[{place}]", turn)
     choice = body.tool_choice or ToolChoice(type="auto")
+    thinking = (body.thinking or {}).get("type")
+    thinks = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools or ()
+        ]
+        or None,
         "tool_choice": _choice(choice) if body.tools or choice.type in ("any", "tool") else None,
         "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
         "response_format": _format(body),
-        "chat_template_kwargs": _thinking(body) or None,
+        "chat_template_kwargs": (thinks | (body.chat_template_kwargs or {})) or None,
     }
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         fields["continue_final_message"] = True  # the beginning of the answer
@@ -176,18 +189,6 @@ def _text(place: str, content: Any) -> str:
     return text_at(place, content, _TEXT, _ACCEPTED, "blocks")
 
 
-def _tool(tool: ToolOffered) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.input_schema,
-            "strict": tool.strict,
-        },
-    }
-
-
 def _choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
@@ -204,12 +205,6 @@ def _format(body: _Asked) -> dict[str, Any] | None:
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": stated.get("schema")},
     }
-
-
-def _thinking(body: _Asked) -> dict[str, Any]:
-    kind = (body.thinking or {}).get("type")
-    arguments = {} if kind is None else {"enable_thinking": kind != "disabled"}
-    return arguments | (body.chat_template_kwargs or {})
 
 
 # ---- answers
@@ -286,7 +281,7 @@ class MessagesReply(OneReply):
 def _block(part: Part, begun: bool = False) -> dict[str, Any]:
     """Return a block of content; begun: without what its deltas say."""
     if isinstance(part, ToolCall):
-        arguments = {} if begun else json.loads(part.arguments)
+        arguments = {} if begun else part.values
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "" if begun else part.text, "signature": ""}

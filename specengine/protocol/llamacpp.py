@@ -125,7 +125,7 @@ class InfillReply(OneReply):
             yield sse({"index": 0, "content": text, "tokens": piece.tokens, "stop": False})
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield sse(self._said(text_of_parts(self.parts.end()), answer))
+        yield sse(self._said(text_of_parts(self.parts.end(answer.reason)), answer))
 
     def _said(self, text: str, answer: Completion) -> dict[str, Any]:
         usage, stopped = answer.usage, self.parts.stopped

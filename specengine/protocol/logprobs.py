@@ -32,15 +32,12 @@ class TokenTexts:
         text = (
             twice[len(once) :] if twice.startswith(once) else once
         )  # a first token may lose its blank
-        if REPLACEMENT not in text:
-            return text.encode(errors="replace")
-        piece = self._decoded.name(token)
-        if not isinstance(piece, str):
-            return text.encode(errors="replace")
-        if single := _SINGLE.fullmatch(piece):
-            return bytes.fromhex(single[1])
-        if all(letter in _BYTES for letter in piece):
-            return bytes(_BYTES[letter] for letter in piece)
+        piece = self._decoded.name(token) if REPLACEMENT in text else None
+        if isinstance(piece, str):
+            if single := _SINGLE.fullmatch(piece):
+                return bytes.fromhex(single[1])
+            if all(letter in _BYTES for letter in piece):
+                return bytes(_BYTES[letter] for letter in piece)
         return text.encode(errors="replace")
 
 

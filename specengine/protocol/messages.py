@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from specengine.protocol.problems import refused
+from specengine.protocol.problems import RequestError, refused
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Fields that clients keep with a message, and that say nothing to the model.
@@ -28,22 +28,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def text_of(content: str | list[dict[str, Any]]) -> str:
-    """Return the text of a content whose parts are texts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part[TEXT_PARTS[part["type"]]] for part in content)
-
-
 def _of_text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return the content; ValueError, with the place, for a part that is no text."""
-    for place, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type")
-        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            raise ValueError(f"[{place}].type: got {kind!r:.60}, accepted parts of type 'text'")
-        if not isinstance(part.get(field), str):
-            raise ValueError(f"[{place}].{field}: accepted a string")
+    try:
+        text_at("", content, TEXT_PARTS, "parts of type 'text'")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
     return content
 
 
@@ -68,9 +58,11 @@ def text_at(
 
 def text_of_part(place: str, part: Any, fields: Mapping[str, str], accepted: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(fields.get(kind)) if isinstance(kind, str) else None
-    if not isinstance(text, str):
+    name = fields.get(kind) if isinstance(kind, str) else None
+    if name is None:
         raise refused(f"{place}.type", f"got {kind!r:.60}, accepted {accepted}")
+    if not isinstance(text := part.get(name), str):
+        raise refused(f"{place}.{name}", "accepted a string")
     return text
 
 
@@ -137,7 +129,7 @@ class Message(Body, extra="allow"):
     def text(self) -> str:
         """Return the content, or the refusal in its place."""
         if self.content is not None:
-            return text_of(self.content)
+            return text_at("content", self.content, TEXT_PARTS, "text")
         refusal = (self.model_extra or {}).get("refusal")
         return refusal if isinstance(refusal, str) else ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -76,19 +75,26 @@ class Options(Unread, Sampled):
     stop: str | list[str] | None = None
 
 
-class _Asked(Body):
+UnreadHere: Any = base_of(
+    "UnreadHere",
+    {
+        "keep_alive": (str | int | float, "no effect: the model stays"),
+        "truncate": (bool, None),
+        "shift": (bool, None),
+    },
+)
+
+
+class _Asked(UnreadHere):
     """Fields of both endpoints."""
 
     model: str | None = None
     format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
     options: Options | None = None
     stream: bool | None = None
-    keep_alive: str | int | float | None = Field(None, description="no effect: the model stays")
     think: bool | str | None = Field(None, description="false: without thoughts, if the model can")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    truncate: bool | None = None
-    shift: bool | None = None
 
 
 class Turn(Body, extra="allow"):
@@ -173,15 +179,16 @@ def _message(turn: Turn) -> dict[str, Any]:
         message["reasoning_content"] = turn.thinking
     if turn.tool_calls:
         message["tool_calls"] = [
-            {"function": call.get("function")} | _id(call.get("id")) for call in turn.tool_calls
+            {
+                name: call[name]
+                for name in ("function", "id")
+                if isinstance(call.get(name), dict | str)
+            }
+            for call in turn.tool_calls
         ]
     if turn.tool_name:
         message["name"] = turn.tool_name
     return message | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
-
-
-def _id(value: Any) -> dict[str, str]:
-    return {"id": value} if isinstance(value, str) else {}
 
 
 def _fields(body: _Asked) -> dict[str, Any]:
@@ -241,13 +248,14 @@ class OllamaReply(OneReply):
             rated = []
 
     def _said(self, parts: Sequence[Part], rated: list[Any]) -> dict[str, Any]:
-        text, thoughts, calls = text_of_parts(parts), thoughts_of(parts), calls_of(parts)
+        text, thoughts = text_of_parts(parts), thoughts_of(parts)
+        calls = [call for call in calls_of(parts) if call.whole]  # clients run what they get
         extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if calls:
             extra["tool_calls"] = [
                 {
                     "id": call.id,
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": call.values},
                 }
                 for call in calls
             ]

@@ -9,8 +9,8 @@ from typing import Any
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.requests import ChatRequest, Sampling
-from specengine.protocol.tool_formats import Format, ToolCall
-from specengine.protocol.tools import StopText, ToolReader, format_of, held_back, schemas_of
+from specengine.protocol.tool_formats import Every, Format, ToolCall
+from specengine.protocol.tools import StopText, ToolReader, held_back, schemas_of
 
 THOUGHT_MARKS = OPENING, CLOSING = "<think>", "</think>"
 _LAST = 8  # tokens of a prompt that are looked at
@@ -120,7 +120,8 @@ class AnswerParts:
         )
         if isinstance(request, ChatRequest) and (offered := request.template_tools):
             most = 1 if request.parallel_tool_calls is False else sys.maxsize
-            self._tools = ToolReader(format_of(tokenizer), schemas_of(offered), most)
+            forced = request.tool_choice not in (None, "auto")
+            self._tools = ToolReader(Every(), schemas_of(offered), most, forced=forced)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the prompt, before anything of the answer."""
@@ -130,17 +131,15 @@ class AnswerParts:
         """Return the parts of a piece; passed: characters of the answer in which no stop string counts."""
         return self._read(self._thoughts.push(self._stop.push(text, passed)))
 
-    def end(self) -> list[Part]:
-        """Return what was held back."""
-        return (
-            self._read(self._thoughts.push(self._stop.end()) + self._thoughts.end())
-            + self._tools.end()
-        )
+    def end(self, reason: str | None = "stop") -> list[Part]:
+        """Return what was held back of an answer that ended for this reason (stop or length)."""
+        texts = self._thoughts.push(self._stop.end()) + self._thoughts.end()
+        return self._read(texts) + self._tools.end(reason)
 
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""
         self.begin(answer.prompt_ids)
-        return joined(self.push(answer.text, answer.passed) + self.end())
+        return joined(self.push(answer.text, answer.passed) + self.end(answer.reason))
 
     def reason(self, answer: Completion) -> str:
         """Return stop, length or tool_calls."""

@@ -24,7 +24,7 @@ from specengine.protocol.requests import (
     Tool,
 )
 from specengine.protocol.settings import Settings
-from specengine.protocol.tool_formats import CLOSING, OPENING, Hermes
+from specengine.protocol.tool_formats import CLOSING, MARKS, OPENING, Every, Hermes
 from specengine.protocol.tools import (
     OneCall,
     ToolReader,
@@ -329,22 +329,11 @@ class CheckedRequest:
                 options["prediction"] = predicted_ids(
                     self.prediction, tokenizer, engine.target.vocab_size
                 )
-        tool_format = format_of(tokenizer) if self._functions else None
-        shown = special_tokens(tokenizer, tool_format.marks) if tool_format is not None else []
-        shown += (
-            special_tokens(tokenizer, THOUGHT_MARKS)
-            if isinstance(self.request, ChatRequest)
-            else []
-        )
-        if (
-            tool_format is not None
-            and isinstance(self.request, ChatRequest)
-            and self.request.parallel_tool_calls is False
-        ):
-            schemas = schemas_of(self._functions or [])
-            options["stopping_criteria"] = [
-                OneCall(ToolReader(tool_format, schemas), decoder(engine.tokenizer, shown))
-            ]
+        marks = (*THOUGHT_MARKS, *(MARKS if self._functions else ()))
+        shown = special_tokens(tokenizer, marks) if isinstance(self.request, ChatRequest) else []
+        if self._functions and getattr(self.request, "parallel_tool_calls", None) is False:
+            reader = ToolReader(Every(), schemas_of(self._functions))
+            options["stopping_criteria"] = [OneCall(reader, decoder(engine.tokenizer, shown))]
         target = engine.target
         checked = GenerationOptions.of(
             options, target.generation_config, len(ids), target.max_context

@@ -99,7 +99,7 @@ class OneReply(Reply):
         )
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        yield from self.told(self.parts.end(), [])
+        yield from self.told(self.parts.end(answer.reason), [])
 
     def told(self, parts: Sequence[Part], rated: list[Any]) -> Iterator[bytes]:
         """Yield these parts; rated: the tokens of theirs, with log-probabilities."""
@@ -154,7 +154,7 @@ class ChatChoice:
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
         """Yield the text that was held back, then the choice that says why the answer ended."""
-        for part in self.parts.end():
+        for part in self.parts.end(answer.reason):
             yield self._choice(self._delta(part))
         yield self._choice({}, self.parts.reason(answer))
 
@@ -212,7 +212,7 @@ class TextChoice(ChatChoice):
         return [self._choice(prompt) | token_fields] if prompt or token_fields else []
 
     def last_deltas(self, answer: Completion) -> Iterator[Choice]:
-        yield self._choice(text_of_parts(self.parts.end()), answer.reason)
+        yield self._choice(text_of_parts(self.parts.end(answer.reason)), answer.reason)
 
     def message(self, answer: Completion) -> Choice:
         opening = next(iter(self.begin(answer)), self._choice(""))

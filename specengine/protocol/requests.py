@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from specengine.protocol.messages import Body, Content, Message, text_of
+from specengine.protocol.messages import TEXT_PARTS, Body, Content, Message, text_at
 from specengine.request.declared import declarations
 
 MAX_STOPS, MAX_STOP_LETTERS = 16, 1000
@@ -174,13 +174,13 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return text_of(self.content)
+        return text_at("content", self.content, TEXT_PARTS, "text")
 
 
 def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
     """Return a base of requests with these fields: a type besides None, and what to say of it in the API's schema.
 
-    It is for fields that nothing here reads: what gives one its place is its type, by which values are refused.
+    What gives a field its place is its type, by which values are refused: most have no effect.
     """
     defined = {
         field: (kind | None, Field(None, description=about))
@@ -253,15 +253,12 @@ class WithTools(BaseModel):
     @classmethod
     def _leave_out(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         tools = value.get("tools") if isinstance(value, dict) else None
-        kinds = (
-            [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-            if isinstance(tools, list)
-            else []
-        )
         other = {
             at: kind
-            for at, kind in enumerate(kinds)
-            if isinstance(kind, str) and kind not in cls.functions_are
+            for at, tool in enumerate(tools if isinstance(tools, list) else ())
+            if isinstance(tool, dict)
+            and isinstance(kind := tool.get("type"), str)
+            and kind not in cls.functions_are
         }
         if other and isinstance(tools, list):
             value = {
@@ -332,7 +329,21 @@ def declared_values(body: Any) -> dict[str, Any]:
     }
 
 
-class Sampling(Declared, CommonFields, Neutral):
+Guided: Any = base_of(
+    "Guided",
+    {
+        "guided_json": (dict[str, Any] | str, "as structured_outputs.json"),
+        "guided_regex": (str, "as structured_outputs.regex"),
+        "guided_choice": (
+            Annotated[list[str], Field(min_length=1, max_length=1024)],
+            "as structured_outputs.choice",
+        ),
+        "guided_grammar": (str, "as structured_outputs.grammar"),
+    },
+)
+
+
+class Sampling(Declared, CommonFields, Neutral, Guided):
     """Fields of both kinds of request. What is left out is the model's own default."""
 
     max_tokens: int | None = Field(
@@ -341,9 +352,12 @@ class Sampling(Declared, CommonFields, Neutral):
         le=MAX_TOKENS,
         description="-1 is the same as leaving it out; 0, of a completion: take the prompt into the cache",
     )
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024
-    )
+    logit_bias: (
+        dict[
+            Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+        ]
+        | None
+    ) = Field(None, max_length=1024, description="by token ids")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     t_max_predict_ms: float | None = Field(
@@ -355,10 +369,6 @@ class Sampling(Declared, CommonFields, Neutral):
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(None, description="Lark or GBNF text that the answer meets")
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json")
-    guided_regex: str | None = Field(None, description="as structured_outputs.regex")
-    guided_choice: list[str] | None = Field(None, min_length=1, max_length=1024)
-    guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
     allow_special_text: bool | None = Field(
         None,
         description="whether the text of special tokens in the prompt is those tokens; by default in completions",
@@ -385,13 +395,6 @@ class Sampling(Declared, CommonFields, Neutral):
     @classmethod
     def _none_by_minus_one(cls, value: int | None) -> int | None:
         return None if value == -1 else value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases_of_tokens(cls, biases: Mapping[str, float] | None) -> Mapping[str, float] | None:
-        if not all(len(name) < 10 and name.isascii() and name.isdecimal() for name in biases or ()):
-            raise ValueError("accepted token ids as keys")
-        return biases
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampling:
@@ -446,7 +449,17 @@ class Sampling(Declared, CommonFields, Neutral):
         raise NotImplementedError
 
 
-class ChatRequest(WithTools, Sampling):
+NeutralInChats: Any = base_of(
+    "NeutralInChats",
+    {
+        "function_call": (Literal["none", "auto"], None),
+        "echo": (Literal[False], None),
+        "add_special_tokens": (Literal[False], None),
+    },
+)
+
+
+class ChatRequest(WithTools, Sampling, NeutralInChats):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -457,7 +470,6 @@ class ChatRequest(WithTools, Sampling):
     prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="given to the chat template"
     )
@@ -469,8 +481,6 @@ class ChatRequest(WithTools, Sampling):
         None,
         description="false: thoughts between <think> and </think> stay in the content; else they are told apart",
     )
-    echo: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
 
     @field_validator("max_tokens", "max_completion_tokens")
     @classmethod
@@ -530,23 +540,14 @@ class ChatRequest(WithTools, Sampling):
     @property
     def template_options(self) -> dict[str, Any]:
         """Return the variables of the chat template besides messages and tools."""
-        generation = self.add_generation_prompt
+        generation, effort = self.add_generation_prompt, self.reasoning_effort
+        ends = {} if generation is None else {"add_generation_prompt": generation}
         if self.continue_final_message:
             ends = {"continue_final_message": True, "add_generation_prompt": False}
-        else:
-            ends = {} if generation is None else {"add_generation_prompt": generation}
-        return {**self._effort, **(self.chat_template_kwargs or {}), **ends}
-
-    @property
-    def _effort(self) -> dict[str, Any]:
-        effort = self.reasoning_effort
-        return (
-            {}
-            if effort is None
-            else {"enable_thinking": False}
-            if effort == "none"
-            else {"reasoning_effort": effort}
-        )
+        thinks: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            thinks = {"enable_thinking": False}
+        return {**thinks, **(self.chat_template_kwargs or {}), **ends}
 
 
 class Infill(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -24,6 +25,7 @@ from specengine.protocol.requests import (
     Sampling,
     StreamOptions,
     WithTools,
+    base_of,
     declared_values,
 )
 from specengine.protocol.tool_formats import ToolCall
@@ -54,10 +56,19 @@ class TextFormat(Body, extra="ignore"):
 
 class TextConfig(Body, extra="ignore"):
     format: TextFormat | None = None
-    verbosity: str | None = None
 
 
-class ResponsesRequest(WithTools, Declared, CommonFields):
+Unread: Any = base_of(
+    "Unread",
+    {
+        "max_tool_calls": (int, "no effect: it counts calls of OpenAI's own tools"),
+        "context_management": (Annotated[list[Any], Field(max_length=0)], None),
+        "prompt": (NoneType, None),
+    },
+)
+
+
+class ResponsesRequest(WithTools, Declared, CommonFields, Unread):
     """POST /v1/responses. Fields of sampling that OpenAI has not are those of /v1/chat/completions."""
 
     input: str | list[dict[str, Any]]
@@ -78,14 +89,9 @@ class ResponsesRequest(WithTools, Declared, CommonFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="no effect: what is too long is refused"
     )
-    max_tool_calls: int | None = Field(
-        None, description="no effect: it counts calls of OpenAI's own tools"
-    )
-    context_management: list[Any] | None = Field(None, max_length=0)
     background: bool | None = Field(None, description="accepted: false")
     previous_response_id: None = None
     conversation: None = None
-    prompt: None = None
 
     @field_validator("previous_response_id", "conversation", mode="before")
     @classmethod
@@ -272,7 +278,7 @@ class ResponsesReply(OneReply):
             yield self._event(f"response.{name}", response=self._response("in_progress", None))
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
-        parts = self.parts.end()
+        parts = self.parts.end(answer.reason)
         yield from self.told(parts if parts or self._items else [""], [])
         status = self._status(answer)
         if self._items:

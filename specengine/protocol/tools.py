@@ -115,8 +115,9 @@ def format_of(tokenizer: Any) -> Format:
     for candidate in FORMATS:
         if _reads(candidate, called[same:], str(tokenizer.get_chat_template(tools=[_TOOL]))):
             return candidate
-    titles = ", ".join(candidate.title for candidate in FORMATS)
-    message = f"tools: the format of this model's calls is not supported; supported: {titles}"
+    message = "tools: the format of this model's calls is not supported; supported: " + ", ".join(
+        candidate.title for candidate in FORMATS
+    )
     raise RequestError(400, message, "tools", "unsupported_field")
 
 
@@ -124,7 +125,7 @@ def _reads(tool_format: Format, text: str, template: str) -> bool:
     if isinstance(tool_format, Llama):
         if "ipython" not in template:
             return False  # without a mark of its own it would be found in many others
-        text = text[max(text.find("{"), 0) :]
+        text = text[max(text.find("{"), 0) : text.rfind("}") + 1]
     reader = ToolReader(tool_format, {"probe": _TOOL["function"]})
     parts = reader.push(text) + reader.end()
     return [part.name for part in parts if isinstance(part, ToolCall)] == ["probe"]
@@ -179,27 +180,40 @@ def tools_for(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any)
 
 def special_tokens(tokenizer: Any, marks: Sequence[str]) -> list[int]:
     """Return the marks that are special tokens, so that an answer must show their text."""
-    special = zip(
-        getattr(tokenizer, "all_special_ids", ()),
-        getattr(tokenizer, "all_special_tokens", ()),
-        strict=False,
-    )
-    return [token for token, name in special if str(name) in marks]
+    return [
+        token
+        for token, name in zip(
+            getattr(tokenizer, "all_special_ids", ()),
+            getattr(tokenizer, "all_special_tokens", ()),
+            strict=False,
+        )
+        if str(name) in marks
+    ]
 
 
 class ToolReader:
     """Splits a growing answer into text and calls. What only looks like a call stays text.
 
-    most: calls that are told; those after them are left out
+    most    calls that are told; those after them are left out
+    forced  whether there is nothing but calls, so that what stands at the end is the beginning of one
     """
 
-    def __init__(self, tool_format: Format, schemas: Schemas, most: int = sys.maxsize) -> None:
-        self.format, self.schemas, self.most = tool_format, schemas, most
+    def __init__(
+        self,
+        tool_format: Format,
+        schemas: Schemas,
+        most: int = sys.maxsize,
+        *,
+        forced: bool = False,
+    ) -> None:
+        self.format, self.schemas, self.most, self.forced = tool_format, schemas, most, forced
         self._rest = ""
         self._spoke = False  # before a call
+        self._fences = 0  # in the text, of which every second one ends a block of code
         self.found = 0
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str, reason: str | None = None) -> list[str | ToolCall]:
+        """Return the parts that are certain; reason: why the answer ends here, None while it goes on."""
         self._rest += text
         parts: list[str | ToolCall] = []
         while self._rest:
@@ -208,13 +222,15 @@ class ToolReader:
             if not opening:
                 return parts
             try:
-                read = self.format.read(self._rest, self.schemas)
+                if self._fences % 2 and opening.startswith("```"):
+                    raise ValueError("the end of a block of code")
+                read = self.format.read(self._rest, self.schemas, reason)
             except ValueError:
                 self._text(parts, len(opening))
                 continue
             if read is None:
                 return parts
-            if not (read.calls or self.found):
+            if not (read.calls or self.found or reason):
                 self._text(parts, len(opening))
                 continue
             self._rest = self._rest[read.length :]
@@ -223,10 +239,11 @@ class ToolReader:
             parts += calls
         return parts
 
-    def end(self) -> list[str | ToolCall]:
-        """Return the text that was held back; a call without an end is text."""
-        parts: list[str | ToolCall] = []
-        self._text(parts, len(self._rest))
+    def end(self, reason: str | None = "stop") -> list[str | ToolCall]:
+        """Return what was held back of an answer that ended for this reason."""
+        parts = self.push("", reason)
+        if not self.forced:
+            self._text(parts, len(self._rest))
         return parts
 
     def _opening(self) -> tuple[int, str]:
@@ -235,7 +252,9 @@ class ToolReader:
             begun = self._rest.lstrip("; \n" if self.found else " \n")
             if not begun:
                 return 0, ""
-            if begun[0] == "{":
+            if begun[0] in "{[" and not any(
+                mark.startswith(begun) or begun.startswith(mark) for mark in self.format.openings
+            ):
                 return 0, self._rest[: len(self._rest) - len(begun) + 1]
         places = [
             (self._rest.find(mark), mark) for mark in self.format.openings if mark in self._rest
@@ -247,6 +266,7 @@ class ToolReader:
     def _text(self, parts: list[str | ToolCall], length: int) -> None:
         text, self._rest = self._rest[:length], self._rest[length:]
         self._spoke = self._spoke or bool(text.strip())
+        self._fences += text.count("```")
         if text.strip() or (text and not self.found):  # without line breaks between calls
             parts.append(text)
 

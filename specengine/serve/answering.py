@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,11 +20,10 @@ from specengine.protocol.problems import RequestError, json_response, of_error, 
 from specengine.protocol.replies import Reply
 from specengine.protocol.requests import Sampling
 from specengine.protocol.settings import Settings
-from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker
+from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker, log
 
 T = TypeVar("T")
 
-log = logging.getLogger("specengine.serve")
 CLIENT_CLOSED_REQUEST = 499
 _READ_AT_ONCE = anyio.CapacityLimiter(
     256

@@ -99,14 +99,10 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
             return told(error.__cause__, request)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            shown_routes = [
-                route
-                for route in app.routes
-                if isinstance(route, APIRoute) and route.include_in_schema
-            ]
             routes = [
                 f"{method} {route.path_format}"
-                for route in shown_routes
+                for route in app.routes
+                if isinstance(route, APIRoute) and route.include_in_schema
                 for method in sorted(route.methods or ())
             ]
             message = f"{request.method} {request.url.path:.100} is not here; there are {', '.join(routes)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import math
 import re
 import threading
@@ -49,7 +48,7 @@ from specengine.serve.replica import (
     conversation_of,
 )
 from specengine.serve.server import LOGGING, connections, limited, open_socket
-from specengine.serve.worker import MAX_RETRY_SECONDS
+from specengine.serve.worker import MAX_RETRY_SECONDS, log
 
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
@@ -141,7 +140,8 @@ class Front:
                         if not line.told:
                             raise
                         self._own.failed.labels(problem.status).inc()
-                        await line.end(problem)
+                        last_event = {"body": sse(problem.body), "more_body": False}
+                        await send({"type": "http.response.body", **last_event})
                         return
         finally:
             del self._under_way[line]
@@ -192,12 +192,6 @@ class _Line:
         if self._refused:
             message = {**message, "body": sse(json.loads(message["body"]))}
         await self._send(message)
-
-    async def end(self, problem: RequestError) -> None:
-        """End a stream in which the place was told."""
-        await self._send(
-            {"type": "http.response.body", "body": sse(problem.body), "more_body": False}
-        )
 
     async def _tell(self, comment: bytes) -> None:
         if not self.told:
@@ -275,7 +269,6 @@ def _problem(error: Exception) -> RequestError:
     return of_error(error)
 
 
-log = logging.getLogger("specengine.serve")
 APPLICATION = "specengine"
 _ERROR = re.compile(r"^(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)$", re.MULTILINE)
 NEXT = 1  # request that waits at a replica beside those that it answers; the others wait for whoever is free

@@ -177,19 +177,15 @@ class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return ranks of replicas: Ray takes the least busy one of the first rank with room."""
-        last = self._last.get(_conversation(pending_request) or "")
+        last = pending_request and self._last.get(pending_request.kwargs.get("conversation") or "")
         same = [replica for replica in candidate_replicas if replica.replica_id == last]
         return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        if conversation := _conversation(pending_request):
+        if conversation := pending_request.kwargs.get("conversation"):
             self._last[conversation] = replica_id
             self._last.move_to_end(conversation)
             if len(self._last) > MAX_CONVERSATIONS:
                 self._last.popitem(last=False)
-
-
-def _conversation(request: PendingRequest | None) -> str | None:
-    return None if request is None else request.kwargs.get("conversation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable
@@ -176,8 +177,9 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
         raise InputError("messages: this model has no chat template")
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
-    tools = tools_for(tokenizer, messages, request.template_tools)
-    return templates.filled(tokenizer, messages, tools, **options)
+    return templates.filled(
+        tokenizer, messages, tools_for(tokenizer, messages, request.template_tools), **options
+    )
 
 
 def template_of(tokenizer: Any) -> str:
@@ -190,7 +192,6 @@ def template_of(tokenizer: Any) -> str:
 class ModelNamed(Body, extra="ignore"):
     model: str | None = None
     name: str | None = None
-    verbose: bool | None = None
 
 
 def _ollama(app: FastAPI, texts: TextReader) -> None:
@@ -213,7 +214,7 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
             "model": settings.name,
             "modified_at": started,
             "digest": digest,
-            "size": _bytes(engine),
+            "size": int(getattr(getattr(engine.target, "lm", None), "weight_bytes", 0)),
             "details": details,
         }
 
@@ -264,14 +265,7 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
 
 def _capabilities(tokenizer: Any) -> list[str]:
     found = ["completion"]
-    try:
+    with contextlib.suppress(RequestError):
         format_of(tokenizer)
         found.append("tools")
-    except RequestError:
-        pass
     return found + (["thinking"] if "enable_thinking" in template_of(tokenizer) else [])
-
-
-def _bytes(engine: Engine) -> int:
-    """Return the bytes of the model's weights, 0 for a target of the user's own."""
-    return int(getattr(getattr(engine.target, "lm", None), "weight_bytes", 0))

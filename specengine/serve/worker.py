@@ -255,7 +255,12 @@ class Worker:
                     self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
             self.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
-            _read_vocabulary(self.engine)
+            with contextlib.suppress(Exception):  # whoever asks for a constraint is told
+                target = self.engine.target
+                anything = GenerationOptions.of(
+                    {"json_object": True}, target.generation_config, 1, target.max_context
+                )
+                self.engine.constraint(anything)  # reads the vocabulary, which holds up all threads
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
         except BaseException as error:  # told by whoever waits for the engine
@@ -424,10 +429,20 @@ class Worker:
                 generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
             )
         if answer.reason is not None:
-            answer.predicted = _predicted(answer, prepared)
+            predicted = found_again(prepared.prediction, answer.token_ids)
+            answer.predicted = (predicted, len(prepared.prediction) - predicted)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
-        _log(answer, ended)
+        stats = generation.stats
+        log.info(
+            "%s: %d prompt tokens (%d cached), %d tokens in %.2f s, acceptance length %.2f",
+            ended,
+            stats.num_prompt_tokens,
+            stats.num_cached_prompt_tokens,
+            stats.num_generated_tokens,
+            stats.elapsed_s,
+            stats.mean_acceptance_length,
+        )
         if job.asked.settings.log_contents:
             log.info(
                 "asked: %s, said: %r",
@@ -496,36 +511,7 @@ def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, A
     return {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
 
 
-def _predicted(answer: Completion, prepared: PreparedRequest) -> tuple[int, int]:
-    """Return how many tokens of the prediction the answer has, and how many it has not."""
-    expected = prepared.prediction
-    found = found_again(expected, answer.token_ids) if expected else 0
-    return found, len(expected) - found
-
-
-def _read_vocabulary(engine: Engine) -> None:
-    """Read the tokenizer as constraints need it, which holds up all threads, before there are requests."""
-    with contextlib.suppress(Exception):  # whoever asks for a constraint is told
-        defaults = engine.target.generation_config
-        engine.constraint(
-            GenerationOptions.of({"json_object": True}, defaults, 1, engine.target.max_context)
-        )
-
-
 def limits_of(engine: Engine) -> ModelLimits:
     """Return the limits with a tokenizer of the reading thread's own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))
-
-
-def _log(answer: Completion, ended: str) -> None:
-    stats = answer.stats
-    log.info(
-        "%s: %d prompt tokens (%d cached), %d tokens in %.2f s, acceptance length %.2f",
-        ended,
-        stats.num_prompt_tokens,
-        stats.num_cached_prompt_tokens,
-        stats.num_generated_tokens,
-        stats.elapsed_s,
-        stats.mean_acceptance_length,
-    )
