@@ -148,7 +148,8 @@ def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: An
         assert memory.main([str(tmp_path / "model"), way, "abc", "4"]) == 0
         row = json.loads(capsys.readouterr().out)
         assert 0 < row["answered"]["anonymous"] < row["answered"]["resident"]
-        assert row["imported"]["resident"] <= row["answered"]["resident"]
+        # here the process is the tests', and loading gives back what they have freed
+        assert row["imported"]["resident"] <= 1.1 * row["answered"]["resident"]
         assert row["answered"]["resident"] <= 1.01 * row["peak_bytes"], (
             "the system counts pages roughly"
         )

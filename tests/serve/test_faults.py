@@ -34,7 +34,7 @@ from tests.serve.served import CHAT, NAME, Gate, Served, served, tiny_engine, un
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"9": 1e39}}, "logit_bias.9"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty"),
