@@ -85,10 +85,10 @@ class Weights {
 
   // Return the matrix of this many outputs and inputs, of which single outputs are read.
   Table table(const std::string& name, int64_t outputs, int64_t inputs) const {
-    const auto found = tables_.find(name + ".weight");
-    if (found == tables_.end()) return Table(matrix(name, outputs, inputs));
-    require_size(name, found->second.matrix(), outputs, inputs);
-    return found->second;
+    const auto entry = tables_.find(name + ".weight");
+    if (entry == tables_.end()) return Table(matrix(name, outputs, inputs));
+    require_size(name, entry->second.matrix(), outputs, inputs);
+    return entry->second;
   }
 
   // Return the vector of `count` numbers; null if there is none.

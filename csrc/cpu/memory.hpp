@@ -27,13 +27,13 @@ class Arena {
     Room whole;
     Room& room = bytes <= rest_.bytes ? rest_ : whole;
     if (bytes > rest_.bytes) whole = chunk_for(bytes);
-    uint8_t* found = room.at;
+    uint8_t* start = room.at;
     room.at += bytes;
     room.bytes -= bytes;
     if (whole.bytes > rest_.bytes) rest_ = whole;
     taken_ += bytes;
-    std::memset(found, 0, bytes);
-    return found;
+    std::memset(start, 0, bytes);
+    return start;
   }
 
   size_t taken() const { return taken_; }

@@ -171,8 +171,7 @@ def _native(
         refuse_short(opened.source.config)
     lm = NativeLM(opened.source, quantize=options.quantize, numerics=options.numerics)
     tokenizer = tokenizer or _noted(opened.source.name, opened.tokenizer)
-    # of checks and vocabularies, a tenth of the weights; an extension built earlier keeps it
-    getattr(extension(), "return_freed_memory", int)()
+    extension().return_freed_memory()  # of checks and vocabularies, a tenth of the weights
     return lm, tokenizer
 
 

@@ -508,7 +508,7 @@ class PackedModel:
         Tables of which rows are looked up keep their place in the file.
         """
         tables = _LOOKED_UP[1:] if self.config.tie_word_embeddings else _LOOKED_UP
-        if weight.name not in tables or not hasattr(self.weights, "add_rows"):  # built earlier
+        if weight.name not in tables:
             weight = weight._replace(place=None)
         module, _, kind = weight.name.rpartition(".")
         if module.endswith(CONVOLUTIONS):  # by taps
@@ -623,7 +623,7 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
 def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
     """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32.
 
-    One that has a place in a file stays there.
+    A table with a place in a file stays in the file.
     """
     count = weight.shape[0]
     if len(weight.shape) == 1:

@@ -180,7 +180,7 @@ class Prediction(Body):
 def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
     """Return a base of requests with these fields: a type besides None, and what to say of it in the API's schema.
 
-    What gives a field its place is its type, by which values are refused: most have no effect.
+    Most have no effect. They are declared so that values of another type are refused.
     """
     defined = {
         field: (kind | None, Field(None, description=about))

@@ -47,8 +47,8 @@ def test_demo_compares_three_ways(folder: str, capsys: Any, monkeypatch: Any) ->
 def test_a_difference_is_a_fault(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    given = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
-    assert main(["demo", "--model", folder, *given]) == 1
+    arguments = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
+    assert main(["demo", "--model", folder, *arguments]) == 1
     assert cells(capsys.readouterr().out)["speculative"]["mismatch"] == "1"
 
 
@@ -61,11 +61,11 @@ def test_demo_counts_near_ties(folder: str, capsys: Any, monkeypatch: Any) -> No
         return answer._replace(tokens=[*answer.tokens[:-1], answer.tokens[-1] ^ 1])
 
     monkeypatch.setattr(ways.Generate, "__call__", otherwise)
-    given = ["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
-    assert main(given) == 0
+    arguments = ["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
+    assert main(arguments) == 0
     assert cells(capsys.readouterr().out)["generate"]["mismatch"] == "1"
     monkeypatch.setattr(checking, "near_tie_logits", lambda _: 60.0)
-    assert main(given) == 0
+    assert main(arguments) == 0
     assert cells(capsys.readouterr().out)["generate"]["near-tie"] == "1"
 
 
@@ -73,29 +73,29 @@ def test_demo_is_strict_where_it_can_be(folder: str, capsys: Any, monkeypatch: A
     asked = []
     real = Engine.from_pretrained
 
-    def noted(*given: Any, **options: Any) -> Any:
+    def noted(*arguments: Any, **options: Any) -> Any:
         asked.append(options["strict"])
         if options["strict"]:
             raise UnsupportedModelError(f"{reason}: not here")
-        return real(*given, **options)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(Engine, "from_pretrained", noted)
-    given = ["demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
+    arguments = ["demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
     reason = "strict"
-    assert main(given) == 0
+    assert main(arguments) == 0
     assert asked == [True, False]
     assert "specengine: note: strict: not here" in capsys.readouterr().err
     reason = "another"
-    assert main(given) == 2
+    assert main(arguments) == 2
     asked.clear()
-    assert main([*given, "--no-strict"]) == 0
+    assert main([*arguments, "--no-strict"]) == 0
     assert asked == [False]
 
 
 def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
     folder: str, capsys: Any, monkeypatch: Any
 ) -> None:
-    given = [
+    arguments = [
         "demo",
         "--model",
         folder,
@@ -106,23 +106,23 @@ def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
         "--rounds",
         "1",
     ]
-    assert main(given) == 0
+    assert main(arguments) == 0
     plainly = capsys.readouterr().out
     assert "One cycle: a tree of drafted tokens" in plainly
     assert re.search(r"^ \d\.\d{3} +\d\.\d{3}  ✓ └ ", plainly, re.MULTILINE)
     assert "\x1b" not in plainly
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(given) == 0
+    assert main(arguments) == 0
     assert re.search(re.escape(DRAFTED) + r" \d\.\d{3} +\d\.\d{3}  ✓ └ ", capsys.readouterr().out)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main(given) == 0
+    assert main(arguments) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
 def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(demo, "MAX_TIMING_SECONDS", 0.0)
-    given = ["--max-new-tokens", "24", "--prompt", PROMPT]
-    assert main(["demo", "--model", folder, *given]) == 0
+    arguments = ["--max-new-tokens", "24", "--prompt", PROMPT]
+    assert main(["demo", "--model", folder, *arguments]) == 0
     out, err = capsys.readouterr()
     assert "1 of 3 rounds, 16 tokens instead of 24 are timed" in err
     assert "; 1 round; temperature 0, 16 tokens" in out
@@ -135,8 +135,8 @@ def test_demo_needs_a_round(capsys: Any) -> None:
 
 
 def test_without_a_draft_there_is_no_verdict_on_it(folder: str, capsys: Any) -> None:
-    given = ["--draft", "none", "--max-new-tokens", "8", "--rounds", "1"]
-    assert main(["demo", "--model", folder, *given]) == 0
+    arguments = ["--draft", "none", "--max-new-tokens", "8", "--rounds", "1"]
+    assert main(["demo", "--model", folder, *arguments]) == 0
     assert capsys.readouterr().out.endswith("is not known: no answer was drafted.\n")
 
 

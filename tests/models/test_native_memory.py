@@ -16,18 +16,12 @@ from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.pretrained import open_native
 from specengine.errors import CheckpointError
 from specengine.models import weights
-from specengine.models.extension import _extension
 from specengine.models.native import NativeLM
 from tests.checkpoints.gguf_files import write_model
 from tests.models.native_engines import needs_extension
 from tests.models.native_variants import PROMPT, native_logits, tree_of
 
-HAS_ROWS = hasattr(getattr(_extension, "Weights", None), "add_rows")
-pytestmark = [
-    needs_extension,
-    pytest.mark.skipif(not HAS_ROWS, reason="the extension was built before tables in files"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 HIDDEN = 64
 MB = 1 << 20
 

@@ -235,14 +235,19 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
         assert not seen.elsewhere
 
 
-@in_a_browser
-def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def force(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the server answer every request with this text."""
     options = preparing._options
     monkeypatch.setattr(
         preparing,
         "_options",
-        lambda request: {**options(request), "logits_processor": [forced(HOSTILE)]},
+        lambda request: {**options(request), "logits_processor": [forced(text)]},
     )
+
+
+@in_a_browser
+def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(HOSTILE, monkeypatch)
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(HOSTILE.encode()))
         seen.ask(HOSTILE)
@@ -282,12 +287,7 @@ Hello
 
 @in_a_browser
 def test_texts_follow_their_own_direction(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = preparing._options
-    monkeypatch.setattr(
-        preparing,
-        "_options",
-        lambda request: {**options(request), "logits_processor": [forced(ARABIC)]},
-    )
+    force(ARABIC, monkeypatch)
     with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
         seen.limit(len(ARABIC.encode()))
         seen.page.fill("#message", "كيف")
