@@ -1,6 +1,6 @@
 """Answer prompts with another engine: run by that engine's own Python, which need not have specengine.
 
-    PYTHON answer.py ENGINE/MODE --gguf FILE --folder FOLDER [--head FOLDER] --threads 2 --context 4096
+    PYTHON answer.py ENGINE/MODE --gguf FILE --folder FOLDER [--head FOLDER] [--draft FILE] --threads 2 --context 4096
 
 Prints one line of JSON about the engine, then answers each line of standard input, {"ids": [...], "tokens": 64, "ends":
 [...]}, with one line: {"ids": [...], "first": seconds or null}. Answers are greedy, of at most so many tokens, and end
@@ -23,6 +23,7 @@ from typing import Any
 Tokens = Callable[
     [list[int], int, list[int]], Iterator[int]
 ]  # prompt, most tokens, ends; one at a time where known
+DRAFTED = 4  # tokens of a small model at a time
 
 
 def cut(tokens: list[int], ends: list[int]) -> list[int]:
@@ -33,26 +34,40 @@ def cut(tokens: list[int], ends: list[int]) -> list[int]:
 
 def llama_cpp(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     package: Any = importlib.import_module("llama_cpp")
+    greedy = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+
+    def loaded(file: str, **more: Any) -> Any:
+        return package.Llama(
+            file,
+            n_ctx=args.context,
+            n_threads=args.threads,
+            n_threads_batch=args.threads,
+            verbose=False,
+            **more,
+        )
+
+    def drafted(ids: Any, **_: Any) -> Any:
+        """Return the small model's next tokens; it keeps what it has read of the text."""
+        tokens = small.generate(ids.tolist(), **greedy)
+        return numpy.array([next(tokens) for _ in range(DRAFTED)], dtype=numpy.intc)
+
     more: dict[str, Any] = {}
     if args.mode == "prompt-lookup":
         speculative: Any = importlib.import_module("llama_cpp.llama_speculative")
-        lookup = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)  # as documented for CPUs
-        more = {
-            "draft_model": lookup,
-            "logits_all": True,
-        }  # which it sets itself, too late for long prompts
-    llama = package.Llama(
-        args.gguf,
-        n_ctx=args.context,
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        verbose=False,
-        **more,
-    )
+        more["draft_model"] = speculative.LlamaPromptLookupDecoding(
+            num_pred_tokens=2  # as documented for CPUs
+        )
+    elif args.mode == "draft":
+        numpy: Any = importlib.import_module("numpy")
+        small = loaded(args.draft)
+        more["draft_model"] = drafted
+    if more:
+        more["logits_all"] = True  # which it sets itself, too late for long prompts
+    llama = loaded(args.gguf, **more)
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
         llama.reset()
-        found = llama.generate(ids, temp=0.0, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0)
+        found = llama.generate(ids, **greedy)
         for count, token in enumerate(found, start=1):
             yield token
             if count == most or token in ends:
@@ -83,6 +98,9 @@ def openvino(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     if args.mode == "prompt-lookup":
         options["prompt_lookup"] = True
         settings = {"num_assistant_tokens": 5, "max_ngram_size": 3}
+    elif args.mode == "draft":
+        options["draft_model"] = genai.draft_model(args.draft, "CPU", **options)
+        settings = {"num_assistant_tokens": DRAFTED}
     pipeline = genai.LLMPipeline(args.gguf, "CPU", **options)
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
@@ -185,7 +203,7 @@ ENGINES: dict[str, tuple[str, Callable[[argparse.Namespace], tuple[Tokens, dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", help="ENGINE or ENGINE/MODE")
-    for option in ("--gguf", "--folder", "--head", "--cache"):
+    for option in ("--gguf", "--folder", "--head", "--draft", "--cache"):
         parser.add_argument(option)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=4096)

@@ -15,7 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,14 +58,22 @@ def measurements(name: str, folder: Path, args: argparse.Namespace) -> Iterator[
     model = folder / files.FILES[name].file.name
     own = ways_of(name, folder, dict(args.head).get(name))
     for temperature in TEMPERATURES:
-        ways = (*own, *(there(args.peers) if temperature == 0 else ()))
+        ways = (*own, *(there(args.peers, peers_of(name, folder)) if temperature == 0 else ()))
         yield Measurement(model, ways, temperature, args.out / f"{name}-t{temperature:g}.jsonl")
 
 
-def there(folder: Path) -> list[str]:
-    """Return the other engines whose environments `make peers` has made; the others are named."""
-    installed = [name for name in PEERS if python_of(name, folder).is_file()]
-    missing = sorted({engine_of(name) for name in PEERS} - {engine_of(name) for name in installed})
+def peers_of(name: str, folder: Path) -> tuple[str, ...]:
+    """Return the other engines' ways on a file, with a smaller model as their draft where there is one."""
+    if name not in SMALLER:
+        return PEERS
+    small = folder / files.FILES[SMALLER[name]].file.name
+    return (*PEERS, *(f"{engine}/draft={small}" for engine in PEERS if "/" not in engine))
+
+
+def there(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the ways whose environments `make peers` has made; engines without one are named."""
+    installed = [name for name in names if python_of(name, folder).is_file()]
+    missing = sorted({engine_of(name) for name in names} - {engine_of(name) for name in installed})
     if missing:
         print(
             f"bench.real: {folder} has no {', '.join(missing)}: left out (make peers)",

@@ -62,10 +62,11 @@ class Comparison:
         self.names = list(dict.fromkeys([PLAIN, *self.names]))
         if (engine := next((name for name in self.names if name in peers.MODES), None)) is not None:
             raise InputError(f"way: got {engine!r}; another engine is named {peers.PREFIX}{engine}")
+        others = [name for name in self.names if name.startswith(peers.PREFIX)]
         self.specs = {
             name: Spec.of(name)
             for name in self.names
-            if name not in BASELINES and not _is_peer(name)
+            if name not in BASELINES and name not in others
         }
         self._load = LoadOptions.of(self.load)
         for spec in self.specs.values():
@@ -84,7 +85,6 @@ class Comparison:
                 f"draft: got {self.draft!r}, but there are ways that draft; name a draft"
             )
         refuse_assistant(self.assistant, ASSISTED in self.names)
-        others = [name for name in self.names if _is_peer(name)]
         for name in others:
             peers.check(name)
         if others:
@@ -136,14 +136,9 @@ class Comparison:
         if self.gguf is None:
             folder = embedded.path()
             return PeerModel(embedded.gguf(), folder, embedded.draft_head(str(folder)), cache_dir())
-        folder_given = None if self.model is None else Path(self.model)
-        model_folder = folder_given if folder_given is not None and folder_given.is_dir() else None
+        model = Path(self.model or self.gguf)
         head = None if self.draft is None or not Path(self.draft).is_dir() else Path(self.draft)
-        return PeerModel(self.gguf, model_folder, head, cache_dir())
-
-
-def _is_peer(name: str) -> bool:
-    return name.startswith(peers.PREFIX)
+        return PeerModel(self.gguf, model if model.is_dir() else None, head, cache_dir())
 
 
 def sampling(temperature: float, seed: int) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from specengine.errors import BackendError, InputError, require
 PREFIX = "peer:"
 SCRIPT = "answer.py"  # in the folder of the environments: each runs it in its own Python
 MODES: dict[str, tuple[str, ...]] = {  # by engine, besides plain decoding
-    "llama.cpp": ("prompt-lookup",),
+    "llama.cpp": ("prompt-lookup", "draft=FILE"),
     "ik_llama.cpp": (),
-    "openvino": ("prompt-lookup",),
+    "openvino": ("prompt-lookup", "draft=FILE"),
     "vllm": ("ngram", "eagle3"),
     "onnxruntime": (),
 }
@@ -54,8 +54,11 @@ class Model:
 
 
 def check(name: str) -> None:
-    """Raise InputError for an unknown peer."""
-    require("way", repr(name), ", ".join(NAMES), name in NAMES)
+    """Raise InputError for an unknown peer, or one whose draft, a GGUF file of a smaller model, is not there."""
+    mode, equals, file = name.partition("=")
+    require("way", repr(name), ", ".join(NAMES), mode + (equals and "=FILE") in NAMES)
+    if equals and not Path(file).is_file():
+        raise InputError(f"way {name}: {file} is not a file")
 
 
 def gguf_file(model: str | None, file: Path | None) -> Path | None:
@@ -103,12 +106,15 @@ def way(name: str, folder: Path, model: Model, ends: list[int], context: int) ->
 
 
 def _command(name: str, folder: Path, model: Model, context: int) -> list[str]:
+    mode, _, draft = name.removeprefix(PREFIX).partition("=")
     command = [
         str(python_of(name, folder)),
         str(folder / SCRIPT),
-        name.removeprefix(PREFIX),
+        mode,
         "--gguf",
         str(model.gguf),
+        "--draft",
+        draft,
     ]
     if model.folder is not None:
         command += ["--folder", str(model.folder)]
@@ -120,8 +126,15 @@ def _command(name: str, folder: Path, model: Model, context: int) -> list[str]:
         if model.head is None:
             raise InputError(f"way {name}: no EAGLE head of this model is known")
         command += ["--head", str(model.head)]
-    sizes = ["--threads", str(torch.get_num_threads()), "--context", str(context)]
-    return [*command, "--cache", str(model.cache), *sizes]
+    return [
+        *command,
+        "--cache",
+        str(model.cache),
+        "--threads",
+        str(torch.get_num_threads()),
+        "--context",
+        str(context),
+    ]
 
 
 class Peer:

@@ -105,6 +105,8 @@ def test_each_file_has_its_ways(tmp_path: Path, capsys: Any) -> None:
     greedy, sampled = real.measurements("qwen2.5-coder-0.5b", tmp_path, args)
     assert [way for way in greedy.ways if way.startswith("peer:")] == list(real.PEERS[:2])
     assert not any(way.startswith("peer:") for way in sampled.ways)
+    larger = next(real.measurements("qwen2.5-coder-1.5b", tmp_path, args))
+    assert f"peer:llama.cpp/draft={small}" in larger.ways
     (tmp_path / greedy.model.name).touch()
     Comparison([*real.WAYS], options=sampling(0.0, 0))
     call = real.command(greedy, args)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.peers import answer as script
@@ -59,6 +60,11 @@ def test_names_are_checked_at_once_and_environments_at_the_start(tmp_path: Path)
     for unknown in ("peer:openvino/eagle", "peer:", "peer:exllama"):
         with pytest.raises(InputError, match=r"way: got 'peer:.* accepted peer:llama\.cpp, "):
             choice(unknown)
+    for unknown in ("peer:openvino/draft", "peer:vllm/draft=m.gguf"):
+        with pytest.raises(InputError, match=r"accepted .*peer:llama\.cpp/draft=FILE"):
+            choice(unknown)
+    with pytest.raises(InputError, match=r"no\.gguf is not a file"):
+        choice(f"peer:openvino/draft={tmp_path / 'no.gguf'}")
     for engine in ("llama.cpp", "vllm"):
         with pytest.raises(
             InputError, match=f"way: got '{engine}'; another engine is named peer:{engine}"
@@ -107,6 +113,7 @@ def args(**more: Any) -> argparse.Namespace:
     given = {
         "mode": "",
         "gguf": "m.gguf",
+        "draft": "small.gguf",
         "folder": "m",
         "head": "h",
         "cache": "c",
@@ -145,6 +152,18 @@ def test_answers_end_with_the_first_end(package: Any) -> None:
     assert facts == {"system": "AVX512 = 1"}
     assert list(answer([1], 5, [2])) == [3, 4, 2]
     assert list(answer([1], 2, [2])) == [3, 4]
+
+    made: list[Any] = []
+
+    class Drafted(Llama):
+        def __init__(self, file: str, **options: Any) -> None:
+            made.append((file, options))
+
+    package("llama_cpp", Llama=Drafted, llama_print_system_info=lambda: b"")
+    script.llama_cpp(args(mode="draft"))
+    assert [file for file, _ in made] == ["small.gguf", "m.gguf"]
+    drafted = made[1][1]["draft_model"](np.array([1, 2]))
+    assert drafted.tolist() == [3, 4, 2, 9], "the small model's next tokens"
 
     class IkLlama(Llama):
         def generate(self, ids: list[int], *, max_tokens: int, **_: Any) -> list[int]:  # type: ignore[override]
