@@ -39,7 +39,7 @@ def llama_cpp(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
     def loaded(file: str, **more: Any) -> Any:
         return package.Llama(
             file,
-            n_ctx=args.context,
+            n_ctx=args.context + 2 * DRAFTED,  # drafts go past the answer's end
             n_threads=args.threads,
             n_threads_batch=args.threads,
             verbose=False,
