@@ -25,7 +25,6 @@ LAYERS = (
     {"ops"},
     {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
     {"cycle", "captured"},
-    {"contracts"},
     {"engine", "loading"},
     {
         "train",

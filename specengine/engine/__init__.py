@@ -24,8 +24,14 @@ from specengine.engine.generation import (
     score,
 )
 from specengine.engine.pool import Pool, parallel_of
-from specengine.engine.scheduler import Client, GivenUpError, SteppedAnswer, Ticket
-from specengine.engine.streams import AsyncTextGeneration, Streams
+from specengine.engine.scheduler import (
+    AsyncTextGeneration,
+    Client,
+    GivenUpError,
+    SteppedAnswer,
+    Streams,
+    Ticket,
+)
 from specengine.errors import EngineBusyError, InputError, require
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget

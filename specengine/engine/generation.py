@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 
-from specengine import contracts
 from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.cuda_graphs import sharing
 from specengine.cycle import run_eager
 from specengine.drafters._wrappers import Origins
-from specengine.engine.drivers import Drivers, begin, source_of
+from specengine.engine.drivers import Drivers, begin, blamed, source_of
 from specengine.engine.pool import slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require
@@ -67,7 +66,7 @@ def serving(engine: Engine) -> Iterator[None]:
             raise  # the caller has had enough; the caches are as after the last cycle
         except BaseException as error:
             engine.reset()
-            if (named := contracts.blamed(error)) is error:
+            if (named := blamed(error)) is error:
                 raise
             raise named from error
 
