@@ -3,8 +3,8 @@
 python -m docs.build           rewrite the blocks, between `<!-- drawn: NAME ARGUMENTS -->` and `<!-- /drawn -->`
 python -m docs.build --check   list the pages and plots that differ, and exit with 1
 
-NAME is a function of tables.py or head_tables.py, or `plot`, `options`, `packages` or `models`. ARGUMENTS are words,
-result files first.
+NAME is a function of a file `*tables.py`, or `plot`, `options`, `packages` or `models`. ARGUMENTS are words, result
+files first.
 """
 
 from __future__ import annotations

@@ -7,7 +7,14 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from docs.build import command_line, drawings, head_tables, tables
+from docs.build import (
+    command_line,
+    drawings,
+    head_tables,
+    policy_tables,
+    serving_tables,
+    tables,
+)
 from docs.build.models import models
 from docs.build.packages import packages
 
@@ -17,6 +24,8 @@ MARKED = re.compile(r"(<!-- drawn: (.+?) -->\n).*?(<!-- /drawn -->)", re.DOTALL)
 
 DRAWN: dict[str, Callable[..., str]] = {
     **tables.TABLES,
+    **policy_tables.TABLES,
+    **serving_tables.TABLES,
     **head_tables.TABLES,
     "options": command_line.listing,
     "packages": packages,

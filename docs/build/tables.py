@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from docs.build.results import SETS, code, means, records, summaries, table
+from docs.build.results import code, means, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.report import share
 from specengine.benchmark.summaries import ALL
@@ -25,8 +25,6 @@ WAYS = {  # as bench.cpu calls them
     "native gguf, integer": "specengine, from the packed GGUF file, integer numerics",
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
 }
-
-
 PEERS = {  # methods of specengine bench that are other engines
     "llama.cpp": "llama.cpp, plain decoding of the same GGUF file",
     "peer:llama.cpp": "llama.cpp, the same GGUF file",
@@ -46,7 +44,6 @@ BENCHED = {  # methods of specengine bench other than policies
     **PEERS,
     "plain": "specengine, plain decoding",
 }
-
 ENGINES = {"llama_cpp": "llama.cpp", "ik_llama_cpp": "ik_llama.cpp", "openvino": "OpenVINO"}
 
 
@@ -198,199 +195,6 @@ def answers(file: str, part: str) -> str:
     ]
     header = ("method", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
     return table(header, rows, file)
-
-
-def policies(file: str, *ways: str) -> str:
-    """Return counters, the policy's share of time and speed, from bench.policies; of all methods if none is named."""
-    by_way = summaries(file)
-    rows = []
-    for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
-        whole = by_way[way, ALL]
-        by_set = {
-            name: r
-            for (w, name), r in by_way.items()
-            if w == way and name != ALL and "speed_mean" in r
-        }
-        lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
-        rows.append(
-            [
-                code(way),
-                *(
-                    number(whole, name, digits)
-                    for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))
-                ),
-                f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
-                number(whole, "speed_mean", 2),
-                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})"
-                if lowest
-                else NOTHING,
-            ]
-        )
-    header = (
-        "policy",
-        "tau",
-        "delta",
-        "nodes verified",
-        "policy's share",
-        "speed over plain",
-        "lowest set",
-    )
-    return table(header, rows, file)
-
-
-def sets(file: str, *ways: str) -> str:
-    """Return the speed over plain decoding by set, mean of prompts, from bench.policies."""
-    by_way = summaries(file)
-    names = [name for name in SETS if ("plain", name) in by_way]
-    rows = [
-        [code(way), *(number(by_way[way, name], "speed_mean", 2) for name in names)]
-        for way in ways or dict.fromkeys(way for way, _ in by_way if way != "plain")
-    ]
-    return table(("policy", *(SETS[name] for name in names)), rows, file)
-
-
-def adversarial(file: str) -> str:
-    """Return each case of bench.adversarial: median of its rounds, and first round."""
-    rows = [
-        [
-            r["case"],
-            f"{r['over_plain']:.2f}",
-            f"{r['rounds'][0]:.2f}",
-            number(r, "tau", 2),
-            str(r["draft_passes"]),
-        ]
-        for r in records(file)
-        if r["record"] == "row"
-    ]
-    return table(
-        ("case", "speed over plain", "in the first round", "tau", "draft passes in total"),
-        rows,
-        file,
-    )
-
-
-def chances(file: str) -> str:
-    """Return expected calibration errors, from bench.chances."""
-    rows = [
-        [
-            r["source"],
-            r["sampling"],
-            f"{r['outcomes']:,}",
-            f"{r['stated_error']:.3f}",
-            f"{r['counted_error']:.3f}",
-        ]
-        for r in records(file)
-        if r["record"] == "chances"
-    ]
-    return table(("source", "sampling", "outcomes", "stated", "counted"), rows, file)
-
-
-def coupling(file: str) -> str:
-    """Return sampled drafts with and without the sampler's noise, from bench.coupling."""
-    by_case = {
-        (r["sampling"], r["policy"], r["coupled"]): r
-        for r in records(file)
-        if r["record"] == "coupling"
-    }
-    rows = [
-        [
-            sampling,
-            code(policy),
-            *(number(by_case[sampling, policy, knows], "tau", 2) for knows in (True, False)),
-            *(number(by_case[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
-        ]
-        for sampling, policy in dict.fromkeys(
-            (sampling, policy) for sampling, policy, _ in by_case if policy != "plain"
-        )
-    ]
-    header = (
-        "sampling",
-        "policy",
-        "tau, coupled",
-        "not coupled",
-        "speed over plain, coupled",
-        "not coupled",
-    )
-    return table(header, rows, file)
-
-
-def regret(file: str) -> str:
-    """Return the expected tokens lost per cycle, from research.regret."""
-    lost = {
-        (r["law"], r["by"]): f"{r['per_cycle']:.3f}"
-        for r in records(file)
-        if r["record"] == "regret"
-    }
-    names = {"still": "stand still", "drifts": "drift", "jumps": "jump"}
-    laws = dict.fromkeys(law for law, _ in lost)
-    rows = [[names.get(law, law), lost[law, "counted"], lost[law, "stated"]] for law in laws]
-    return table(
-        ("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file
-    )
-
-
-def exactness(*files: str) -> str:
-    """Return the verdicts over all answers of each file of bench.exactness."""
-    rows = []
-    for file in files:
-        whole = next(r for r in records(file) if r["record"] == "summary")
-        seeds = sorted(
-            {
-                "greedy" if r["seed"] is None else f"seed {r['seed']}"
-                for r in records(file)
-                if "seed" in r
-            }
-        )
-        verdicts = [str(whole["verdicts"][name]) for name in ("exact", "near-tie", "mismatch")]
-        rows.append(
-            [
-                whole["dtype"],
-                ", ".join(seeds),
-                str(whole["runs"]),
-                f"{whole['tokens']:,}",
-                *verdicts,
-            ]
-        )
-    header = (
-        "dtype",
-        "decoding",
-        "answers",
-        "tokens",
-        "equal",
-        "differ at a near-tie",
-        "mismatches",
-    )
-    return table(header, rows, *files)
-
-
-def same(*files: str) -> str:
-    """Return how many answers differ from plain decoding, over all policies of each file of bench.policies."""
-    rows = []
-    for file in files:
-        settings = next(r for r in records(file) if r["record"] == "settings")
-        whole = [r for (way, name), r in summaries(file).items() if name == ALL and way != "plain"]
-        decoding = (
-            f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
-        )
-        strict = "yes" if settings.get("strict") else ""
-        counts = (
-            str(len(whole)),
-            str(sum(r["prompts"] for r in whole)),
-            str(sum(r["diverging"] for r in whole)),
-        )
-        rows.append(
-            [code(file.removesuffix(".jsonl")), settings["dtype"], decoding, strict, *counts]
-        )
-    header = (
-        "file",
-        "dtype",
-        "decoding",
-        "`strict`",
-        "policies",
-        "answers",
-        "differ from plain decoding",
-    )
-    return table(header, rows, *files)
 
 
 def forward(file: str) -> str:
@@ -564,26 +368,6 @@ def _way(way: str) -> str:
     return names.get(way) or _forward(way)
 
 
-def replays(file: str, *starts: str) -> str:
-    """Return predicted speeds under each cost curve of the settings whose names begin with one of `starts`."""
-    chosen = [
-        r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")
-    ]
-    curves = {
-        "end-to-end-shipped-head": "speed, two cores",
-        "qwen3-8b-h200": "speed, Qwen3-8B on an H200",
-    }
-    rows = [
-        [
-            code(r["way"]),
-            *(number(r, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("gamma", 1))),
-            *(f"{r['speedup'][curve]:.2f}" for curve in curves),
-        ]
-        for r in chosen
-    ]
-    return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
-
-
 def mtp(file: str) -> str:
     """Return trees and the best chain of an MTP head at published rates, from bench.mtp."""
     found = [r for r in records(file) if r["record"] == "mtp replay"]
@@ -656,63 +440,6 @@ def compared(*files: str) -> str:
     return table(("method", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
 
 
-def load(*files: str) -> str:
-    """Return the figures of bench.load by number of clients: one per run, in the order of the files."""
-    runs: dict[int, list[Record]] = {}
-    for file in files:
-        for r in records(file):
-            if r["record"] == "load":
-                runs.setdefault(r["clients"], []).append(r)
-
-    def each(rows: list[Record], name: str, digits: int) -> str:
-        return ", ".join(f"{r[name]:.{digits}f}" for r in rows)
-
-    rows = [
-        [
-            str(clients),
-            f"{sum(r['answered'] for r in own)} of {sum(r['answered'] + r['failed'] for r in own)}",
-            each(own, "tokens_per_second", 0),
-            each(own, "first_token_ms_p50", 0),
-            each(own, "answer_s_p50", 2),
-            each(own, "answer_s_p95", 2),
-        ]
-        for clients, own in sorted(runs.items())
-    ]
-    header = (
-        "clients",
-        "answered",
-        "tokens/s",
-        "ms to the first token, p50",
-        "s per answer, p50",
-        "s per answer, p95",
-    )
-    return table(header, rows, *files)
-
-
-def servers(file: str) -> str:
-    """Return the figures of bench.servers: each server by number of clients."""
-    names = ("first_token_ms", "between_tokens_ms", "longest_pause_ms")
-    rows = [
-        [
-            r["way"],
-            str(r["clients"]),
-            number(r, "tokens_per_second", 0),
-            *(f"{r[f'{name}_p50']:.0f}, {r[f'{name}_p95']:.0f}" for name in names),
-        ]
-        for r in records(file)
-        if r["record"] == "server"
-    ]
-    header = (
-        "server",
-        "clients",
-        "tokens/s",
-        "ms to the first token",
-        "ms between tokens",
-        "ms, longest pause",
-    )
-    return table(header, rows, file)
-
-
 def model_shapes(*files: str) -> str:
     """Return the cost of rows at shapes of published models, and the experts that they read, from bench.cpu.shapes."""
     rows = []
@@ -734,222 +461,6 @@ def model_shapes(*files: str) -> str:
         rows,
         *files,
     )
-
-
-def device(file: str) -> str:
-    """Return ways on a CUDA device, from bench.graphs: times behind the first token."""
-    found = {r["way"]: r for r in records(file) if r["record"] == "summary" and r["set"] == ALL}
-    body = []
-    for way, r in found.items():
-        between = r["latency"]["between_tokens"][0] if "latency" in r else None
-        plain = found["plain, graphs"]["latency"]["between_tokens"][0]
-        parts = r.get("median_ms", {})
-        body.append(
-            [
-                way,
-                NOTHING if between is None else f"{between:.2f}",
-                NOTHING if between is None else f"{plain / between:.2f}",
-                number(r, "tau", 2),
-                number(r, "delta", 1),
-                " + ".join(f"{parts[name]:.1f}" for name in ("draft", "verify"))
-                if parts
-                else NOTHING,
-                f"{r['prompts'] - r['diverging']} of {r['prompts']}",
-            ]
-        )
-    counts = ("tau", "delta", "cycle, ms: draft + rest", "equal to plain")
-    return table(("way", "ms between tokens", "over captured plain", *counts), body, file)
-
-
-KERNEL_CASES = {
-    "attention": "{nodes} nodes, {prefix} slots",
-    "selection": "{rows} x {columns}",
-    "compaction": "{kept} nodes, {layers} layers",
-    "choice": "{nodes} x {columns}",
-    "search": "budget {budget}, batch {batch}",
-}
-
-
-def device_kernels(file: str) -> str:
-    """Return a case of each kernel and what torch has beside it, from bench.kernels; by a cold cache where measured."""
-    found = [r for r in records(file) if "median" in r and "way" in r]
-    cold = {r["record"] for r in found if r["cache"] == "cold"}
-    rows = [
-        [
-            r["record"],
-            KERNEL_CASES[r["record"]].format(**r),
-            r["way"],
-            f"{r['median']:.1f}",
-            f"{max(r['bytes_us'], r['operations_us']):.1f}",
-        ]
-        for r in found
-        if r["cache"] == "cold" or r["record"] not in cold
-    ]
-    return table(("kernel", "case", "way", "us", "floor, us"), rows, file)
-
-
-def device_layers(file: str) -> str:
-    """Return the time of a decoder layer by way and rows, and its kernels at one row, from bench.layers."""
-    found = [r for r in records(file) if r["record"] == "layers"]
-    forwards = list(dict.fromkeys(r["forward"] for r in found))
-    by_place = {(r["way"], r["forward"]): r for r in found}
-    rows = [
-        [
-            way,
-            *(f"{by_place[way, rows]['us of a layer']:.0f}" for rows in forwards),
-            f"{by_place[way, forwards[0]]['kernels of a layer']:.0f}",
-        ]
-        for way in dict.fromkeys(r["way"] for r in found)
-    ]
-    return table(("layers, us", *forwards, "kernels of a layer, 1 row"), rows, file)
-
-
-def device_tests(file: str) -> str:
-    """Return the runs of the tests on a device, and the failures by reason."""
-    rows, found = list[list[str]](), records(file)
-    for run in (r for r in found if r["record"] == "tests"):
-        reasons = [
-            r["reason"] for r in found if r["record"] == "failed test" and r["run"] == run["run"]
-        ]
-        said = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
-        rows.append([str(run["run"]), run["device"], str(run["passed"]), str(run["skipped"]), said])
-    return table(("run", "card", "passed", "skipped", "failed"), rows, file)
-
-
-def learnt(file: str) -> str:
-    """Return tokens per pass of a head alone before and after it has learnt from use, from research.use."""
-    names = {**SETS, "german": "German", "others": "all others"}
-    rows = [
-        [
-            str(names.get(r["set"], r["set"])),
-            f"{r['before']:.2f}",
-            f"{r['after']:.2f}",
-            f"{r['gain']:+.1f} % ({r['interval'][0]:+.1f} to {r['interval'][1]:+.1f})",
-        ]
-        for r in records(file)
-        if r["record"] == "acceptance" and r["way"] == "alone"
-    ]
-    return table(("text", "before", "after", "gain (95 % interval over prompts)"), rows, file)
-
-
-def storm(file: str) -> str:
-    """Return the outcomes of crowds of clients, from tests.serve.storm."""
-    rows = [
-        [
-            "half misbehave" if r["rude"] else "all well-behaved",
-            str(r["clients"]),
-            *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
-        ]
-        for r in records(file)
-        if r["record"] == "storm"
-    ]
-    header = (
-        "crowd",
-        "clients",
-        "right answers",
-        "expected errors",
-        "disconnected",
-        "asked to retry",
-        "lost",
-    )
-    return table(header, rows, file)
-
-
-def memory(file: str) -> str:
-    """Return the memory of the server's process by number of requests, from tests.serve.storm."""
-    rows = [
-        [f"{r['requests']:,}", f"{r['resident_mb']:.1f}"]
-        for r in records(file)
-        if r["record"] == "memory"
-    ]
-    return table(("requests", "MB resident"), rows, file)
-
-
-def hostile(file: str) -> str:
-    """Return how long another user waits beside bodies that take long to read, from tests.serve.hostile."""
-    rows = [
-        [
-            r["body"],
-            number(r, "megabytes", 2),
-            str(r["status"]),
-            number(r, "seconds", 2),
-            number(r, "longest", 2),
-        ]
-        for r in records(file)
-        if r["record"] == "hostile"
-    ]
-    return table(
-        ("body", "MB", "status", "its own answer, s", "the other user waits longer by, s"),
-        rows,
-        file,
-    )
-
-
-def replicas(file: str) -> str:
-    """Return the throughput of replicas that share the cores of a machine."""
-    rows = [
-        [
-            str(record["replicas"]),
-            str(record["threads"]),
-            number(record, "tokens_per_second", 0),
-            number(record, "per_replica", 0),
-            number(record, "over_first", 2),
-            number(record, "median_answer_s", 2),
-        ]
-        for record in records(file)
-        if record["record"] == "row"
-    ]
-    header = (
-        "replicas",
-        "threads each",
-        "tokens/s",
-        "per replica",
-        "over the first row",
-        "seconds per answer",
-    )
-    return table(header, rows, file)
-
-
-def split(file: str) -> str:
-    """Return tokens per second of a model in one process and split over ranks."""
-    rows = [
-        [
-            record["way"],
-            number(record, "plain_tokens_per_second", 1),
-            number(record, "auto_tokens_per_second", 1),
-            str(record["same_as_plain"]),
-        ]
-        for record in records(file)
-        if record["record"] == "row"
-    ]
-    return table(("", "tokens/s, plain", "`auto`", "answers equal to plain"), rows, file)
-
-
-def construction(file: str) -> str:
-    """Return by form and parents how fast TALON's gate is over EAGLE's selection, from bench.tree_construction."""
-    layers: dict[tuple[str, int], list[Record]] = {}
-    for r in records(file):
-        if r["record"] == "case":
-            layers.setdefault((r["given"], r["parents"]), []).append(r["mean_ms"])
-    body = []
-    for (given, parents), own in sorted(layers.items(), key=lambda item: (item[0][1], item[0][0])):
-        cells = []
-        for backend in ("torch", "ops"):
-            ratios = [times[f"eagle ({backend})"] / times[f"talon ({backend})"] for times in own]
-            cells += [
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-                f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
-            ]
-        body.append([str(parents), given, *cells])
-    header = (
-        "parents",
-        "distributions",
-        "in torch",
-        "faster in",
-        "as specengine's ops",
-        "faster in",
-    )
-    return table(header, body, file)
 
 
 def mistakes(file: str) -> str:
@@ -978,10 +489,7 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(headline, machines, engines, five, versus, answers),
-        *(policies, sets, adversarial, chances, coupling, regret),
-        *(exactness, same, forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
-        *(replays, published, mtp, compared, construction, replicas, split),
-        *(load, servers, model_shapes, storm, hostile, memory),
-        *(device, device_kernels, device_layers, device_tests, learnt, mistakes),
+        *(forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
+        *(published, mtp, compared, model_shapes, mistakes),
     )
 }

@@ -1,0 +1,274 @@
+"""Tables of policies: their speed and trees, what they cost, and that no token depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from docs.build.results import SETS, code, records, summaries, table
+from specengine.benchmark.records import NOTHING, Record, number
+from specengine.benchmark.summaries import ALL
+
+
+def policies(file: str, *ways: str) -> str:
+    """Return counters, the policy's share of time and speed, from bench.policies; of all methods if none is named."""
+    by_way = summaries(file)
+    rows = []
+    for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
+        whole = by_way[way, ALL]
+        by_set = {
+            name: r
+            for (w, name), r in by_way.items()
+            if w == way and name != ALL and "speed_mean" in r
+        }
+        lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
+        rows.append(
+            [
+                code(way),
+                *(
+                    number(whole, name, digits)
+                    for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))
+                ),
+                f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
+                number(whole, "speed_mean", 2),
+                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})"
+                if lowest
+                else NOTHING,
+            ]
+        )
+    header = (
+        "policy",
+        "tau",
+        "delta",
+        "nodes verified",
+        "policy's share",
+        "speed over plain",
+        "lowest set",
+    )
+    return table(header, rows, file)
+
+
+def sets(file: str, *ways: str) -> str:
+    """Return the speed over plain decoding by set, mean of prompts, from bench.policies."""
+    by_way = summaries(file)
+    names = [name for name in SETS if ("plain", name) in by_way]
+    rows = [
+        [code(way), *(number(by_way[way, name], "speed_mean", 2) for name in names)]
+        for way in ways or dict.fromkeys(way for way, _ in by_way if way != "plain")
+    ]
+    return table(("policy", *(SETS[name] for name in names)), rows, file)
+
+
+def adversarial(file: str) -> str:
+    """Return each case of bench.adversarial: median of its rounds, and first round."""
+    rows = [
+        [
+            r["case"],
+            f"{r['over_plain']:.2f}",
+            f"{r['rounds'][0]:.2f}",
+            number(r, "tau", 2),
+            str(r["draft_passes"]),
+        ]
+        for r in records(file)
+        if r["record"] == "row"
+    ]
+    return table(
+        ("case", "speed over plain", "in the first round", "tau", "draft passes in total"),
+        rows,
+        file,
+    )
+
+
+def chances(file: str) -> str:
+    """Return expected calibration errors, from bench.chances."""
+    rows = [
+        [
+            r["source"],
+            r["sampling"],
+            f"{r['outcomes']:,}",
+            f"{r['stated_error']:.3f}",
+            f"{r['counted_error']:.3f}",
+        ]
+        for r in records(file)
+        if r["record"] == "chances"
+    ]
+    return table(("source", "sampling", "outcomes", "stated", "counted"), rows, file)
+
+
+def coupling(file: str) -> str:
+    """Return sampled drafts with and without the sampler's noise, from bench.coupling."""
+    by_case = {
+        (r["sampling"], r["policy"], r["coupled"]): r
+        for r in records(file)
+        if r["record"] == "coupling"
+    }
+    rows = [
+        [
+            sampling,
+            code(policy),
+            *(number(by_case[sampling, policy, knows], "tau", 2) for knows in (True, False)),
+            *(number(by_case[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
+        ]
+        for sampling, policy in dict.fromkeys(
+            (sampling, policy) for sampling, policy, _ in by_case if policy != "plain"
+        )
+    ]
+    header = (
+        "sampling",
+        "policy",
+        "tau, coupled",
+        "not coupled",
+        "speed over plain, coupled",
+        "not coupled",
+    )
+    return table(header, rows, file)
+
+
+def regret(file: str) -> str:
+    """Return the expected tokens lost per cycle, from research.regret."""
+    lost = {
+        (r["law"], r["by"]): f"{r['per_cycle']:.3f}"
+        for r in records(file)
+        if r["record"] == "regret"
+    }
+    names = {"still": "stand still", "drifts": "drift", "jumps": "jump"}
+    laws = dict.fromkeys(law for law, _ in lost)
+    rows = [[names.get(law, law), lost[law, "counted"], lost[law, "stated"]] for law in laws]
+    return table(
+        ("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file
+    )
+
+
+def exactness(*files: str) -> str:
+    """Return the verdicts over all answers of each file of bench.exactness."""
+    rows = []
+    for file in files:
+        whole = next(r for r in records(file) if r["record"] == "summary")
+        seeds = sorted(
+            {
+                "greedy" if r["seed"] is None else f"seed {r['seed']}"
+                for r in records(file)
+                if "seed" in r
+            }
+        )
+        verdicts = [str(whole["verdicts"][name]) for name in ("exact", "near-tie", "mismatch")]
+        rows.append(
+            [
+                whole["dtype"],
+                ", ".join(seeds),
+                str(whole["runs"]),
+                f"{whole['tokens']:,}",
+                *verdicts,
+            ]
+        )
+    header = (
+        "dtype",
+        "decoding",
+        "answers",
+        "tokens",
+        "equal",
+        "differ at a near-tie",
+        "mismatches",
+    )
+    return table(header, rows, *files)
+
+
+def same(*files: str) -> str:
+    """Return how many answers differ from plain decoding, over all policies of each file of bench.policies."""
+    rows = []
+    for file in files:
+        settings = next(r for r in records(file) if r["record"] == "settings")
+        whole = [r for (way, name), r in summaries(file).items() if name == ALL and way != "plain"]
+        decoding = (
+            f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        )
+        strict = "yes" if settings.get("strict") else ""
+        counts = (
+            str(len(whole)),
+            str(sum(r["prompts"] for r in whole)),
+            str(sum(r["diverging"] for r in whole)),
+        )
+        rows.append(
+            [code(file.removesuffix(".jsonl")), settings["dtype"], decoding, strict, *counts]
+        )
+    header = (
+        "file",
+        "dtype",
+        "decoding",
+        "`strict`",
+        "policies",
+        "answers",
+        "differ from plain decoding",
+    )
+    return table(header, rows, *files)
+
+
+def replays(file: str, *starts: str) -> str:
+    """Return predicted speeds under each cost curve of the settings whose names begin with one of `starts`."""
+    chosen = [
+        r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")
+    ]
+    curves = {
+        "end-to-end-shipped-head": "speed, two cores",
+        "qwen3-8b-h200": "speed, Qwen3-8B on an H200",
+    }
+    rows = [
+        [
+            code(r["way"]),
+            *(number(r, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("gamma", 1))),
+            *(f"{r['speedup'][curve]:.2f}" for curve in curves),
+        ]
+        for r in chosen
+    ]
+    return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
+
+
+def learnt(file: str) -> str:
+    """Return tokens per pass of a head alone before and after it has learnt from use, from research.use."""
+    names = {**SETS, "german": "German", "others": "all others"}
+    rows = [
+        [
+            str(names.get(r["set"], r["set"])),
+            f"{r['before']:.2f}",
+            f"{r['after']:.2f}",
+            f"{r['gain']:+.1f} % ({r['interval'][0]:+.1f} to {r['interval'][1]:+.1f})",
+        ]
+        for r in records(file)
+        if r["record"] == "acceptance" and r["way"] == "alone"
+    ]
+    return table(("text", "before", "after", "gain (95 % interval over prompts)"), rows, file)
+
+
+def construction(file: str) -> str:
+    """Return by form and parents how fast TALON's gate is over EAGLE's selection, from bench.tree_construction."""
+    layers: dict[tuple[str, int], list[Record]] = {}
+    for r in records(file):
+        if r["record"] == "case":
+            layers.setdefault((r["given"], r["parents"]), []).append(r["mean_ms"])
+    body = []
+    for (given, parents), own in sorted(layers.items(), key=lambda item: (item[0][1], item[0][0])):
+        cells = []
+        for backend in ("torch", "ops"):
+            ratios = [times[f"eagle ({backend})"] / times[f"talon ({backend})"] for times in own]
+            cells += [
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
+            ]
+        body.append([str(parents), given, *cells])
+    header = (
+        "parents",
+        "distributions",
+        "in torch",
+        "faster in",
+        "as specengine's ops",
+        "faster in",
+    )
+    return table(header, body, file)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        *(policies, sets, adversarial, chances, coupling, regret),
+        *(exactness, same, replays, construction, learnt),
+    )
+}
