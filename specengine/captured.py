@@ -344,8 +344,9 @@ class CapturedDriver(EagerDriver):
     def reserve(self, tokens: int) -> None:
         """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
         most = tokens + self.budget + (WARM_UPS + 2) * self.unread
-        padded = self.target.strict_rows  # of every forward
-        self.target.reserve(room(most + self.budget + padded), 0)
+        self.target.reserve(
+            room(most + self.budget + self.target.strict_rows), 0
+        )  # every forward is padded
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
             reserve(
@@ -502,8 +503,9 @@ class CapturedDriver(EagerDriver):
                     if lane.commit(record.tokens[kept - 1]):
                         break
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
-                whole = cycle.Draft(record.tree, record.tree)
-                draft = cycle.without_ended(whole, record.tree.tokens.tolist(), lane.stopper)
+                draft = cycle.without_ended(
+                    cycle.Draft(record.tree, record.tree), record.tree.tokens.tolist(), lane.stopper
+                )
                 path = record.path[:kept]
                 if draft.kept is not None:
                     path = [draft.kept.tolist().index(node) for node in path]

@@ -100,8 +100,7 @@ class Draft(NamedTuple):
 def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     """Return the nodes of a new tree to draft from: the root, or none if the policy skips drafting."""
     began = time.perf_counter()
-    root = tree.root_alone()
-    frontier = policy.grow(tree, root.where(False), Step(tree.log_probs[:0, None]))
+    frontier = policy.grow(tree, tree.root_alone().where(False), Step(tree.log_probs[:0, None]))
     if not isinstance(frontier, Nodes):
         raise policies.no_nodes(policy, "grow", frontier)
     seconds.policy += time.perf_counter() - began
@@ -206,12 +205,18 @@ def grow(
     plan: Plan,
     *,
     shared: bool = False,
+    settle: Callable[[Seconds], None] | None = None,
 ) -> Generator[SharedRows, None, Draft]:
-    """Draft the tree under `token` in steps. shared: yield the rows of draft passes that other lanes' can join."""
+    """Draft the tree under `token` in steps.
+
+    shared: yield the rows of draft passes that other lanes' can join; settle: run before the first pass, if any is.
+    """
     tree = TokenTree.root(token, policy.capacity, device)
     tree.free = drafter.free
     frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
     if drafted := int(frontier.live):
+        if settle is not None:
+            settle(seconds)
         if shared:
             yield from _shared_pass(drafter, tree, None, seconds)
         frontier = root(drafter, policy, tree, frontier, seconds)
@@ -292,8 +297,8 @@ class EagerDriver:
         )  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
-        self._prompt: Callable[[], None] | None = (
-            None  # takes in the prompt, where the drafter was not asked yet
+        self.late: RowDraft | None = (
+            None  # the drafter, where it has a prompt to run before its first pass
         )
 
     def reserve(self, tokens: int) -> None:
@@ -305,45 +310,40 @@ class EagerDriver:
     def draft(
         self, token: int, seconds: Seconds, source: Drafter, plan: Plan, *, shared: bool = False
     ) -> Generator[SharedRows, None, Draft]:
-        """Draft the tree under `token`, as `grow`; source: the drafter to grow it from."""
+        """Draft the tree under `token`, as `grow`; source: the drafter to grow it from.
+
+        Raises PolicyError or DrafterError if a part breaks its contract.
+        """
         assert self.policy is not None
-        if self._prompt is not None:
-            self.begin(self._prompt)
         if self._put_off:
             self.catch_up()
         if not self.inspected:
-            return self._inspect(token, seconds, source, self.policy)
-        return (
-            yield from grow(token, source, self.policy, seconds, self.device, plan, shared=shared)
+            source = Inspected(source, self.policy, self.target.vocab_size)
+        settle = None if self.late is None else self._settle
+        draft = yield from grow(
+            token, source, self.policy, seconds, self.device, plan, shared=shared, settle=settle
         )
-
-    def _inspect(self, token: int, seconds: Seconds, source: Drafter, policy: TreePolicy) -> Draft:
-        """Draft as `draft` does. Raises PolicyError or DrafterError if a part breaks its contract."""
-        looked_at = Inspected(source, policy, self.target.vocab_size)
-        draft = draft_tree(token, looked_at, policy, seconds, self.device)
-        policies.require_kept(policy, draft.kept, draft.grown)
-        self.inspected = len(draft.grown) > 1
+        if not self.inspected:
+            policies.require_kept(self.policy, draft.kept, draft.grown)
+            self.inspected = len(draft.grown) > 1
         return draft
 
-    def begin(self, prompt: Callable[[], None], *, later: bool = False) -> None:
-        """Have the drafter take in a prompt, at once or when it is first asked for a tree."""
-        self._prompt = prompt if later else None
-        if not later:
-            prompt()
+    def _settle(self, seconds: Seconds) -> None:
+        """Have the drafter run the prompt that waits. Its time is none of the cycle's, from which policies learn."""
+        began = time.perf_counter()
+        cast(RowDraft, self.late).settle()
+        self.late = None
+        seconds.total = seconds.model = began - time.perf_counter()
 
     def put_off(self, root: int, cycle: Cycle) -> None:
         """Hand the drafter a plain cycle later, with others: several at once take less time. root: its token."""
         self._put_off.append(PutOff(root, cycle.tokens[0], cycle.features, cycle.successors))
         if len(self._put_off) >= MOST_PUT_OFF:
-            if self._prompt is not None:
-                self.begin(self._prompt)
             self.catch_up()
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Hand the drafter what was put off, unless it has not even the prompt."""
-        if self._prompt is not None:
-            return
+        """Hand the drafter what was put off."""
         cycles, self._put_off = self._put_off, []
         if cycles and self.drafter is not None:
             self.drafter.accept(joined(cycles, self.device))
@@ -351,7 +351,6 @@ class EagerDriver:
     def forget(self) -> None:
         """Drop what was put off: its text has ended early."""
         self._put_off = []
-        self._prompt = None
 
     @property
     def model_seconds(self) -> float:
@@ -519,8 +518,9 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
     clock = time.perf_counter()
     cycle = commit(driver, lane, draft, verdict, seconds, plan)
     now = time.perf_counter()
-    seconds.commit, seconds.total = now - clock, now - began
-    seconds.model = driver.model_seconds - model_seconds
+    seconds.commit = now - clock
+    seconds.total += now - began
+    seconds.model += driver.model_seconds - model_seconds
     if driver.policy is not None and plan.learns and driver.learns:
         driver.policy.learn(Outcome.of(cycle))
         seconds.policy += (learnt := time.perf_counter() - now)

@@ -63,10 +63,12 @@ class Hints(NamedTuple):
     expected     tokens that may follow the prompt; empty if there is no prediction
     temperature  at which the target draws, by noise that the drafter does not know; 0: it takes the likeliest tokens,
                  or the noise is known
+    waits        whether a tree may be asked for late or never, so that a draft need not run the prompt before
     """
 
     expected: Sequence[int] = ()
     temperature: float = 0.0
+    waits: bool = False
 
 
 NO_HINTS = Hints()
@@ -303,8 +305,9 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
         return _brought(draft, options, checkpoints)
     kinds = {name: find(name) for name in names()}
     asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
-    makers = (kinds[name].maker(draft, options, checkpoints) for name in asked)
-    made = next((made for made in makers if made is not None), None)
+    made = next(
+        filter(None, (kinds[name].maker(draft, options, checkpoints) for name in asked)), None
+    )
     if made is None:
         raise InputError(
             f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter"
@@ -363,6 +366,7 @@ def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
     return None
 
 
+MAX_WAITING = 2048  # rows of a text that a draft puts off, as their features take memory
 NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; its weights or its dtype are at fault"
 
 
@@ -372,12 +376,17 @@ class RowDraft(CapturedDrafter):
     The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
     from, seen by its descendants and itself, forgotten with the tree. A cycle's first pass runs the `taken` tokens
     that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
-    without a pass leave their tokens waiting.
+    without a pass leave their tokens waiting. Before these a prompt may wait (`_late`), which `settle` runs.
 
-    A subclass runs rows (`_run`), takes in prompts (`begin`) and what it keeps of accepted nodes (`take`). A root pass
-    reads the features of the tokens that wait, by their place, instead of states.
+    A subclass runs rows (`_run`) and prompts (`_extend`), takes in prompts (`begin`) and what it keeps of accepted
+    nodes (`take`). A root pass reads the features of the tokens that wait, by their place, instead of states.
     """
 
+    shares = False  # whether its rows can be run with those of other texts, by what `_shared` makes
+    _shared: Callable[[Rows, PassRows], SharedRows]
+    _features: Any = None  # of the pending rows, where the draft reads any
+    # Runs and commits tokens after those of the cache, with the features that waited for it.
+    _extend: Callable[[list[int], list[Tensor]], None]
     _factors: Tensor | None = None  # of the logits, float32 [depths], as in ops.level_rows
     _asked: tuple[Rows, PassRows, Any] | None = (
         None  # of the next pass, with what runs them among other texts' rows
@@ -390,11 +399,12 @@ class RowDraft(CapturedDrafter):
             1, dtype=torch.int64, device=self.device
         )  # a root, and what waits behind it
         self._tokens: list[int] = []  # committed, the current root excluded
-        self._best = torch.zeros(
-            1, device=self.device, dtype=torch.float32
-        )  # logit of the last root pass on a device
-        self._first: Tensor | None = None  # logits of the last one on the host
-        self._nodes = 0  # that trees may have; as a node: the one that padding writes to
+        self._late: list[int] = []  # of rows between those of the cache and the pending
+        self._unread: list[Tensor] = []  # features of these rows, where the draft reads any
+        # The best logit of the last root pass on a device, in place; after it all logits of the last one on the host.
+        self._best = [torch.zeros(1, device=self.device, dtype=torch.float32)]
+        # By node: which slots of the scratch it sees, where the root has none. Padding writes to the last row.
+        self._seen = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self.reserve(0, 1, 1)
 
     @abstractmethod
@@ -416,8 +426,7 @@ class RowDraft(CapturedDrafter):
 
     @property
     def notes(self) -> list[str]:
-        best = self._best if self._first is None else self._first.amax()
-        return [] if bool(best.isfinite()) else [NOT_FINITE]
+        return [] if bool(self._best[-1].amax().isfinite()) else [NOT_FINITE]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -433,9 +442,7 @@ class RowDraft(CapturedDrafter):
         if longest > len(self.pending):
             self._held = torch.cat([self._held, self._held.new_zeros(longest - len(self.pending))])
             self._causal = causal_words(longest, self.device)
-        if nodes > self._nodes:
-            self._nodes = nodes
-            # By node: which slots of the scratch it sees. The root stands among the committed ones.
+        if nodes >= len(self._seen):
             self._seen = torch.zeros(
                 nodes + 1, words_for(nodes), dtype=torch.int64, device=self.device
             )
@@ -464,19 +471,13 @@ class RowDraft(CapturedDrafter):
         self._asked = None if rows is None else (*rows, self._shared(*rows))
         return None if self._asked is None else self._asked[2]
 
-    @property
-    def shares(self) -> bool:
-        """Return whether rows of a pass can be run with those of other texts; `_shared` makes what runs them."""
-        return False
-
-    def _shared(self, rows: Rows, given: PassRows) -> SharedRows:
-        raise NotImplementedError
-
     def _root_rows(self, tree: TokenTree, *, free: bool) -> tuple[Rows, PassRows] | None:
         """Return the rows of the pass from the root, None if there are none; free: whether counts can be read."""
-        if tree.capacity > self._nodes:  # of a draft that no engine told what to expect
+        if tree.capacity >= len(self._seen):  # of a draft that no engine told what to expect
             self.reserve(self.cache.length, tree.capacity, len(self.pending))
         filled = self.cache.filled
+        if self._late or (free and int(self.taken) > len(self._seen)):
+            self.settle()
         count = int(self.taken) if free else len(self.pending)
         self._used.zero_()
         if (
@@ -497,7 +498,7 @@ class RowDraft(CapturedDrafter):
         asked = self._asked or self._root_rows(tree, free=free)
         self._asked = None
         if asked is None:
-            self._first = self._best.zero_() if free else None
+            self._best[1:] = []
             return Step(
                 torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32),
                 normalized=True,
@@ -505,9 +506,9 @@ class RowDraft(CapturedDrafter):
         filled = self.cache.filled
         logits, states = self._run(*asked)
         if free:
-            self._first = logits
+            self._best[1:] = [logits]
         else:
-            self._best.copy_(logits.amax(1))
+            self._best[0].copy_(logits.amax(1))
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)
@@ -529,17 +530,8 @@ class RowDraft(CapturedDrafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
-        self._queue(tokens, path)
-
-    def _queue(
-        self,
-        tokens: Tensor,
-        path: Nodes,
-        buffer: Tensor | None = None,
-        features: Tensor | None = None,
-    ) -> None:
-        """Queue the tokens of a path behind those that wait, and rows of its nodes' features in a buffer of theirs."""
-        taken, rows = self.taken, None if features is None else features.index_select(0, path.ids)
+        buffer, taken = self._features, self.taken
+        rows = None if features is None else features.index_select(0, path.ids)
         if ops.is_free(taken):
             first, end = int(taken), int(taken) + int(path.live)
             self._held[first:end] = tokens[: end - first]
@@ -556,29 +548,47 @@ class RowDraft(CapturedDrafter):
             buffer.index_copy_(0, places, rows.to(buffer.dtype))
         taken += path.live
 
+    def _put_off(self, tokens: list[int], features: list[Tensor], hints: Hints) -> None:
+        """Have rows of a prompt wait for `settle`, at once unless they may wait."""
+        self._late, self._unread = tokens, features
+        if not hints.waits:
+            self.settle()
+
+    def settle(self) -> None:
+        """Run the prompt that waits, and the tokens behind it where the next pass cannot take as many."""
+        late, features, count = self._late, self._unread, int(self.taken)
+        if count > len(self._seen):
+            late = late + self._held[1:count].tolist()
+            self.taken.fill_(1)
+        self._late, self._unread = [], []
+        self._extend(late, features)
+
     def accept(self, cycle: Cycle) -> None:
         waiting = int(self.taken) + len(cycle.path)
-        path = torch.tensor(cycle.path, device=self.device, dtype=torch.int64)
         if waiting > len(self._held) - 1:
-            self.reserve(0, self._nodes, 2 * waiting)
+            if len(self._late) + waiting > MAX_WAITING:
+                self.settle()
+            self.reserve(0, 0, 2 * waiting)
         tokens = [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
         self._tokens += tokens
         self.take(
             torch.tensor(tokens, device=self.device, dtype=torch.int64),
-            Nodes.of(path),
+            Nodes.of(torch.tensor(cycle.path, device=self.device, dtype=torch.int64)),
             cycle.features,
         )
 
     def copy_from(self, other: RowDraft, count: int) -> None:
-        """Become what another draft of the same weights is after its first `count` tokens, or those that it has run.
+        """Become what another draft of the same weights is after its first `count` tokens, or those of its prompt.
 
         A draft with recurrent states stays as it is: they are those of all tokens that the other one has run.
         """
         if self.cache.memory is not None:
             return
-        count = min(count, other.cache.length)
-        self.cache.copy_from(other.cache, count)
-        self._tokens = other._tokens[:count]
+        ran = min(count, other.cache.length)
+        self.cache.copy_from(other.cache, ran)
+        self._late = other._late[: count - ran]
+        self._unread = [rows[: count - ran] for rows in other._unread]
+        self._tokens = other._tokens[: ran + len(self._late)]
         self.taken.zero_()
 
     def ended(self, tokens: list[int], drafted: int) -> None:
@@ -593,4 +603,5 @@ class RowDraft(CapturedDrafter):
         self.cache.crop(0)
         self.taken.zero_()
         self._tokens = []
+        self._late, self._unread = [], []
         self._asked = None

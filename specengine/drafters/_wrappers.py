@@ -120,8 +120,8 @@ class Guided(Wrapped):
             ends.append(end)
         grown = _grafted(tree, made)
         left = most - len(made.tokens)
-        below = torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device)
-        found = self.inner.free(grown, Nodes.of(below), left, least) if left else None
+        below = Nodes.of(torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device))
+        found = self.inner.free(grown, below, left, least) if left else None
         if found is not None:
             self._add_allowed(made, found, grown)
         return made if made.tokens else None

@@ -182,12 +182,11 @@ class EagleDraft(RowDraft):
 
     def reserve(self, tokens: int, nodes: int, longest: int) -> None:
         super().reserve(tokens, nodes, longest)
-        waiting = len(self.pending)
-        if len(self._states) < self._nodes + 1:
-            self._states = self._states.new_zeros(self._nodes + 1, self._states.shape[1])
-        if len(self._features) < waiting:
-            more = self._features.new_zeros(waiting - len(self._features), self._features.shape[1])
-            self._features = torch.cat([self._features, more])
+        if len(self._states) < len(self._seen):
+            self._states = self._states.new_zeros(len(self._seen), self._states.shape[1])
+        if (missing := len(self.pending) - len(self._features)) > 0:
+            blank = self._features.new_zeros(missing, self._features.shape[1])
+            self._features = torch.cat([self._features, blank])
         self.head.refresh()
 
     def cached(self, tokens: list[int]) -> int:
@@ -199,7 +198,6 @@ class EagleDraft(RowDraft):
     def begin(
         self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
     ) -> None:
-        began = time.perf_counter()
         if (
             self._factors is not None
         ):  # the head's own temperatures suit a greedy target; a drawn token is less sure
@@ -210,28 +208,32 @@ class EagleDraft(RowDraft):
             raise InputError(
                 f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}"
             )
-        stable = min(self.cache.length, kept)
-        unread = self._features[: max(kept - self.cache.length, 0)]
+        unread = torch.cat([*self._unread, self._features])[: max(kept - self.cache.length, 0)]
         if features is not None:
             unread = torch.cat([unread, features.to(unread.dtype)])
-        self.cache.crop(stable)
+        self.cache.crop(min(self.cache.length, kept))
         self._tokens = list(prompt)
-        self.head.extend(unread[:-1], prompt[stable + 1 :])
-        last = unread[-1:].clone()  # waits for the root
+        last = unread[-1:]  # waits for the root
         self.taken.fill_(len(last))
         self._features[: len(last)] = last
+        self._put_off(prompt[self.cache.length + 1 :], [unread[:-1]], hints)
+
+    @torch.inference_mode()
+    def _extend(self, tokens: list[int], features: list[Tensor]) -> None:
+        began = time.perf_counter()
+        accepted = len(tokens) - sum(map(len, features))
+        self.head.extend(torch.cat([*features, self._features[:accepted]]), tokens)
+        self._features[0] = self._features[accepted]
         self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
-        began = time.perf_counter()
-        self._queue(tokens, path, self._features, features)
-        self._seconds += time.perf_counter() - began
+        super().take(tokens, path, features)
 
     @property
-    def shares(self) -> bool:
+    def shares(self) -> bool:  # type: ignore[override]
         return isinstance(self.head, NativeHead)
 
     def _shared(self, rows: Rows, given: PassRows) -> HeadRows:

@@ -91,8 +91,7 @@ class Lookup(Wrapped):
         successors = max(source.traits.successors for source in self._sources)
         self._traits = drafter.traits._replace(successors=successors, copies=True)
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
-        table = None if recycling is None else recycling.table
-        self.free = Beside(self._copies, table)  # type: ignore[assignment, method-assign]
+        self.free = Beside(self._copies, None if recycling is None else recycling.table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
     def __copy__(self) -> Lookup:

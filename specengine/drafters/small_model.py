@@ -97,11 +97,14 @@ class SmallModel(RowDraft):
         checkpoints: Any,
     ) -> SmallModel:
         """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
-        backend = (
-            options.backend if options.backend == "huggingface" else None
-        )  # native where it can
         loaded = dataclasses.replace(
-            options, device=target.device, quantize=None, numerics="auto", backend=backend
+            options,
+            device=target.device,
+            quantize=None,
+            numerics="auto",
+            backend=options.backend
+            if options.backend == "huggingface"
+            else None,  # native where it can
         )
         model, own_tokenizer, _, own = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
@@ -144,12 +147,15 @@ class SmallModel(RowDraft):
         if self.lm.version != self._version:
             self.reset()
             self._version = self.lm.version
-        kept = min(common_prefix(self._tokens, prompt), self.cache.length)
-        self.cache.crop(kept)
-        known = [min(token, self.lm.vocab_size - 1) for token in prompt[self.cache.length :]]
-        self.lm.extend(self.cache, known, logits="none")
+        self.cache.crop(min(common_prefix(self._tokens, prompt), self.cache.length))
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
+        self._put_off(prompt[self.cache.length :], [], hints)
+
+    def _extend(self, tokens: list[int], features: list[Tensor]) -> None:
+        self.lm.extend(
+            self.cache, [min(token, self.lm.vocab_size - 1) for token in tokens], logits="none"
+        )
 
     def _run(self, rows: Rows, given: PassRows, shared: Any = None) -> tuple[Tensor, None]:
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.

@@ -202,8 +202,9 @@ class Engine:
                 pool = Pool(self, parallel) if type(self.target) is NativeTarget else None
                 streams = Streams([self]) if pool is None else Streams(pool.engines, pool.scheduler)
                 self._streams = key, streams
-        begin = functools.partial(TextGeneration, prompt=prompt, options=options)
-        return AsyncTextGeneration(self._streams[1], begin)
+        return AsyncTextGeneration(
+            self._streams[1], functools.partial(TextGeneration, prompt=prompt, options=options)
+        )
 
     @property
     def is_busy(self) -> bool:

@@ -21,7 +21,7 @@ from specengine.captured import CapturedDriver
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import CaptureError, Graphs, sharing
 from specengine.cycle import EagerDriver, Lane, make_room
-from specengine.drafters import Drafter, Hints, Traits, innermost
+from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, innermost
 from specengine.drafters._wrappers import Coupled, Guided, Origins
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, shown
 from specengine.models import Target
@@ -40,11 +40,6 @@ PLAIN = "plain"
 DEFAULT_WARMUP_TOKENS = 2048
 MIN_ROOM = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
-
-
-def is_ours(part: object) -> bool:
-    """Return whether a policy or a drafter ships with this package, so that its trees need no closer look."""
-    return type(part).__module__.startswith("specengine.")
 
 
 class Drivers(NamedTuple):
@@ -146,8 +141,9 @@ class KeptDrivers:
         drafter = None if policy is None else self._drafter
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
         eager = EagerDriver(target, drafter, policy)
-        eager.inspected = captured is not None and all(
-            part is None or is_ours(part) for part in (drafter, policy)
+        eager.inspected = captured is not None and all(  # our own need no closer look
+            part is None or type(part).__module__.startswith("specengine.")
+            for part in (drafter, policy)
         )
         return Drivers(eager, captured)
 
@@ -233,8 +229,13 @@ def begin(
         run_eagerly(
             engine, error
         )  # and begin again below, as the error holds memory of the capture
-    again = dataclasses.replace(request, reuse_cache=False)
-    return (yield from _begin(engine, drivers._replace(captured=None), again)), None
+    return (
+        yield from _begin(
+            engine,
+            drivers._replace(captured=None),
+            dataclasses.replace(request, reuse_cache=False),
+        )
+    ), None
 
 
 @torch.inference_mode()
@@ -286,8 +287,10 @@ def _begin(engine: Engine, drivers: Drivers, request: Request) -> Generator[Any,
         else (yield from pool.prefill(engine, before, cached))
     )
     if drafter is not None:
-        waits = rests and drivers.captured is None and pool is None and not request.reuse_cache
-        drivers.eager.begin(functools.partial(drafter.begin, before, features, hints), later=waits)
+        waits = drivers.captured is None and (pool is None or rests) and len(before) <= MAX_WAITING
+        drafter.begin(before, features, hints._replace(waits=waits))
+        inner = innermost(drafter)
+        drivers.eager.late = inner if waits and isinstance(inner, RowDraft) else None
     if pool is not None:
         pool.read(engine)
     driver.prepare(request.sampler)
@@ -329,8 +332,11 @@ def source_of(
 def _coupled(drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
     assert sampler.seed is not None
     seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
-    factor = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
-    scale = torch.tensor([factor], device=drafter.device, dtype=torch.float32)
+    scale = torch.tensor(
+        [Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)],
+        device=drafter.device,
+        dtype=torch.float32,
+    )
     return Coupled(drafter, seed, scale, lambda: history.length)
 
 

@@ -142,8 +142,9 @@ def prepare(
         reuse_cache=reuse_cache,
         constraint=constraint,
     )
-    cycles = engine.cycles(request, drivers, origins, ticket)
-    return PreparedAnswer(cycles, request, drivers.policy, origins)
+    return PreparedAnswer(
+        engine.cycles(request, drivers, origins, ticket), request, drivers.policy, origins
+    )
 
 
 class TextGeneration:
@@ -312,9 +313,13 @@ class TextGeneration:
                 self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
         text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
         text = text[: len(text) - self._request.stopper.overhang]
-        logprobs = None if self.options.logprobs is None else self._logprobs
         self.result = GenerationResult(
-            text, self._tokens, reason, self.stats, self.options.seed, logprobs
+            text,
+            self._tokens,
+            reason,
+            self.stats,
+            self.options.seed,
+            None if self.options.logprobs is None else self._logprobs,
         )
         return text
 

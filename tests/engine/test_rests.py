@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from specengine import Engine, cycle
-from specengine.drafters import Drafter
+from specengine import Engine, cycle, drafters
+from specengine.drafters import Drafter, innermost
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.models.native import NativeTarget
+from specengine.engine import Pool, drivers
+from specengine.models.native import NativeHead, NativeTarget
 from specengine.policies import Plan
 from specengine.policies.baselines.fixed import Fixed
+from tests.heads import deep
 from tests.models.native_engines import native_lm, needs_extension
-from tests.toy import head_config, near_copy, tiny, tiny_head
+from tests.toy import head_config, near_copy, random_state, tiny, tiny_head
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 
@@ -115,35 +117,36 @@ class Later(Fixed):
 def late(
     kind: str, first: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 30
 ) -> tuple[list[int], list[Any]]:
-    """Return the cycles' numbers at which the drafter has begun, and the trees."""
+    """Return the cycles' numbers at which the drafter has run rows of a prompt, and the trees."""
     policy = Later((3, 2))
     policy.first = first
     drafter = drafter_of(kind)
     engine = Engine(NativeTarget(weights()[0]), drafter, policy)
-    begin = drafter.begin
-    begun = list[int]()
+    draft: Any = innermost(drafter)
+    extend = draft._extend
+    ran = list[int]()
     trees = list[Any]()
 
     def counted(*given: Any) -> None:
-        begun.append(len(trees))
-        begin(*given)
+        ran.append(len(trees))
+        extend(*given)
 
-    monkeypatch.setattr(drafter, "begin", counted)
+    monkeypatch.setattr(draft, "_extend", counted)
     for piece in engine.stream([5, 6, 7, 5, 6, 8, 5], max_new_tokens=tokens, eos_token_id=[]):
         trees.append((piece.cycle.tree.tokens.tolist(), piece.cycle.tree.log_probs.tolist()))
-    return begun, trees
+        assert 0 <= piece.cycle.seconds.model <= piece.cycle.seconds.total
+    return ran, trees
 
 
-@pytest.mark.parametrize(
-    "kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"]
-)
+@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize("kind", ["small model", "head", "head with lookup and recycling"])
 def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, trees = late(kind, 10, monkeypatch)
-    assert begun == [9]  # the plan is asked once before the first cycle
-    monkeypatch.setattr(cycle.EagerDriver, "begin", lambda self, prompt, later=False: prompt())
-    at_once, expected = late(kind, 10, monkeypatch)
+    ran, trees = late(kind, first, monkeypatch)
+    assert ran == [max(first - 1, 0)]  # the plan is asked once before the first cycle
+    monkeypatch.setattr(drivers, "MAX_WAITING", 0)
+    at_once, expected = late(kind, first, monkeypatch)
     assert at_once == [0]
     assert trees == expected
     assert any(len(tokens) > 1 for tokens, _ in trees)
@@ -152,7 +155,48 @@ def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(
 def test_a_draft_that_is_never_asked_takes_in_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late("head", 100, monkeypatch)[0] == []
     monkeypatch.setattr(cycle, "MOST_PUT_OFF", 16)
+    monkeypatch.setattr(drafters, "MAX_WAITING", 20)
     assert late("head", 100, monkeypatch)[0] == [15], "what waits for it is bounded"
+
+
+class Long(Sometimes):
+    """Draft in two of 40 cycles, from trees with room for fewer nodes than cycles."""
+
+    every = 40
+
+
+def test_more_tokens_wait_than_trees_have_nodes() -> None:
+    lm, sizes = native_lm(deep()), head_config()
+    draft = EagleDraft(NativeHead(sizes, random_state(sizes), lm), lm)
+    engine = Engine(NativeTarget(lm), draft, Long((3, 2)))
+    result = engine.generate([5, 6, 7, 5, 6, 8, 5], max_new_tokens=100, eos_token_id=[])
+    assert result.stats.num_draft_passes > 4
+    plain = engine.generate(
+        [5, 6, 7, 5, 6, 8, 5], max_new_tokens=100, eos_token_id=[], policy="plain"
+    )
+    assert result.token_ids == plain.token_ids
+
+
+class Resting(Fixed):
+    """Draft in no cycle."""
+
+    def plan(self) -> Plan:
+        return Plan(rests=True)
+
+
+@pytest.mark.parametrize("kind", ["small model", "head"])
+def test_texts_at_once_that_rest_run_no_prompt_and_lend_what_waits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text copies another one's prompt with what its draft has yet to run."""
+    ran = list[int]()
+    for cls in (EagleDraft, SmallModel):
+        monkeypatch.setattr(cls, "_extend", lambda draft, tokens, features: ran.append(len(tokens)))
+    pool = Pool(Engine(NativeTarget(weights()[0]), drafter_of(kind), Resting((3, 2))), 2)
+    known = [(7 * i * i + i) % 250 for i in range(100)]
+    results = pool.generate([[*known, 3, 4], [*known, 5, 6]], max_new_tokens=8, eos_token_id=[])
+    assert sum(result.stats.num_cached_prompt_tokens for result in results) == 100
+    assert not any(ran)
 
 
 def test_joined_cycles_are_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:

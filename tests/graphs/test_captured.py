@@ -300,7 +300,7 @@ def test_nothing_is_read_before_it_is_written(
         drafter._seen[1:] = -1
         drafter.pending[max(taken - 1, 0) :] = 3
         if draft == "eagle3":
-            drafter._states[: drafter._nodes] = math.nan
+            drafter._states[:-1] = math.nan
             drafter._features[taken:] = math.nan
         for array in (self.tree.log_probs, self.tree.path_log_probs):
             array[1:] = math.nan
