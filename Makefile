@@ -11,7 +11,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 test-mutants lint bench peers bench-peers bench-real papers bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
+.PHONY: help demo test test-all test-sanitized test-clients test-aarch64 test-mutants lint bench peers bench-peers bench-real papers bench-micro bench-server docs test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline wheels sdist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -121,6 +121,11 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 PAPERS := build/papers$(if $(QUICK),-quick)
 papers: $(VENV)/.installed-run  ## the row of each paper's claim, and whether it confirms it; QUICK=1 in minutes
 	$(RUN) -m bench.papers $(PAPERS) $(if $(QUICK),--quick)
+
+# MICRO picks cases, as pytest -k does
+MICRO ?= alpha1.35 and parents10
+bench-micro: $(VENV)/.installed-dev  ## the time to choose a layer of the tree, under pytest-benchmark
+	$(RUN) -m pytest bench/tree_construction.py --benchmark-only -q -k "$(MICRO)"
 
 bench-server: $(VENV)/.installed-dev $(LOAD)/.installed  ## the server under load, and under badly behaved clients
 	$(RUN) -m bench.load --guidellm $(LOAD)/bin/guidellm --out build/results/server-load.jsonl

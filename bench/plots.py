@@ -11,7 +11,10 @@ from specengine.benchmark.report import STYLE, draw_speeds
 from specengine.trace.pictures import COLOURS, MARKERS, write_figure
 
 DRAWN_PARENTS = 10  # of the cases of tree construction: EAGLE's width
-DRAWN_RULES = ("eagle (torch)", "talon (torch)", "eagle (ops)", "talon (ops)")
+DRAWN_RULES = (
+    *("eagle (torch)", "talon (torch)", "eagle (ops)", "talon (ops)"),
+    *("salf (ops)", "c2t (ops)", "dynatree (ops)", "ltd (ops)"),
+)
 
 Points = dict[str, Any]  # data of a plot, JSON-ready
 
@@ -132,7 +135,7 @@ def construction(figure: Any, points: Points) -> None:
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=len(DRAWN_RULES),
+        ncols=4,
         fontsize=9,
         frameon=False,
     )
@@ -141,15 +144,11 @@ def construction(figure: Any, points: Points) -> None:
 def _layer(axes: Any, by_rule: Points) -> None:
     for number, rule in enumerate(DRAWN_RULES):
         places = [(vocabulary / 1000, ms) for vocabulary, ms in by_rule.get(rule, [])]
-        look = {"color": COLOURS[number % 2], "marker": MARKERS[number % 2]}
+        own = number % 2 if number < 4 else number - 2  # a colour for each policy
+        look = {"color": COLOURS[own % len(COLOURS)], "marker": MARKERS[own % len(MARKERS)]}
         line = "-" if number < 2 else ":"
-        axes.plot(
-            *zip(*places, strict=True) if places else ([], []),
-            line,
-            label=rule,
-            markersize=4,
-            **look,
-        )
+        if places:
+            axes.plot(*zip(*places, strict=True), line, label=rule, markersize=4, **look)
     pairs = zip(by_rule.get(DRAWN_RULES[0], []), by_rule.get(DRAWN_RULES[1], []), strict=True)
     for (vocabulary, eagle), (_, talon) in pairs:
         place = (vocabulary / 1000, max(eagle, talon))

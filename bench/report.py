@@ -18,6 +18,7 @@ from pathlib import Path
 from bench import plots
 from bench.kernels.tables import LABELS, kernel_tables
 from bench.plain_tables import MAX_ROWS, plain_tables
+from bench.tree_construction import USED
 from specengine.benchmark import report as of_bench
 from specengine.benchmark.records import NOTHING, Record, Table, number
 from specengine.benchmark.report import (
@@ -60,6 +61,11 @@ OF_TABLES = (
     "launch floor",
     *LABELS,
 )
+SHOWN = {
+    "alpha": 1.35,
+    "parents": 10,
+    "given": "float32 logits",
+}  # cases of the table by vocabulary
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
@@ -193,9 +199,9 @@ def loss_tables(records: list[Record]) -> list[Table]:
 
 
 def construction_tables(records: list[Record]) -> list[Table]:
-    """Make the tables of bench.tree_construction: median ms, the ratio to the baseline in brackets."""
+    """Make the tables of bench.tree_construction: by vocabulary, then median ms (over the first rule's)."""
     cases = [r for r in records if r["record"] == "case"]
-    made = []
+    made = [by_vocabulary(records)]
     for given in dict.fromkeys(case["given"] for case in cases):
         own = [case for case in cases if case["given"] == given]
         header = ("V", "alpha", "parents", "repeats", *own[0]["median_ms"])
@@ -215,6 +221,36 @@ def construction_tables(records: list[Record]) -> list[Table]:
         title = f"One layer from {given}: median ms (relative to the first rule)"
         made.append(Table("construction", title, header, rows))
     return made
+
+
+def by_vocabulary(records: list[Record]) -> Table:
+    """Make the table of each rule by vocabulary: a layer of 10 parents, float32 logits with Zipf's exponent 1.35."""
+    settings = next((r for r in records if r["record"] == "settings" and "backends" in r), {})
+    cycles = settings.get("cycles", {})
+    rows = [
+        [
+            f"{case['vocabulary']:,}",
+            way,
+            f"{ms:.3f}",
+            f"{1000 * ms / case['vocabulary']:.4f}",
+            *(f"{100 * ms / cycle['ms']:.1f} %" for cycle in cycles.values()),
+        ]
+        for case in records
+        if case["record"] == "case"
+        and tuple(case.get(name) for name in SHOWN) == tuple(SHOWN.values())
+        for way, ms in case["median_ms"].items()
+    ]
+    shares = (f"of a cycle, {model} ({c['ms']:.1f} ms)" for model, c in cycles.items())
+    title = f"One layer by vocabulary; ops ran in {ran_by(settings)}"
+    return Table("construction", title, ("V", "rule", "ms", "ms per 1,000 tokens", *shares), rows)
+
+
+def ran_by(settings: Record) -> str:
+    """Return what ran the ops of tree construction: the backends, and the ops that had none."""
+    backends = {op: name for op, name in settings.get("backends", {}).items() if op in USED}
+    compiled = sorted({name for name in backends.values() if name != "reference"})
+    slow = [op for op, name in backends.items() if name == "reference"]
+    return ", ".join(compiled) + (f"; in torch: {', '.join(slow)}" if slow else "")
 
 
 def _cell(record: Record, speed: str, length: str) -> str:

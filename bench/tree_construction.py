@@ -7,14 +7,15 @@ a row compare, and they say nothing about the acceptance that the choice leads t
 torch runs on one thread: its own threads wait for each other, so with other work on the machine more of them take many
 times as long.
 
-    python -m bench.tree_construction --out FILE                   the table, with provenance
-    python -m bench.report FILE --plot                             times by vocabulary, as in the paper's figure 15
-    python -m pytest bench/tree_construction.py --benchmark-only   the same cases under pytest-benchmark
+    python -m bench.tree_construction --out FILE    the table, with provenance; --device cuda on a device
+    python -m bench.report FILE --plot              times by vocabulary, as in the paper's figure 15
+    make bench-micro                                cases under pytest-benchmark
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +33,16 @@ from torch import Tensor
 
 from bench import provenance
 from bench.arguments import add_arguments
-from specengine import ops
+from bench.workloads import BUILT_IN
+from specengine import Engine, ops
 from specengine.benchmark.measuring import rotated
+from specengine.benchmark.summaries import ALL
+from specengine.benchmark.ways import EngineDecoder
+from specengine.costs import find_costs
+from specengine.policies import _ltd
 from specengine.policies._classifier import Mlp
 
-VOCABULARIES = (32768, 128256, 151936)
+VOCABULARIES = (32768, 65536, 128256, 151936, 262144)
 ALPHAS = (0.7, 1.35, 5.0)  # creative text, natural language, a nearly certain continuation
 PARENTS = (1, 10, 60)
 GIVEN = (
@@ -52,6 +59,27 @@ BATCH = 10  # SALF's nodes per draft pass
 DEEPEST = 1 << 30  # no limit to the depth
 LOG_MU = math.log(0.03)  # TALON's gate
 ENTROPY_TOP, BETA = 1000, 0.5  # C2T
+BRANCHES, SURE, UNSURE, LEAST = 3, math.log(0.9), math.log(0.4), math.log(0.05)  # DynaTree
+
+SELECTING = ("top_children", "best_candidates", "top_entropy")  # ops that read whole distributions
+USED = (
+    *SELECTING,
+    "select_best",
+    "classify_paths",
+    "step_queues",
+    "beam_observation",
+    "best_action",
+)
+COMPILED = {"cpu": USED, "cuda": SELECTING}  # what must not run in torch, by kind of device
+RESULTS = Path(__file__).parent / "results"
+DEFAULT_MODEL, SHAPE_8B = "default model", "8B shape"
+ON_DEVICE = {  # files and ways of a captured cycle of EAGLE's beam
+    DEFAULT_MODEL: ("graphs-small-gpu.jsonl", "eagle, graphs"),
+    SHAPE_8B: ("graphs-8b-gpu.jsonl", "eagle, graphs"),
+}
+BEAM_HERE = "eagle/cpu"
+COSTS_8B = "shapes-llama-3.1-8b.jsonl"  # of bench.cpu.shapes
+SUMMED = (4, 4, 4), 12  # nodes of each draft pass of a cycle of eagle/cpu, nodes verified
 
 
 @dataclass(frozen=True)
@@ -216,6 +244,51 @@ def c2t(layer: Layer) -> Rule:
     return run
 
 
+def dynatree(layer: Layer) -> Rule:
+    """Give each parent one to three children by its largest probability, and leave out improbable paths."""
+    device, most = layer.logits.device, BRANCHES * len(layer.scores)
+    place, everyone = torch.arange(BRANCHES, device=device), _count(most, layer)
+
+    def run() -> Selected:
+        log_probs, columns = ops.top_children(layer.logits, BRANCHES, layer.normalized)
+        paths = layer.scores[:, None] + log_probs
+        first = log_probs[:, :1]
+        counts = torch.full_like(first, BRANCHES - 1, dtype=torch.int64)
+        counts = counts.masked_fill(first >= SURE, 1).masked_fill(first < UNSURE, BRANCHES)
+        chosen = (place < counts) & (paths >= LEAST)
+        flat = torch.where(chosen, paths, -math.inf).view(-1)
+        found = ops.select_best(flat, everyone, most).alive()
+        return Selected(found // BRANCHES, columns.view(-1)[found], flat[found])
+
+    return run
+
+
+def ltd(layer: Layer) -> Rule:
+    """Select as `eagle_fused`, and ask the depth network that ships for the paper's trees whether to go on."""
+    device, parents = layer.logits.device, len(layer.scores)
+    networks = _networks().on(device)
+    everyone, context = _count(parents * WIDTH, layer), _count(500, layer).long()
+    below = layer.below_root[: WIDTH if parents > 1 else 0]
+    before = torch.cat([torch.zeros(1, device=device), below])  # the root and what hangs from it
+    depths = torch.full((len(before) + parents * WIDTH,), 1 + int(parents > 1), device=device)
+    depths[: len(before)] = 1
+    depths[0] = 0
+    live, expansions = _count(len(depths), layer), _count(int(parents > 1), layer)
+    room = networks.shape.inputs["depth"] - 2 * _ltd.REPEATS["depth"]
+    window = ops.Window(WIDTH, True, room, networks.shape.pad, _ltd.REPEATS["depth"], (1e3, 10.0))
+
+    def run() -> Selected:
+        log_probs, columns = ops.top_children(layer.logits, WIDTH, layer.normalized)
+        paths = (layer.scores[:, None] + log_probs).view(-1)
+        chosen = ops.select_best(paths, everyone, WIDTH).alive()
+        scores = torch.cat([before, paths])
+        seen = ops.beam_observation(scores, depths, live, expansions, context, window)
+        bool(networks.goes_on(seen, expansions))  # which the host waits for
+        return Selected(chosen // WIDTH, columns.view(-1)[chosen], paths[chosen])
+
+    return run
+
+
 RULES: dict[str, Callable[[Layer], Rule]] = {
     BASELINE: eagle_torch,
     "eagle (ops)": eagle_fused,
@@ -223,6 +296,8 @@ RULES: dict[str, Callable[[Layer], Rule]] = {
     "talon (ops)": talon_fused,
     "salf (ops)": salf,
     "c2t (ops)": c2t,
+    "dynatree (ops)": dynatree,
+    "ltd (ops)": ltd,
 }
 CUDA_RULES = {"talon (torch, no host sync)": talon_torch_without_sync}
 
@@ -251,6 +326,11 @@ def _classifier() -> Mlp:
     """Return a classifier of C2T's shape (241 parameters) with random weights, which cost the same."""
     torch.manual_seed(0)
     return Mlp(3, 48).requires_grad_(False).eval()
+
+
+@lru_cache(maxsize=1)
+def _networks() -> _ltd.Networks:
+    return _ltd.load("paper").networks
 
 
 # ---------------------------------------------------------------------------------------------------- data
@@ -379,6 +459,9 @@ def main(argv: list[str] | None = None) -> int:
     if busy := crowded(args.threads):
         print(f"bench.tree_construction: warning: {busy}", file=sys.stderr, flush=True)
     device, before = torch.device(args.device), torch.get_num_threads()
+    if slow := fallback(device):
+        print(f"bench.tree_construction: error: {slow}", file=sys.stderr)
+        return 2
     torch.set_num_threads(args.threads)
     try:
         for row in provenance.keep(_records(args, device), args.out):
@@ -387,6 +470,52 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         torch.set_num_threads(before)
     return 0
+
+
+def fallback(device: torch.device) -> str:
+    """Return a sentence where torch runs ops that compiled code should, and an empty one where none."""
+    there = ops.backends(device)
+    slow = [name for name in COMPILED[device.type] if there[name].name == "reference"]
+    if not slow:
+        return ""
+    return (
+        f"{', '.join(slow)}: got the slow reference in torch on {device.type} ({there[slow[0]].reason}), accepted "
+        f"compiled code: {'pip install -e .' if device.type == 'cpu' else 'pip install -e .[kernels]'}"
+    )
+
+
+def cycles(device: torch.device, results: Path = RESULTS) -> dict[str, Any]:
+    """Return milliseconds of a cycle of EAGLE's beam by model, and where they come from.
+
+    On a CPU the default model's is measured now, and the 8B shape's is summed up from its costs of rows, where the file
+    of them is there. On a CUDA device both are those of committed files.
+    """
+    if device.type == "cpu":
+        found = {DEFAULT_MODEL: {"ms": _cycle_here(), "of": f"{BEAM_HERE}, in this run"}}
+        if (results / COSTS_8B).is_file():
+            widths, verified = SUMMED
+            ms = round(1e3 * find_costs(str(results / COSTS_8B)).cycle(verified, widths), 2)
+            found[SHAPE_8B] = {"ms": ms, "of": f"{BEAM_HERE}, costs of {COSTS_8B}"}
+        return found
+    found = {}
+    for model, (file, way) in ON_DEVICE.items():
+        rows = map(json.loads, (results / file).read_text().splitlines())
+        own = next(
+            r for r in rows if r["record"] == "summary" and (r["way"], r["set"]) == (way, ALL)
+        )
+        found[model] = {"ms": own["median_ms"]["total"], "of": f"{way}, {file}"}
+    return found
+
+
+def _cycle_here() -> float:
+    """Return the median milliseconds of a cycle of the default model under EAGLE's beam of twelve nodes, on the CPU."""
+    engine = Engine.from_pretrained(policy=BEAM_HERE, device="cpu")
+    decoder = EngineDecoder(engine, {"temperature": 0.0})
+    prompt = engine.stream(BUILT_IN["story"], max_new_tokens=1).prompt
+    answers = [decoder(prompt, 64) for _ in range(2)]  # the first warms up
+    cycles = answers[-1].cycles
+    assert cycles is not None
+    return float(cycles["median_ms"]["total"])
 
 
 def crowded(threads: int) -> str:
@@ -425,6 +554,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
         "entropy_top": ENTROPY_TOP,
         "classifier": "3-48-1, random weights",
         "baseline": BASELINE,
+        "cycles": cycles(device),
         "clock": "CUDA events" if device.type == "cuda" else "host; not measured on a GPU",
     }
 

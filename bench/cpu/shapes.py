@@ -67,6 +67,19 @@ def _qwen3_5(**sizes: int) -> dict[str, Any]:
 
 
 SHAPES = {
+    "llama-3.1-8b": Shape(
+        {
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        16,
+    ),
     "qwen3.5-0.8b": Shape(_qwen3_5(hidden_size=1024, intermediate_size=3584), 24),
     "qwen3.5-2b": Shape(_qwen3_5(hidden_size=2048, intermediate_size=6144), 24),
     "lfm2-1.2b": Shape(

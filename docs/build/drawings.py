@@ -167,7 +167,7 @@ DRAWINGS = {
     ),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
     "tree-construction": Drawing(
-        "Milliseconds to choose a layer of the tree by vocabulary, EAGLE's rule and TALON's",
+        "Milliseconds to choose a layer of the tree by vocabulary, by each policy's rule",
         _construction,
         plots.construction,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bench.report import by_vocabulary
 from docs.build.results import SETS, code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.summaries import ALL
@@ -265,10 +266,17 @@ def construction(file: str) -> str:
     return table(header, body, file)
 
 
+def layers(file: str) -> str:
+    """Return the time of each rule by vocabulary, and what ran the ops, from bench.tree_construction."""
+    made = by_vocabulary(records(file))
+    rows = [row for row in made.rows if row[1].endswith("(ops)")]
+    return f"{made.title}:\n\n{table(made.header, rows, file)}"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(policies, sets, adversarial, chances, coupling, regret),
-        *(exactness, same, replays, construction, learnt),
+        *(exactness, same, replays, construction, layers, learnt),
     )
 }

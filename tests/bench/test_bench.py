@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +22,13 @@ from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder, Spec, parse
 from specengine.costs import find_costs
 from specengine.errors import InputError
+from specengine.ops import Backend
 from tests.toy import byte_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 GIVEN = tree_construction.GIVEN
 
 
@@ -111,12 +115,91 @@ def assert_pairs_score(layer: Layer, taken: tree_construction.Selected) -> None:
 
 
 def test_the_cases_are_the_papers_times_parents_and_forms() -> None:
-    assert len(tree_construction.CASES) == len(set(tree_construction.CASES)) == 3 * 3 * 3 * 3
+    assert len(tree_construction.CASES) == len(set(tree_construction.CASES)) == 5 * 3 * 3 * 3
+    assert [round(v / 1000) for v in tree_construction.VOCABULARIES] == [33, 66, 128, 152, 262]
+
+
+def test_dynatrees_children_follow_the_largest_probability(layer: Layer) -> None:
+    taken = tree_construction.dynatree(layer)()
+    assert_pairs_score(layer, taken)
+    edges = path_scores(layer) - layer.scores.double()[:, None]
+    for row in range(len(layer.scores)):
+        best = float(edges[row].max().exp())
+        room = 1 if best >= 0.9 else 3 if best < 0.4 else 2
+        probable = int((path_scores(layer)[row].topk(room).values >= tree_construction.LEAST).sum())
+        assert int((taken.rows == row).sum()) == probable
+
+
+def test_ltd_takes_the_beam(layer: Layer) -> None:
+    taken, beam = tree_construction.ltd(layer)(), tree_construction.eagle_fused(layer)()
+    assert all(torch.equal(*pair) for pair in zip(taken, beam, strict=True))
+
+
+def test_ltds_network_sees_the_layers_scores(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    networks = tree_construction._networks()
+    monkeypatch.setattr(networks, "goes_on", lambda *given: seen.append(given) or torch.ones(1))
+    tree_construction.ltd(layer)()
+    ((observation, expansions),) = seen
+    assert len(observation) == networks.shape.inputs["depth"]
+    room = min(10 * len(layer.scores), 100)
+    best = path_scores(layer).topk(10).values.view(-1)[:room].float().clamp(min=networks.shape.pad)
+    assert torch.allclose(observation[:room], best, atol=1e-4)
+    assert int(expansions) == int(len(layer.scores) > 1)
+
+
+def test_the_slow_fallback_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {op: Backend("reference", "not built", ()) for op in tree_construction.USED}
+    monkeypatch.setattr(tree_construction.ops, "backends", lambda _: there)
+    assert tree_construction.main(["--device", "cpu"]) == 2
+    assert "top_children" in (said := capsys.readouterr().err)
+    assert "got the slow reference in torch on cpu (not built), accepted compiled code" in said
+    there |= {op: Backend("triton", "", ()) for op in tree_construction.SELECTING}
+    assert not tree_construction.fallback(torch.device("cuda"))  # the rest has no kernels
+    assert tree_construction.fallback(CPU)
+
+
+def test_a_cycle_is_measured_or_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_construction, "_cycle_here", lambda: 8.0)
+    assert set(tree_construction.cycles(CPU, tmp_path)) == {"default model"}
+    costs = {"verify_ms_by_nodes": {"8": 10, "16": 20}, "draft_pass_ms_by_width": {"4": 2}}
+    (tmp_path / tree_construction.COSTS_8B).write_text(json.dumps(costs))
+    assert tree_construction.cycles(CPU, tmp_path)["8B shape"]["ms"] == 15 + 3 * 2
+    on_device = tree_construction.cycles(torch.device("cuda"))
+    assert on_device["8B shape"]["ms"] > on_device["default model"]["ms"] > 0
+
+
+@pytest.mark.model
+def test_a_cycle_of_the_default_model_takes_milliseconds() -> None:
+    assert 0.1 < tree_construction._cycle_here() < 10_000
+
+
+def test_the_cases_run_under_pytest_benchmark() -> None:
+    case = "eagle and ops and logits and bfloat16 and V32768 and alpha5.0 and parents10"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "bench/tree_construction.py",
+        "--benchmark-only",
+        "-q",
+    ]
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-k", case]
+    alone = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    run = subprocess.run(
+        [*command, *options], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=600
+    )
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
 
 
 def test_tree_construction_writes_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tree_construction, "_cycle_here", lambda: 8.0)
     out = tmp_path / "construction.jsonl"
     command = [
         "--vocabularies",
@@ -125,7 +208,7 @@ def test_tree_construction_writes_a_table(
         "1.35",
         "--parents",
         "1",
-        "3",
+        "10",
         "--repeats",
         "3",
         "--warm-ups",
@@ -144,12 +227,19 @@ def test_tree_construction_writes_a_table(
     assert report.main([str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("One layer from") == len(GIVEN)
+    assert "One layer by vocabulary; ops ran in cpp" in printed
+    ltd = next(c for c in cases if (c["parents"], c["given"]) == (10, GIVEN[1]))["median_ms"][
+        "ltd (ops)"
+    ]
+    assert f"{2 * ltd:.4f}" in printed  # per 1,000 tokens
+    assert f"{100 * ltd / 8:.1f} %" in printed
     assert "eagle (torch)" in printed
 
 
 def test_torchs_threads_are_what_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tree_construction, "_cycle_here", lambda: 8.0)
     torch.set_num_threads(2)
     few = [
         "--vocabularies",
@@ -193,8 +283,9 @@ def test_construction_is_drawn_by_vocabulary(tmp_path: Path) -> None:
     for panels in points.values():
         for by_rule in panels.values():
             assert [[v for v, _ in places] for places in by_rule.values()] == [
-                list(tree_construction.VOCABULARIES)
-            ] * 4
+                sorted({r["vocabulary"] for r in records if r["record"] == "case"})
+            ] * len(by_rule)
+            assert set(plots.DRAWN_RULES[:6]) <= set(by_rule)
     first = next(r for r in records if r["record"] == "case" and r["parents"] == 10)
     assert points[GIVEN[0]]["0.7"]["talon (torch)"][0] == [32768, first["mean_ms"]["talon (torch)"]]
     plots.draw(records, tmp_path / "a.svg")

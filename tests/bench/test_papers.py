@@ -139,8 +139,8 @@ def test_the_layers_are_those_of_ten_parents_and_go_on(
     with pytest.raises(KeyboardInterrupt):
         bench.layers()
     again = papers._bench(arguments(tmp_path))
-    assert len(again.layers()) == 27
-    assert len(set(asked)) == 27
+    assert len(again.layers()) == 45
+    assert len(set(asked)) == 45
     assert {case.parents for case in asked} == {10}
 
 

@@ -50,6 +50,7 @@ SMALL = {
     | {"num_experts": 16, "num_key_value_heads": 2},
 }
 BILLIONS = {  # as published
+    "llama-3.1-8b": (7.9, 8.2),
     "qwen3.5-0.8b": (0.7, 0.9),
     "qwen3.5-2b": (1.8, 2.1),
     "lfm2-1.2b": (1.1, 1.25),
