@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +59,12 @@ BEAMS = [
     for budget in (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 60)
 ]
 C2T = "c2t/paper"
+SAME_BEAM = ("c2t/paper,max_depth=7", "eagle,width=10,expansions=6,budget=60")  # appendix F
 OURS = RESULTS / "end-to-end-shipped-head.jsonl"  # costs of two cores
 THEIRS = "qwen3-8b-h200"
 FEWER = 0.8  # of the beam's nodes: C2T says about three quarters
+SAMPLES = 1000
+AS_LONG = 0.99  # of the beam's acceptance length
 LEAST, MOST = 1.18, 1.44  # TALON's figure 15
 
 
@@ -119,7 +124,7 @@ class Bench:
 
     def replays(self, ways: Sequence[str]) -> dict[str, Record]:
         """Return by way what it makes of the logged trees, at the costs of OURS and THEIRS."""
-        from research.replay import replay, summary
+        from research.replay import by_answer, replay_answers, summary
 
         known = {
             record["way"]: record for record in self.log.records if record["record"] == "replay"
@@ -135,11 +140,16 @@ class Bench:
                 options,
                 progress=self.say,
             )
-        for way in missing:
+        began = time.perf_counter()
+        for number, way in enumerate(missing):
+            left = _time_left(number, len(missing), time.perf_counter() - began)
+            self.say(f"replay {number + 1} of {len(missing)}{left}: {way}")
             name, given = parse(way)
             policy = policies.make(name, **given)
             with torch.inference_mode():
-                known[way] = summary(way, policy, list(replay(trees, policy)), costs)
+                answers = list(replay_answers(trees, policy))
+                known[way] = summary(way, policy, list(chain(*answers)), costs)
+            known[way]["by_answer"] = by_answer(answers, costs)
             self.log.add(known[way])
         return {way: known[way] for way in ways}
 
@@ -220,27 +230,32 @@ def talon_layers(bench: Bench) -> Found:
 def salf(bench: Bench) -> Found:
     rows = bench.live()
     over = {way: _over(rows, "salf/paper", way) for way in ("eagle", "salf/optimal")}
-    verdicts = {_faster(apart) for apart in over.values()}
-    verdict = (
-        CONFIRMED if verdicts == {CONFIRMED} else REFUTED if REFUTED in verdicts else UNDECIDED
-    )
+    verdict = _all_of(map(_faster, over.values()))
     text = f"{_interval(over['eagle'])} times the beam, {_interval(over['salf/optimal'])} times optimal search"
     return Found(text, verdict, {"over": over})
 
 
 def salf_threshold(bench: Bench) -> Found:
     found = bench.replays([f"salf,threshold={threshold:g},fill=false" for threshold in THRESHOLDS])
-    speeds = [record["speedup"][THEIRS] for record in found.values()]
+    records = list(found.values())
+    speeds = [record["speedup"][THEIRS] for record in records]
     best = max(range(len(speeds)), key=speeds.__getitem__)
+    medium = max(range(1, len(speeds) - 1), key=speeds.__getitem__)
+    over = {
+        f"{THRESHOLDS[end]:g}": resampled(
+            [records[medium], records[end]], lambda drawn: _speed(drawn[0]) / _speed(drawn[1])
+        )
+        for end in (0, -1)
+    }
     text = (
         f"{speeds[0]:.2f} at 0, best {speeds[best]:.2f} at {THRESHOLDS[best]:g}, "
         f"{speeds[-1]:.2f} at {THRESHOLDS[-1]:g}"
     )
-    verdict = CONFIRMED if 0 < best < len(speeds) - 1 else REFUTED
+    text += f"; {THRESHOLDS[medium]:g} over them {' and '.join(map(_interval, over.values()))}"
     return Found(
         f"{text} (replayed, {THEIRS})",
-        verdict,
-        {"speeds": dict(zip(map(str, THRESHOLDS), speeds, strict=True))},
+        _all_of(map(_faster, over.values())),
+        {"speeds": dict(zip(map(str, THRESHOLDS), speeds, strict=True)), "over": over},
     )
 
 
@@ -251,12 +266,27 @@ def c2t(bench: Bench) -> Found:
     text = f"tau {own['tau']:.2f} with {own['gamma']:.1f} nodes"
     if beam is None:
         return Found(f"{text}; no beam of 2 to 60 nodes has that length (replayed)", UNDECIDED, {})
-    share = own["gamma"] / beam
-    verdict = CONFIRMED if share <= FEWER else REFUTED
+    share = resampled([own, *(found[way] for way in BEAMS)], _of_the_beams_nodes)
+    within = FEWER / share[0], FEWER / share[2], FEWER / share[1]
     return Found(
-        f"{text}, the beam needs {beam:.1f} (replayed)",
-        verdict,
-        {"of_the_beams_nodes": round(share, 3)},
+        f"{text}, the beam needs {beam:.1f}: {_interval(share)} of its nodes (replayed)",
+        _faster(within),
+        {"of_the_beams_nodes": share},
+    )
+
+
+def c2t_same_beam(bench: Bench) -> Found:
+    own, beam = bench.replays(SAME_BEAM).values()
+    share = resampled(
+        [own, beam], lambda drawn: _nodes_per_token(drawn[0]) / _nodes_per_token(drawn[1])
+    )
+    length = resampled([own, beam], lambda drawn: _tau(drawn[0]) / _tau(drawn[1]))
+    text = f"tau {own['tau']:.2f} with {own['gamma']:.1f} nodes, the beam {beam['tau']:.2f} with {beam['gamma']:.1f}: "
+    text += f"{_interval(share)} of its nodes per token, {_interval(length)} of its tau (replayed)"
+    fewer = _faster([1 / value for value in (share[0], share[2], share[1])])
+    as_long = _faster([value / AS_LONG for value in length])
+    return Found(
+        text, _all_of((fewer, as_long)), {"nodes_per_token": share, "of_the_beams_tau": length}
     )
 
 
@@ -264,10 +294,23 @@ def dynatree(bench: Bench) -> Found:
     found = bench.replays(list(DYNATREE.values()))
     own = {step: found[way]["speedup"][OURS.stem] for step, way in DYNATREE.items()}
     text = ", ".join(f"{step} {speed:.2f}" for step, speed in own.items())
-    gains = {"breadth": own["breadth"] - own["fixed"], "history": own["history"] - own["depth"]}
-    depth = own["depth"] - own["breadth"]
-    verdict = CONFIRMED if own["depth"] > own["fixed"] and depth > max(gains.values()) else REFUTED
-    return Found(f"{text} (replayed, two cores)", verdict, {"speeds": own})
+    records = [found[way] for way in DYNATREE.values()]
+
+    def over_fixed(drawn: Sequence[Answers]) -> float:
+        return _speed(drawn[2], OURS.stem) / _speed(drawn[0], OURS.stem)
+
+    def over_other_gains(drawn: Sequence[Answers]) -> float:
+        fixed, breadth, depth, history = (_speed(answers, OURS.stem) for answers in drawn)
+        return 1 + (depth - breadth) - max(breadth - fixed, history - depth)
+
+    over, gain = resampled(records, over_fixed), resampled(records, over_other_gains)
+    text += f"; dynamic depth {_interval(over)} times fixed, and brings "
+    text += "{:+.2f} ({:+.2f} to {:+.2f}) more than the rest".format(*(each - 1 for each in gain))
+    return Found(
+        f"{text} (replayed, two cores)",
+        _all_of(map(_faster, (over, gain))),
+        {"speeds": own, "over_fixed": over, "one_plus_gain": gain},
+    )
 
 
 def ltd(bench: Bench) -> Found:
@@ -302,7 +345,8 @@ def talf(bench: Bench) -> Found:
     lengths = ", ".join(
         f"{loss} {cells[loss]['mean_acceptance_length']:.2f}" for loss in ("talf", "hass", "eagle")
     )
-    return Found(f"losses.jsonl has tau {lengths} on the beam: the reverse", NOT_RUN, {})
+    text = f"losses.jsonl has tau {lengths} on the beam, under a protocol that costs TALF half its steps"
+    return Found(text, NOT_RUN, {})
 
 
 class Claim(NamedTuple):
@@ -348,6 +392,13 @@ CLAIMS = {
     "c2t": Claim(
         "C2T", "fewer candidates at equal length", "about 25 % fewer", c2t, "research.replay"
     ),
+    "c2t-same-beam": Claim(
+        "C2T",
+        "fewer nodes than a beam of the same width and depth, at no shorter length",
+        "0.88 and 0.85 of the nodes (main table)",
+        c2t_same_beam,
+        "research.replay",
+    ),
     "dynatree": Claim(
         "DynaTree",
         "dynamic depth brings most of the gain",
@@ -391,6 +442,58 @@ def nodes_at(tau: float, beams: Sequence[tuple[float, float]]) -> float | None:
         if low <= tau <= high:
             return few + (many - few) * (tau - low) / (high - low) if high > low else few
     return None
+
+
+Answers = Sequence[Record]  # of one way: what each answer adds, as research.replay.by_answer
+
+
+def resampled(
+    records: Sequence[Record], measure: Callable[[Sequence[Answers]], float | None]
+) -> list[float]:
+    """Return a measure of replayed ways, and its 95 % interval over prompts, drawn with the same prompts for all.
+
+    A draw for which there is no measure counts as infinite, so that the interval shows it.
+    """
+    answers = [record["by_answer"] for record in records]
+    generator, prompts = random.Random(0), range(len(answers[0]))
+    values = []
+    for _ in range(SAMPLES):
+        chosen = generator.choices(prompts, k=len(prompts))
+        found = measure([[way[number] for number in chosen] for way in answers])
+        values.append(math.inf if found is None else found)
+    values.sort()
+    whole = measure(answers)
+    ends = values[int(0.025 * SAMPLES)], values[int(0.975 * SAMPLES)]
+    return [round(value, 4) for value in (math.inf if whole is None else whole, *ends)]
+
+
+def _speed(answers: Answers, costs: str = THEIRS) -> float:
+    return _sum(answers, "committed") / _sum(answers, costs)
+
+
+def _tau(answers: Answers) -> float:
+    return _sum(answers, "committed") / _sum(answers, "cycles")
+
+
+def _nodes_per_token(answers: Answers) -> float:
+    return _sum(answers, "verified") / _sum(answers, "committed")
+
+
+def _of_the_beams_nodes(drawn: Sequence[Answers]) -> float | None:
+    (tau, nodes), *beams = (
+        (_tau(way), _sum(way, "verified") / _sum(way, "cycles")) for way in drawn
+    )
+    beam = nodes_at(tau, beams)
+    return None if beam is None else nodes / beam
+
+
+def _sum(answers: Answers, name: str) -> float:
+    return sum(float(answer[name]) for answer in answers)
+
+
+def _all_of(verdicts: Iterable[str]) -> str:
+    found = set(verdicts)
+    return CONFIRMED if found == {CONFIRMED} else REFUTED if REFUTED in found else UNDECIDED
 
 
 def _faster(apart: Sequence[float]) -> str:
@@ -472,10 +575,13 @@ def _bench(args: argparse.Namespace) -> Bench:
 def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
     """Yield a record per claim; what the file has is not run again. Its seconds are those of the call that ended it."""
     done = {record["name"]: record for record in bench.log.records if record["record"] == "claim"}
+    missing, start = [name for name in names if name not in done], time.perf_counter()
     for name in names:
         if name not in done:
             claim, began = CLAIMS[name], time.perf_counter()
-            bench.say(f"{claim.paper}: {claim.claim}")
+            number = missing.index(name)
+            left = _time_left(number, len(missing), began - start)
+            bench.say(f"row {number + 1} of {len(missing)}{left}: {claim.paper}, {claim.claim}")
             found = claim.run(bench)
             facts = {
                 "paper": claim.paper,
@@ -489,6 +595,11 @@ def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
             bench.log.add(done[name])
         print(_line(done[name]), flush=True)
         yield done[name]
+
+
+def _time_left(done: int, of: int, seconds: float) -> str:
+    """Return the time left in words, as long as the others took on average; nothing before the first is done."""
+    return f", about {seconds / done * (of - done) / 60:.1f} min left" if done else ""
 
 
 def _line(record: Record) -> str:

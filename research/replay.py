@@ -186,11 +186,15 @@ class ReplayDrafter(Drafter):
 
 def replay(trees: Trees, policy: TreePolicy) -> Iterator[Replayed]:
     """Yield the policy's cycle at every logged position, answer by answer. Prompts count as empty."""
+    return chain.from_iterable(replay_answers(trees, policy))
+
+
+def replay_answers(trees: Trees, policy: TreePolicy) -> Iterator[list[Replayed]]:
+    """Yield the policy's cycles of each logged answer."""
     for file in trees.shards():
         shard = trees.read(file)
         policy.begin(0)
-        for logged in shard.trees:
-            yield replay_cycle(logged, shard.columns, policy)
+        yield [replay_cycle(logged, shard.columns, policy) for logged in shard.trees]
 
 
 def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Replayed:
@@ -241,9 +245,30 @@ def _ends_at_a_node(tree: TokenTree, path: list[int], tokens: list[int]) -> bool
 
 def speedup(costs: PassCosts, rows: Sequence[Replayed]) -> float:
     """Return the speed-up over plain decoding, which verifies one node per token."""
+    return sum(row.committed for row in rows) * costs.plain / _spent(costs, rows)
+
+
+def _spent(costs: PassCosts, rows: Sequence[Replayed]) -> float:
     own = sum(row.policy_seconds for row in rows) if costs.measured else 0.0
-    spent = own + sum(costs.cycle(row.verified, row.widths) for row in rows)
-    return sum(row.committed for row in rows) * costs.plain / spent
+    return own + sum(costs.cycle(row.verified, row.widths) for row in rows)
+
+
+def by_answer(
+    answers: Sequence[Sequence[Replayed]], costs: Sequence[PassCosts]
+) -> list[dict[str, float]]:
+    """Return what each answer adds to tau, to the nodes and to the speed-ups: the sums of its cycles.
+
+    Under the name of each cost model stands the time of its cycles, in tokens of plain decoding.
+    """
+    return [
+        {
+            "cycles": len(rows),
+            "committed": sum(row.committed for row in rows),
+            "verified": sum(row.verified for row in rows),
+            **{cost.name: round(_spent(cost, rows) / cost.plain, 4) for cost in costs},
+        }
+        for rows in answers
+    ]
 
 
 def summary(

@@ -72,10 +72,27 @@ def test_salf_must_beat_both() -> None:
         )  # type: ignore[arg-type]
 
 
+def answers(
+    figures: dict[str, float], of: int = 6, noise: Sequence[float] = (0.0,)
+) -> list[dict[str, float]]:
+    """Figures of replayed answers; `noise` is added to them in turn, relative."""
+    same = {"committed": 1.0, "cycles": 1.0, **figures}
+    return [
+        {
+            name: value * (1 + noise[n % len(noise)] * (name in figures))
+            for name, value in same.items()
+        }
+        for n in range(of)
+    ]
+
+
 def speeds(values: dict[str, float]) -> Figures:
     return Figures(
         {
-            way: {"speedup": {papers.THEIRS: speed, papers.OURS.stem: speed}}
+            way: {
+                "speedup": {papers.THEIRS: speed, papers.OURS.stem: speed},
+                "by_answer": answers({papers.THEIRS: 1 / speed, papers.OURS.stem: 1 / speed}),
+            }
             for way, speed in values.items()
         }
     )
@@ -103,18 +120,57 @@ def test_dynatrees_gain_is_of_its_depth() -> None:
 
 
 def test_c2ts_nodes_are_held_against_the_beam_of_the_same_length() -> None:
-    beams = {
-        way: {"tau": 1 + 0.1 * n, "gamma": 10.0 * (n + 1)} for n, way in enumerate(papers.BEAMS)
-    }
+
+    def of(tau: float, gamma: float) -> dict[str, Any]:
+        sums = answers({"committed": tau, "verified": gamma})
+        return {"tau": tau, "gamma": gamma, "by_answer": sums}
+
+    beams = {way: of(1 + 0.1 * n, 10.0 * (n + 1)) for n, way in enumerate(papers.BEAMS)}
     for tau, nodes, verdict in (
         (1.35, 20.0, CONFIRMED),
         (1.35, 44.0, REFUTED),
         (9.0, 20.0, UNDECIDED),
     ):
-        found = papers.c2t(Figures(beams | {papers.C2T: {"tau": tau, "gamma": nodes}}))  # type: ignore[arg-type]
+        found = papers.c2t(Figures(beams | {papers.C2T: of(tau, nodes)}))  # type: ignore[arg-type]
         assert found.verdict == verdict
     assert papers.nodes_at(1.35, [(1.0, 10.0), (1.3, 40.0), (1.4, 50.0)]) == pytest.approx(45.0)
     assert papers.nodes_at(1.0, [(1.0, 10.0), (1.0, 20.0)]) == 10.0
+
+
+def test_c2t_is_held_against_a_beam_of_its_width_and_depth() -> None:
+    for nodes, tau, noise, verdict in (
+        (40.0, 1.0, (0.0,), CONFIRMED),
+        (40.0, 0.9, (0.0,), REFUTED),  # shorter
+        (70.0, 1.0, (0.0,), REFUTED),
+        (60.0, 1.0, (0.3, -0.3), UNDECIDED),
+    ):
+        own = [
+            {**answer, "committed": tau}
+            for answer in answers({"verified": nodes * tau}, noise=noise)
+        ]
+        sums = (own, answers({"verified": 60.0}))
+        ways = {
+            way: {"tau": 2.0, "gamma": 9.0, "by_answer": by_answer}
+            for way, by_answer in zip(papers.SAME_BEAM, sums, strict=True)
+        }
+        assert papers.c2t_same_beam(Figures(ways)).verdict == verdict  # type: ignore[arg-type]
+
+
+def test_an_interval_is_over_prompts_and_pairs_them() -> None:
+    noisy = {"by_answer": answers({"verified": 10.0}, noise=(0.9, 0.0, -0.9))}
+    share = papers.resampled(
+        [noisy, noisy],
+        lambda drawn: papers._sum(drawn[0], "verified") / papers._sum(drawn[1], "verified"),
+    )
+    assert share == [1.0, 1.0, 1.0]  # the same prompts for both
+    whole, low, high = papers.resampled([noisy], lambda drawn: papers._sum(drawn[0], "verified"))
+    assert low < whole < high
+    assert papers.resampled([noisy], lambda _: None)[0] == float("inf")
+
+
+def test_the_time_left_is_what_the_others_took() -> None:
+    assert papers._time_left(0, 4, 0.0) == ""
+    assert papers._time_left(1, 4, 60.0) == ", about 3.0 min left"
 
 
 def test_every_form_of_distributions_counts() -> None:
@@ -208,7 +264,7 @@ def test_the_claims_run_on_the_default_model(
 ) -> None:
     monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 1, 0.0))
     given = [str(tmp_path), "--quick"]
-    for claim in ("talon", "salf", "salf-threshold", "c2t", "dynatree", "ltd"):
+    for claim in ("talon", "salf", "salf-threshold", "c2t", "c2t-same-beam", "dynatree", "ltd"):
         given += ["--claim", claim]
     assert papers.main(given) == 0
-    assert capsys.readouterr().out.count("Here ") == 6
+    assert capsys.readouterr().out.count("Here ") == 7
