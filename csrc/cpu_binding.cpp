@@ -616,10 +616,12 @@ PYBIND11_MODULE(_cpu, module) {
       .def(py::init([](int64_t threads) { return std::make_shared<cpu::Weights>(threads_of(threads)); }))
       .def_property_readonly("bytes", &cpu::Weights::bytes)
       .def("add_matrix",
-           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs) {
+           [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs,
+              const std::string& beside) {
              require_matrix(kind_of(kind), outputs, inputs);
-             weights.add_matrix(name, kind_of(kind), outputs, inputs);
-           })
+             weights.add_matrix(name, kind_of(kind), outputs, inputs, beside);
+           },
+           py::arg("name"), py::arg("kind"), py::arg("outputs"), py::arg("inputs"), py::arg("beside") = "")
       // its rows stay in an open file from byte `offset` on; path: for people
       .def("add_rows",
            [](cpu::Weights& weights, const std::string& name, const std::string& kind, int64_t outputs, int64_t inputs,

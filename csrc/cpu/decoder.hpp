@@ -23,12 +23,26 @@ class Weights {
  public:
   explicit Weights(int threads) : threads_(threads) {}
 
-  // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it.
-  void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs) {
-    const Stored& format = stored_as(kind);
+  // A matrix of so many outputs and inputs, kept as `kind`; `pack` fills it. beside: the name of a matrix of the same kind
+  // and size, or none; panels of both stand in turn, as they are read, so that memory is read in one stream.
+  void add_matrix(const std::string& name, Kind kind, int64_t outputs, int64_t inputs, const std::string& beside = {}) {
     Matrix m = empty(name, kind, outputs, inputs);
-    m.data = arena_.take(static_cast<size_t>(m.panels * format.layout.panel_bytes(m.blocks)));
-    if (format.quantize)
+    if (const auto room = rooms_.find(name); room != rooms_.end()) {
+      if (room->second.kind != kind || room->second.outputs != outputs || room->second.inputs != inputs)
+        throw std::invalid_argument(name + ": differs from the matrix that it stands beside");
+      m.data = room->second.data;
+      m.step = room->second.step;
+      rooms_.erase(room);
+    } else {
+      const int64_t bytes = panel_bytes(kind, m.blocks);
+      m.step = beside.empty() ? bytes : 2 * bytes;
+      m.data = arena_.take(static_cast<size_t>(m.panels * m.step));
+      if (!beside.empty()) {
+        rooms_[beside] = m;
+        rooms_[beside].data += bytes;
+      }
+    }
+    if (stored_as(kind).quantize)
       m.scales = reinterpret_cast<float*>(arena_.take(static_cast<size_t>(m.panels * kOutputs) * sizeof(float)));
     matrices_[name] = m;
   }
@@ -287,6 +301,7 @@ class Weights {
   const int threads_;
   Arena arena_;
   std::map<std::string, Matrix> matrices_;
+  std::map<std::string, Matrix> rooms_;  // of matrices to come, by name
   std::map<std::string, Table> tables_;  // whose rows stay in a file
   std::map<std::string, Vector> vectors_;
 };

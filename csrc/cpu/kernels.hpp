@@ -40,6 +40,7 @@ struct Matrix {
   int64_t outputs = 0, inputs = 0;  // those of the model
   int64_t panels = 0, blocks = 0;   // rounded up
   const uint8_t* data = nullptr;
+  int64_t step = 0;               // bytes from a panel to the next one
   const float* scales = nullptr;  // [panels * 16], of i8 and int_i8: times the sum
   const float* bias = nullptr;    // [panels * 16] or null
   float factor = 1.0f;            // of all outputs, the bias included; those who call kernels multiply by it

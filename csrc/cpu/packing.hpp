@@ -163,7 +163,7 @@ inline void pack_panel(const Matrix& m, Kind from, const uint8_t* rows, const in
     const int64_t output = panel * kOutputs + o;
     if (output < m.outputs) of[o] = rows + (order ? order[output] : output) * row_bytes;
   }
-  uint8_t* out = data + panel * format.layout.panel_bytes(m.blocks);
+  uint8_t* out = data + panel * m.step;
   if (format.quantize) return format.quantize(from, of, m.inputs, out, scales + panel * kOutputs);
   for (int64_t b = 0; b < m.blocks; ++b) {
     const int64_t inputs = std::min<int64_t>(kDepth, m.inputs - b * kDepth);

@@ -62,11 +62,11 @@ class Comparison:
         self.names = list(dict.fromkeys([PLAIN, *self.names]))
         if (engine := next((name for name in self.names if name in peers.MODES), None)) is not None:
             raise InputError(f"way: got {engine!r}; another engine is named {peers.PREFIX}{engine}")
-        others = [name for name in self.names if name.startswith(peers.PREFIX)]
+        self.other_engines = [name for name in self.names if name.startswith(peers.PREFIX)]
         self.specs = {
             name: Spec.of(name)
             for name in self.names
-            if name not in BASELINES and name not in others
+            if name not in BASELINES and name not in self.other_engines
         }
         self._load = LoadOptions.of(self.load)
         for spec in self.specs.values():
@@ -85,9 +85,9 @@ class Comparison:
                 f"draft: got {self.draft!r}, but there are ways that draft; name a draft"
             )
         refuse_assistant(self.assistant, ASSISTED in self.names)
-        for name in others:
+        for name in self.other_engines:
             peers.check(name)
-        if others:
+        if self.other_engines:
             self.gguf = peers.gguf_file(self.model, self.gguf)
         elif self.gguf is not None:
             raise InputError(f"gguf: no way uses it; add way {peers.NAMES[0]}")

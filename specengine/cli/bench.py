@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     for record in run_.records(items, list(log.records)):
         log.add(record)
     if len(log.records) > count:
-        others = share_of_others(before)
+        # other engines would be counted among the other programs
+        others = None if choice.other_engines else share_of_others(before)
         log.add({"record": "load", "others": others})
     ways = {name: spec.draft is None for name, spec in choice.specs.items() if name != PLAIN}
     report(log.records, ways, first, others)

@@ -647,7 +647,10 @@ class NativeHead(DraftHead):
         weights = [
             Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"
         ]
-        kept = {add_weight(self._weights, weight, kinds) for weight in weights}
+        kept = {
+            add_weight(self._weights, weight, kinds, following)
+            for weight, following in zip(weights, [*weights[1:], None], strict=True)
+        }
         self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
         sizes = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -392,16 +393,21 @@ class PackedModel:
         parts, orders = _parts_of(self.config, shapes), family.orders(self.config)
         self.weights = extension().Weights(thread_count())
         kinds = kinds_of(numerics, quantize=quantize is not None)
-        kinds_packed = [
-            add_weight(self.weights, self._packed(part, turned), kinds)
+        packed = (
+            self._packed(part, turned)
             for weight in self.source.weights(blocks=kinds)
             if weight.name in shapes
             for part in self._in_order(
                 self._as_it_is_read(weight, parts[weight.name]),
                 orders.get(weight.name.rpartition(".")[0]),
             ).parts(parts[weight.name])
-        ]
-        self.stored = ", ".join(dict.fromkeys(kind for kind in kinds_packed if kind))
+        )
+        kinds_packed = dict.fromkeys(
+            add_weight(self.weights, weight, kinds, following)
+            for weight, following in pairwise(chain(packed, (None,)))
+            if weight is not None
+        )
+        self.stored = ", ".join(filter(None, kinds_packed))
         self._add_value_norms(at)
         self._add_factors()
         keys = list(ropes)
@@ -620,26 +626,38 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
     return found
 
 
-def add_weight(weights: Any, weight: Weight, kinds: Mapping[str, str]) -> str:
+def add_weight(
+    weights: Any, weight: Weight, kinds: Mapping[str, str], following: Weight | None = None
+) -> str:
     """Pack one tensor as `kinds` says and return its kind; empty for a vector, which is kept in float32.
 
-    A table with a place in a file stays in the file.
+    A table with a place in a file stays in the file. following: the tensor that comes next; a network's gate
+    leaves room for it where both are read together.
     """
     count = weight.shape[0]
     if len(weight.shape) == 1:
-        values = weight.rows(0, count).float().contiguous()
-        if weight.order is not None:
-            values = values[weight.order.long()]
-        weights.add_vector(weight.name, values)
+        values = weight.rows(0, count).float()
+        order = slice(None) if weight.order is None else weight.order.long()
+        weights.add_vector(weight.name, values[order].contiguous())
         return ""
     kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
-    data = weight.kind if weight.kind in ("f32", "bf16") else kind
     if weight.place is not None:
         weights.add_rows(weight.name, kind, *weight.shape, *weight.place)
         return kind.removeprefix(INTEGER)
-    weights.add_matrix(weight.name, kind, *weight.shape)
+    alike = weight.name.replace("gate_proj.", "up_proj."), weight.kind, weight.shape
+    weights.add_matrix(
+        weight.name,
+        kind,
+        *weight.shape,
+        following.name if following and following[:3] == alike else "",
+    )
     step = count if weight.order is not None else PACKED_ROWS
     for first in range(0, count, step):
-        rows = weight.rows(first, min(first + step, count))
-        weights.pack(weight.name, data, first, rows, weight.order)
+        weights.pack(
+            weight.name,
+            weight.kind if weight.kind in ("f32", "bf16") else kind,
+            first,
+            weight.rows(first, min(first + step, count)),
+            weight.order,
+        )
     return kind.removeprefix(INTEGER)

@@ -67,7 +67,7 @@ static void multiply_floats_by(const uint8_t* panel, int64_t blocks, int64_t til
 
 static void multiply_floats(const Matrix& m, int64_t panel, int64_t tiles, int64_t rows, float* sums, const uint8_t* scratch) {
   if (m.kind == Kind::bf16)
-    multiply_floats_by<true>(panel_of<formats::bf16>(m, panel), m.blocks, tiles, rows, sums, scratch);
+    multiply_floats_by<true>(panel_of(m, panel), m.blocks, tiles, rows, sums, scratch);
   else
-    multiply_floats_by<false>(panel_of<formats::f32>(m, panel), m.blocks, tiles, rows, sums, scratch);
+    multiply_floats_by<false>(panel_of(m, panel), m.blocks, tiles, rows, sums, scratch);
 }

@@ -1,7 +1,7 @@
 // Weights of packed blocks as integers: integers/*.inl. A block has rows of 64 bytes, of which byte 4 * o + b is input b of a
 // word of output o; so a vector holds one word, which is four inputs, for each of its outputs.
 
-constexpr int64_t kAhead = 16384;  // bytes that are asked for ahead of their use
+constexpr int64_t kAhead = 8192;  // bytes that are asked for ahead of their use
 
 CPU_INLINE void ask_for(const uint8_t* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
@@ -70,7 +70,7 @@ static void expand_output(const Matrix& m, int64_t output, float* out) {
   if (!has_integers(m.kind)) return weights(m, output, out);
   by_integers(m.kind, [&](auto format) {
     using F = decltype(format);
-    const uint8_t* panel = panel_of<F>(m, output / kOutputs);
+    const uint8_t* panel = panel_of(m, output / kOutputs);
     for (int64_t b = 0; b < m.blocks; ++b)
       expand<F>(block_of<F>(panel, b), static_cast<int>(output % kOutputs), out + b * kDepth);
   });

@@ -124,7 +124,7 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
     }
     by_integers(m.kind, [&](auto format) __attribute__((always_inline)) {
       using F = decltype(format);
-      const uint8_t* const of[2] = {panel_of<F>(m, panels[i]), both ? panel_of<F>(*matrices[1], panels[1]) : nullptr};
+      const uint8_t* const of[2] = {panel_of(m, panels[i]), both ? panel_of(*matrices[1], panels[1]) : nullptr};
       if constexpr (kPanelsTogether == 2)
         if (both) return multiply_panels<F, 2>(of, blocks, records, rows, sums);
       multiply_panels<F, 1>(of, blocks, records, rows, sums + i);

@@ -99,7 +99,7 @@ CPU_INLINE void products_of_format(const Matrix& m, int64_t panel, int64_t tiles
   constexpr int64_t kBytes = F::kLayout.bytes, kFour = 4 * kDepth * (kPairs ? 2 : 4);
   __builtin_memset(sums, 0, static_cast<size_t>(tiles * kOutputs * kRows) * sizeof(float));
   const int64_t words = m.blocks * kWords;
-  const uint8_t* const from = panel_of<F>(m, panel);
+  const uint8_t* const from = panel_of(m, panel);
   const uint32_t* const x = rows_of(scratch, m.blocks);
   float* const kept = reinterpret_cast<float*>(scratch + scratch_bytes(m.blocks, tiles) - kKeptBytes);
   // memory gives the panel behind this one meanwhile

@@ -16,7 +16,7 @@ class HalfPanel {
  public:
   // scratch: [kRing] blocks, or, where the panel is read again, [blocks]
   CPU_MEMBER HalfPanel(const Matrix& m, int64_t panel, uint8_t* scratch, bool again)
-      : m_(m), panel_(panel_of<F>(m, panel)), scratch_(scratch), again_(again) {}
+      : m_(m), panel_(panel_of(m, panel)), scratch_(scratch), again_(again) {}
 
   CPU_MEMBER void begin() const {
     for (int64_t b = 0; !kIsHalf && b < kBefore && b < m_.blocks; ++b) expand(b);

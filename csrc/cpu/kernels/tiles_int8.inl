@@ -68,7 +68,7 @@ CPU_INLINE void by_planes(const Matrix* const* m, const int64_t* panels, int64_t
                           const uint8_t* planes) {
   const int64_t pairs = (m[0]->blocks + 1) / 2;
   const float* powers = reinterpret_cast<const float*>(planes + tiles * pairs * 2048);
-  const uint8_t *one = panel_of<formats::i8>(*m[0], panels[0]), *two = Panels > 1 ? panel_of<formats::i8>(*m[1], panels[1]) : one;
+  const uint8_t *one = panel_of(*m[0], panels[0]), *two = Panels > 1 ? panel_of(*m[1], panels[1]) : one;
   alignas(64) int32_t found[4 * 256];
   for (int64_t t = 0; t < tiles; ++t, planes += pairs * 2048, powers += kRows) {
     CPU_FENCE();

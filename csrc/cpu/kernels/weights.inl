@@ -51,10 +51,7 @@ CPU_INLINE void by_format(Kind kind, const Body& body) {
   }
 }
 
-template <typename F>
-CPU_INLINE const uint8_t* panel_of(const Matrix& m, int64_t panel) {
-  return m.data + panel * F::kLayout.panel_bytes(m.blocks);
-}
+CPU_INLINE const uint8_t* panel_of(const Matrix& m, int64_t panel) { return m.data + panel * m.step; }
 template <typename F>
 CPU_INLINE Block block_of(const uint8_t* panel, int64_t block) {
   return {panel + F::kLayout.at(block), panel + F::kLayout.head_at(block)};
@@ -64,7 +61,7 @@ CPU_INLINE Block block_of(const uint8_t* panel, int64_t block) {
 static void weights(const Matrix& m, int64_t output, float* out) {
   by_format(m.kind, [&](auto format) {
     using F = decltype(format);
-    const uint8_t* panel = panel_of<F>(m, output / kOutputs);
+    const uint8_t* panel = panel_of(m, output / kOutputs);
     for (int64_t b = 0; b < m.blocks; ++b)
       F::weights(block_of<F>(panel, b), static_cast<int>(output % kOutputs), out + b * kDepth);
   });

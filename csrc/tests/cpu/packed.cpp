@@ -9,9 +9,10 @@ std::vector<float> weights_of(const cpu::Kernels& kernels, const cpu::Matrix& ma
   return row.values();
 }
 
-void pack(cpu::Weights& weights, const std::string& name, Kind kind, const FileMatrix& file, const int32_t* order) {
+void pack(cpu::Weights& weights, const std::string& name, Kind kind, const FileMatrix& file, const int32_t* order,
+          const std::string& beside) {
   const int64_t row = static_cast<int64_t>(file.bytes.size()) / file.outputs, part = 2 * cpu::kOutputs;
-  weights.add_matrix(name + ".weight", kind, file.outputs, file.inputs);
+  weights.add_matrix(name + ".weight", kind, file.outputs, file.inputs, beside.empty() ? beside : beside + ".weight");
   for (int64_t first = 0; first < file.outputs; first += part) {
     const uint8_t* rows = file.bytes.data() + (order ? 0 : first * row);
     weights.pack(name + ".weight", file.kind, first, std::min(part, file.outputs - first), rows, order);

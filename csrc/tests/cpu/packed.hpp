@@ -20,8 +20,9 @@ inline bool multiplies(const cpu::Kernels& kernels, Kind kind) { return !kernels
 // A row of the matrix as this table expands it, [blocks * 32].
 std::vector<float> weights_of(const cpu::Kernels& kernels, const cpu::Matrix& matrix, int64_t output);
 
-// Packs a matrix of a file, 32 rows at a time, as `name`. order: the row of each output, or null.
-void pack(cpu::Weights& weights, const std::string& name, Kind kind, const FileMatrix& file, const int32_t* order);
+// Packs a matrix of a file, 32 rows at a time, as `name`. order: the row of each output, or null; beside: as of add_matrix.
+void pack(cpu::Weights& weights, const std::string& name, Kind kind, const FileMatrix& file, const int32_t* order,
+          const std::string& beside = {});
 
 class Packed {
  public:

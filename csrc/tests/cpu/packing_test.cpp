@@ -46,6 +46,37 @@ void test_int8_of_no_scale() {
     }
 }
 
+// Matrices whose panels stand in turn have the weights and products of those that stand alone.
+void test_matrices_beside_each_other() {
+  for (const Kind kind : {Kind::f32, Kind::q4_k, Kind::i8})
+    for (const int64_t outputs : {16, 19, 40}) {
+      const int64_t inputs = inputs_of(kind, 256);
+      const FileMatrix gate = random_matrix(source_of(kind), outputs, inputs, false);
+      const FileMatrix up = random_matrix(source_of(kind), outputs, inputs, false);
+      cpu::Weights alone(1), together(1);
+      pack(alone, "gate", kind, gate, nullptr);
+      pack(alone, "up", kind, up, nullptr);
+      pack(together, "gate", kind, gate, nullptr, "up");
+      pack(together, "up", kind, up, nullptr);
+      const cpu::Matrix first = together.matrix("gate"), second = together.matrix("up");
+      check(second.data - first.data == first.step / 2 && second.step == first.step, "panels in turn", outputs);
+      for (const char* name : {"gate", "up"})
+        for (const cpu::Kernels* kernels : cpu::available_kernels())
+          for (int64_t o = 0; o < outputs; ++o)
+            expect(weights_of(*kernels, together.matrix(name), o) == weights_of(*kernels, alone.matrix(name), o), *kernels,
+                   std::string("weights beside others of ") + name_of(kind), o);
+    }
+  cpu::Weights weights(1);
+  weights.add_matrix("gate.weight", Kind::f32, 16, 32, "up.weight");
+  bool refused = false;
+  try {
+    weights.add_matrix("up.weight", Kind::f32, 32, 32);
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  check(refused, "a matrix of another size beside one", 32);
+}
+
 }  // namespace
 
 void test_packing() {
@@ -58,6 +89,7 @@ void test_packing() {
         if (kind == Kind::i8) test_int8(packed);
       }
   test_int8_of_no_scale();
+  test_matrices_beside_each_other();
 }
 
 }  // namespace cpu_test
