@@ -31,11 +31,6 @@ def real(file: str) -> str:
                 f"{r['prompts'] - r['diverging']} of {r['prompts']}",
             ]
         )
-    rows += [
-        [method(r["way"]), f"not run: {r['reason']}", *[NOTHING] * (len(sets) + 4)]
-        for r in records(file)
-        if r["record"] == "not run"
-    ]
     names = (SETS.get(name, name) for name in sets)
     header = ("method", "tokens/s", "over plain", *names, "tau", "first token, s", "equal to plain")
     return table(header, rows, file)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from docs.build.real import real, real_memory
 from docs.build.results import code, means, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.report import share
@@ -491,5 +492,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(headline, machines, engines, five, versus, answers),
         *(forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(published, mtp, compared, model_shapes, mistakes),
+        *(real, real_memory),
     )
 }
