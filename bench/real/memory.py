@@ -41,6 +41,7 @@ def measured(model: str, way: str, prompt: str, tokens: int) -> dict[str, Any]:
         part.stat().st_size for part in (path.glob("*.safetensors") if path.is_dir() else [path])
     )
     return {
+        "record": "memory of a file",
         "model": path.name,
         "way": way,
         "tokens": tokens,

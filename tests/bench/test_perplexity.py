@@ -155,11 +155,11 @@ def test_a_wrong_scale_in_int8_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
     """In the last layer, which the check at loading does not run."""
     real = weights.add_weight
 
-    def doubled(weights: Any, weight: Weight, kinds: dict[str, str]) -> str:
+    def doubled(weights: Any, weight: Weight, kinds: dict[str, str], following: Any = None) -> str:
         if kinds["bf16"].endswith("i8") and weight.name == "model.layers.1.mlp.down_proj.weight":
             rows = weight.rows
             weight = weight._replace(rows=lambda first, last: 2 * rows(first, last))
-        return real(weights, weight, kinds)
+        return real(weights, weight, kinds, following)
 
     ways = (REFERENCE, "native", "native int8")
     before = run(folder, *ways)

@@ -244,12 +244,12 @@ def a_dropped_weight(patch: pytest.MonkeyPatch) -> None:
     """Pack negated values in place of the first layer's: its states are not the modules' own."""
     real = weights.add_weight
 
-    def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
+    def wrong(weights: Any, weight: Weight, kinds: Any, following: Any = None) -> str:
         if weight.name.startswith("model.layers.0.mlp.") and weight.name.endswith(
             "down_proj.weight"
         ):
             weight = Weight.of(weight.name, -weight.rows(0, weight.shape[0]).float())
-        return real(weights, weight, kinds)
+        return real(weights, weight, kinds, following)
 
     patch.setattr(weights, "add_weight", wrong)
 

@@ -429,11 +429,11 @@ def test_blocks_of_other_weights_are_refused_all_the_same(
     model = tiny(name).to(torch.bfloat16)
     lm, real = from_model(model, quantize="int8"), weights.add_weight
 
-    def wrong(weights: Any, weight: Weight, kinds: Any) -> str:
+    def wrong(weights: Any, weight: Weight, kinds: Any, following: Any = None) -> str:
         rows = weight.rows(0, weight.shape[0])
         if rows.dtype is torch.bfloat16 and part in weight.name:
             weight = weight._replace(rows=lambda first, last: -rows[first:last])
-        return real(weights, weight, kinds)
+        return real(weights, weight, kinds, following)
 
     monkeypatch.setattr(weights, "add_weight", wrong)
     move(model.model.embed_tokens.weight)

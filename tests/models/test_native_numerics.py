@@ -331,14 +331,14 @@ def _swapped(patch: pytest.MonkeyPatch, name: str, size: int, kind: str = "") ->
     """Swap the first two heads of this matrix while it is packed, or only if its data is of this kind."""
     real = weights.add_weight
 
-    def swapped(weights: Any, weight: Weight, kinds: Any) -> str:
+    def swapped(weights: Any, weight: Weight, kinds: Any, following: Any = None) -> str:
         if weight.name == name and weight.kind.startswith(kind):
             given, order = weight.order, torch.arange(weight.shape[0], dtype=torch.int32)
             order[: 2 * size] = order[: 2 * size].roll(size)
             weight = weight._replace(
                 order=order if given is None else given[order.long()].contiguous()
             )
-        return real(weights, weight, kinds)
+        return real(weights, weight, kinds, following)
 
     patch.setattr(weights, "add_weight", swapped)
 
@@ -347,10 +347,10 @@ def _without(patch: pytest.MonkeyPatch, name: str) -> None:
     """Ones for the factors of this norm."""
     real = weights.add_weight
 
-    def without(weights: Any, weight: Weight, kinds: Any) -> str:
+    def without(weights: Any, weight: Weight, kinds: Any, following: Any = None) -> str:
         if weight.name == name:
             weight = Weight.of(name, torch.full(weight.shape, 1.0))
-        return real(weights, weight, kinds)
+        return real(weights, weight, kinds, following)
 
     patch.setattr(weights, "add_weight", without)
 
