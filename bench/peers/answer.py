@@ -67,8 +67,8 @@ def llama_cpp(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
 
     def answer(ids: list[int], most: int, ends: list[int]) -> Iterator[int]:
         llama.reset()
-        found = llama.generate(ids, **greedy)
-        for count, token in enumerate(found, start=1):
+        tokens = llama.generate(ids, **greedy)
+        for count, token in enumerate(tokens, start=1):
             yield token
             if count == most or token in ends:
                 return
