@@ -589,7 +589,7 @@ void raise_checkpoint_errors() {
 PYBIND11_MODULE(_cpu, module) {
   border::start();
   raise_checkpoint_errors();
-  module.attr("INTERFACE") = 19;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 20;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specengine.errors import BackendError, InputError, require
 
-INTERFACE = 19  # as in csrc/cpu_binding.cpp
+INTERFACE = 20  # as in csrc/cpu_binding.cpp
 VARIABLE = "SPECENGINE_CPU"
 WITH_PAIRS = (
     "amx",
