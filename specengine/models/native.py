@@ -365,8 +365,11 @@ class NativeLM:
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         return RowBatch(self, ids, positions, cache, (start, start, None), features)
 
-    def run_lanes(self, batch: Sequence[RowBatch]) -> None:
-        """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own."""
+    def run_lanes(self, batch: Sequence[RowBatch]) -> Tensor | None:
+        """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own.
+
+        Returns the logits of all that want them, float32 [rows, vocabulary], of which theirs are views.
+        """
         began = time.perf_counter()
         batch = sorted(
             batch, key=lambda rows: rows.logits is not None
@@ -410,13 +413,13 @@ class NativeLM:
             if rows.features and states is not None:
                 rows.states = states[row:end]
             if rows.logits is not None and logits is not None:
-                rows.logits.copy_(logits[rated : rated + len(rows.logits)])
+                rows.logits = logits[rated : rated + len(rows.logits)]
                 rated += len(rows.logits)
             if rows.best is not None and best is not None and values is not None:
                 width = rows.best.tokens.shape[1]
-                rows.best.tokens.copy_(best[row:end, :width])
-                rows.best.logits.copy_(values[row:end, :width])
+                rows.best = Successors(best[row:end, :width], values[row:end, :width])
             row = end
+        return logits
 
     def _take(self) -> None:
         """Pack the source's weights and try them; after a failure nothing counts as packed."""

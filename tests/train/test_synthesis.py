@@ -174,7 +174,9 @@ def test_draws_follow_the_distribution() -> None:
         expected /= expected.sum()
         count = 20_000
         rows, temperature = logits.expand(count, -1), torch.full((count,), temperature)
-        drawn = synthesis._sample(rows, temperature, torch.Generator().manual_seed(1))
+        drawn = synthesis._sample(
+            rows, torch.arange(len(rows)), temperature, torch.Generator().manual_seed(1)
+        )
         found = drawn.bincount(minlength=5) / count
         error = (expected * (1 - expected) / count).sqrt()
         assert ((found - expected).abs() <= 5 * error).all()
@@ -356,11 +358,11 @@ def test_an_interrupted_writer_ends_with_the_same_states(
     whole = write(lm, tmp_path / "whole", features=FEATURES)
     real = lm.run_lanes
 
-    def stop(batch: Any) -> None:
+    def stop(batch: Any) -> torch.Tensor | None:
         calls.append(len(batch))
         if len(calls) == 70:
             raise KeyboardInterrupt
-        real(batch)
+        return real(batch)
 
     lm.run_lanes = stop  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):

@@ -115,14 +115,15 @@ class Writer(ABC):
         self._ordinary = [
             i for i in range(min(target.vocab_size, len(tokenizer))) if i not in special
         ]
-        self._no_words = torch.ones(
-            target.vocab_size, dtype=torch.bool, device=target.device
-        )  # also unnamed rows
-        self._no_words[self._ordinary] = False
+        markup = set(range(target.vocab_size)) - {*self._ordinary, *form.stops}  # and unnamed rows
+        self._markup, self._stops = (
+            torch.tensor(sorted(ids), dtype=torch.int64, device=target.device)
+            for ids in (markup, form.stops)
+        )
 
     def write(self, shard: int, prompts: list[list[list[int]]]) -> list[Text]:
         """Return the texts of a shard that have an answer. prompts: users' turns of conversations to mix in."""
-        generator = torch.Generator(self._no_words.device).manual_seed(
+        generator = torch.Generator(self._stops.device).manual_seed(
             self.options.seed * 1_000_003 + shard
         )
         rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
@@ -138,20 +139,18 @@ class Writer(ABC):
         """Return each row's next token at its temperature. logits: [rows, vocabulary]; those of users are changed."""
         device = logits.device
         users = [number for number, row in enumerate(rows) if row.asks]
-        if users:  # a user's turn has at least one word, and no markup in it
-            first = torch.tensor(
-                [not rows[number].words for number in users], device=device, dtype=torch.bool
-            )
-            banned = self._no_words.repeat(len(users), 1)
-            banned[:, sorted(self.form.stops)] &= first[:, None]
-            logits[users] = logits[users].masked_fill(banned, float("-inf"))
+        begun = [number for number in users if not rows[number].words]
+        # a user's turn has at least one word, and no markup in it
+        for numbers, banned in ((users, self._markup), (begun, self._stops)):
+            places = torch.tensor(numbers, device=device, dtype=torch.int64)
+            logits[places[:, None], banned] = float("-inf")
         best = logits.argmax(dim=-1)
         temperatures = torch.tensor(
             [row.temperature_now for row in rows], device=device, dtype=torch.float32
         )
         drawing = temperatures.nonzero()[:, 0]
         if len(drawing):
-            best[drawing] = _sample(logits[drawing], temperatures[drawing], generator)
+            best[drawing] = _sample(logits, drawing, temperatures[drawing], generator)
         return best.tolist()
 
     def row(
@@ -301,20 +300,19 @@ def write_corpus(  # noqa: PLR0913
             most = min(most, _most_tokens(options, writer.token_bytes))
     settings = {field: value for field, value in asdict(options).items() if field not in MAY_GROW}
     corpus = Corpus.create(folder, manifest | settings)
-    number, have, spent, rate = 0, 0, 0.0, 0.0
+    number, have, spent = 0, 0, 0.0
     while have < most and spent < seconds:
         if not corpus.shard(number).is_file():
             began = time.perf_counter()
             texts = _written(writer, number, turn_ids, have, progress)
-            took = time.perf_counter() - began
-            corpus.add(number, texts, took)
-            rate = sum(len(text.tokens) for text in texts) / took
+            corpus.add(number, texts, time.perf_counter() - began)
         have += sum(len(text.tokens) for text in corpus.read(number))
         spent += corpus.seconds(number)
         share = min(1.0, max(have / most, spent / seconds))
         remaining = spent * (1 / share - 1)
         progress(
-            f"{have:,} tokens written ({share:.0%}), {rate:.0f} per second, {remaining / 60:.0f} min left"
+            f"{have:,} tokens written ({share:.0%}), {have / (spent or 1):.0f} per second, "
+            f"{remaining / 60:.0f} min left"
         )
         number += 1
     return corpus
@@ -382,11 +380,17 @@ class Lockstep(Writer):
                 break
 
 
-def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a drawn token per row, int64 [rows]."""
-    lowest = logits.amax(dim=-1) + temperatures * math.log(MIN_P)
+def _sample(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return a drawn token for each of these rows, int64 [rows]."""
+    below = temperatures[:, None] * math.log(MIN_P)
     logits, ids = _with_largest(
-        logits, lambda largest: int((largest >= lowest[:, None]).sum(dim=1).max())
+        logits,
+        rows,
+        lambda largest: int(
+            (largest >= largest.amax(dim=1, keepdim=True) + below).sum(dim=1).max()
+        ),
     )
     probabilities = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
@@ -400,25 +404,22 @@ def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) ->
     return ids.gather(1, drawn[:, None])[:, 0]
 
 
-def _with_largest(logits: Tensor, count: Callable[[Tensor], int]) -> tuple[Tensor, Tensor]:
-    """Return the logits and token ids of each row's blocks of tokens with the largest logits, [rows, any].
+def _with_largest(
+    logits: Tensor, rows: Tensor, count: Callable[[Tensor], int]
+) -> tuple[Tensor, Tensor]:
+    """Return the logits and token ids of the blocks of tokens with the largest logits, of these rows, [rows, any].
 
     count: how many blocks, by the largest logit of each block. Reading all of a large vocabulary once and then few
     tokens is several times faster than softmax and top-k of all.
     """
-    blocks = pad(logits, (0, -logits.shape[1] % BLOCK), value=float("-inf")).unflatten(
-        1, (-1, BLOCK)
-    )
-    largest = blocks.amax(dim=-1)
-    chosen = (
-        largest.topk(min(count(largest), largest.shape[1]), dim=-1)
-        .indices.sort(dim=-1)
-        .values[..., None]
-    )
+    if beyond := logits.shape[1] % BLOCK:
+        logits = pad(logits, (0, BLOCK - beyond), value=float("-inf"))
+    blocks = logits.unflatten(1, (-1, BLOCK))
+    largest = blocks.amax(dim=-1)[rows]
+    best = largest.topk(min(count(largest), largest.shape[1]), dim=-1)
+    chosen = best.indices.sort(dim=-1).values
     places = torch.arange(BLOCK, dtype=torch.int64, device=logits.device)
-    return blocks.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), (
-        chosen * BLOCK + places
-    ).flatten(1)
+    return blocks[rows[:, None], chosen].flatten(1), (chosen[..., None] * BLOCK + places).flatten(1)
 
 
 class Lanes(Writer):
@@ -436,27 +437,25 @@ class Lanes(Writer):
 
     def _fill(self, rows: list[Row], generator: torch.Generator) -> None:
         lanes = [_Lane(row, self.target.lm, self.features) for row in rows]
-        with self.target.running():
-            while lanes := [lane for lane in lanes if lane.goes_on]:
-                self._step(lanes, generator)
+        while lanes := [lane for lane in lanes if lane.goes_on]:
+            self._step(lanes, generator)
 
     def _step(self, lanes: list[_Lane], generator: torch.Generator) -> None:
         """Run the next tokens of each lane, and draw one for those that have run all."""
         batch = [lane.ask() for lane in lanes]
-        drawing = [lane for lane, rows in zip(lanes, batch, strict=True) if lane.draws_after(rows)]
-        logits = torch.empty(
-            len(drawing), self.target.vocab_size, dtype=torch.float32, device="cpu"
-        )
-        waiting = iter(logits.split(1))
-        for lane, rows in zip(lanes, batch, strict=True):
-            rows.logits = next(waiting) if lane.draws_after(rows) else None
-        self.target.lm.run_lanes(batch)
+        drawing = [lane for lane, rows in zip(lanes, batch, strict=True) if rows.logits is not None]
+        logits = self.target.lm.run_lanes(batch)
         for lane, rows in zip(lanes, batch, strict=True):
             lane.keep(rows)
+        if logits is None:  # pieces of prompts alone
+            return
         if self.features:
-            values, ids = _with_largest(logits, lambda largest: TOP)
+            everyone = torch.arange(len(drawing), dtype=torch.int64, device="cpu")
+            values, ids = _with_largest(logits, everyone, lambda largest: TOP)
             top = values.topk(min(TOP, logits.shape[1]), dim=-1)
-            logs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+            # a few rows at a time stay in the cache
+            sums = [some.logsumexp(dim=-1, keepdim=True) for some in logits.split(4)]
+            logs = top.values - torch.cat(sums)
             for lane, tokens, chances in zip(
                 drawing, ids.gather(1, top.indices), logs, strict=True
             ):
@@ -496,11 +495,10 @@ class _Lane:
             row.take()
         whole = len(row.tokens) - start
         count = min(PIECE, whole - 1 if whole > 1 and self._is_open else whole)
-        return self._lm.rows_of(row.tokens[start : start + count], self._cache, self._features)
-
-    def draws_after(self, rows: RowBatch) -> bool:
-        """Return whether a token is drawn after these rows."""
-        return self._is_open and rows.seen[0] + len(rows.tokens) == len(self.row.tokens)
+        rows = self._lm.rows_of(row.tokens[start : start + count], self._cache, self._features)
+        if self._is_open and start + count == len(row.tokens):  # a token is drawn after them
+            rows.logits = torch.empty(1, self._lm.vocab_size, dtype=torch.float32, device="cpu")
+        return rows
 
     def keep(self, rows: RowBatch) -> None:
         start, self._cache.length = self._cache.length, self._cache.length + len(rows.tokens)
