@@ -80,9 +80,7 @@ def draw(name: str) -> None:
 def _policies() -> Points:
     by_way = summaries("auto-policies.jsonl")
     speeds = {
-        way.partition(",")[0]: r["speed_mean"]
-        for (way, name), r in by_way.items()
-        if name == ALL and way != "plain"
+        way: r["speed_mean"] for (way, name), r in by_way.items() if name == ALL and way != "plain"
     }
     return dict(sorted(speeds.items(), key=lambda item: -item[1]))
 

@@ -162,23 +162,29 @@ def benched(file: str) -> dict[str, Record]:
     return {r["way"]: r for r in summarized(records(file)) if r["set"] == ALL}
 
 
-FIVE = {
+BY_MACHINE = {
     "auto": "the default: grows the tree by measured costs and counted acceptance; falls back to plain decoding",
     "salf/cpu": "SALF: best-first search, stopped once the next batch holds too little probability",
     "talon/cpu": "TALON: a node budget, gated by the level's best path: deep where the draft is sure, wide where not",
     "ltd,networks=cpu": "Learning to Draft: two networks choose depth and size, trained on throughput",
+    "dynatree/cpu": "DynaTree: one to three children by the draft's confidence, depth by path probability",
     "eagle/cpu": "EAGLE-2: a beam, then the best of all scored nodes",
+    "cast": "CAST: EAGLE-2's beam and rerank; width, depth and nodes follow from measured costs",
 }
 
 
-def five(file: str) -> str:
-    """Return five policies with a description and their speed, from bench.policies."""
-    by_way = summaries(file)
+def by_machine(file: str, second: str) -> str:
+    """Return policies with a description and their speed over plain decoding, from bench.policies on two machines."""
+    machines = summaries(file), summaries(second)
     rows = [
-        [code(way.partition(",")[0]), text, f"{by_way[way, ALL]['speed_mean']:.2f}"]
-        for way, text in FIVE.items()
+        [
+            code(way),
+            text,
+            *(number(by_way.get((way, ALL), {}), "speed_mean", 2) for by_way in machines),
+        ]
+        for way, text in BY_MACHINE.items()
     ]
-    return table(("policy", "the tree", "speed over plain decoding"), rows, file)
+    return table(("policy", "the tree", "with AMX", "without"), rows, file, second)
 
 
 def answers(file: str, part: str) -> str:
@@ -489,7 +495,7 @@ def mistakes(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(headline, machines, engines, five, versus, answers),
+        *(headline, machines, engines, by_machine, versus, answers),
         *(forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
         *(published, mtp, compared, model_shapes, mistakes),
         *(real, real_memory),

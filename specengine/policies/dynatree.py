@@ -87,13 +87,12 @@ class DynaTree(TreePolicy):
         )
 
     def _check(self) -> None:
-        depths = 1 <= self.base_depth < self.max_depth
         require(
             "dynatree",
             "base_depth, max_depth",
             (self.base_depth, self.max_depth),
             "1 <= base < max",
-            depths,
+            1 <= self.base_depth < self.max_depth,
         )
         branches = (self.branch_min, self.branch_mid, self.branch_max)
         require(
@@ -110,14 +109,12 @@ class DynaTree(TreePolicy):
             "0 < low < high < 1",
             0 < self.low < self.high < 1,
         )
-        # Both 0 gives the ablation without dynamic depth.
-        gates = 0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0
         require(
             "dynatree",
             "stop, deep",
             (self.stop, self.deep),
-            "0 <= stop < deep <= 1, or both 0",
-            gates,
+            "0 <= stop < deep <= 1, or both 0",  # the ablation without dynamic depth
+            0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0,
         )
         require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
         require_minimum("dynatree", self, nodes=1, window=LEAST_HISTORY)

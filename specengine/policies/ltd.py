@@ -38,8 +38,10 @@ class Decisions(Protocol):
 class Ltd(Beam):
     """EAGLE's beam; a network says after each expansion whether it goes on, another how many candidates are verified.
 
-    networks     paper or cpu, the pairs that ship; the path of a file that `python -m research.ltd train` wrote; or
-                 DEPTH,SIZE, two files of Stable-Baselines3, as the paper's code released them
+    networks     a pair that ships, named by the costs that it was trained on: `cpu`, two cores, or `a100`, an A100;
+                 `auto`: a100 where torch sees a CUDA device, else cpu; the path of a file that `python -m
+                 research.ltd train` wrote; or DEPTH,SIZE, two files of Stable-Baselines3, as the paper's code
+                 released them
     depth        expansions, instead of asking the depth network
     size         candidates verified, the root excluded, instead of asking the size network
     check_every  expansions from one decision of the depth network to the next; none: as in its training
@@ -48,7 +50,7 @@ class Ltd(Beam):
     appendix A.
     """
 
-    networks: str = "paper"
+    networks: str = "auto"
     depth: int | None = None
     size: int | None = None
     check_every: int | None = None
@@ -58,11 +60,13 @@ class Ltd(Beam):
     budget: int = field(default=0, init=False, repr=False)
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"networks": "paper"},
+        "a100": {"networks": "a100"},
         "cpu": {"networks": "cpu"},
     }
 
     def __post_init__(self) -> None:
+        if self.networks == "auto":
+            self.networks = "a100" if torch.cuda.is_available() else "cpu"
         networks = _ltd.load(self.networks).networks
         self.follow(networks.shape, networks)
 

@@ -273,7 +273,7 @@ def test_answers_are_those_of_plain_decoding() -> None:
         options: dict[str, Any] = {"max_new_tokens": 40}
         options |= {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
         expected = plain.generate([1, 2], **options).token_ids
-        for name in ("ltd", "ltd/cpu"):
+        for name in ("ltd/a100", "ltd/cpu"):
             draft = ToyDrafter(Tables(12, 2, like=tables, share=0.6))
             engine = Engine(ToyTarget(tables), draft, policies.make(name), LetterTokenizer())
             assert engine.generate([1, 2], **options).token_ids == expected
@@ -419,9 +419,9 @@ def test_other_released_files_are_refused(tmp_path: Path) -> None:
     [
         (
             {"networks": "/nowhere/pair"},
-            "networks: /nowhere/pair is not a file, known are cpu, paper",
+            "networks: /nowhere/pair is not a file, known are a100, cpu",
         ),
-        ({"depth": 13}, "depth: got 13, accepted 0 to 12"),
+        ({"networks": "a100", "depth": 13}, "depth: got 13, accepted 0 to 12"),
         ({"size": 0}, "size: got 0, accepted 1 or more"),
         ({"check_every": 0}, "check_every: got 0"),
         ({"width": 4}, "unknown option 'width', known are networks, depth, size, check_every"),
@@ -448,13 +448,20 @@ def test_shapes_out_of_range(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_what_ships() -> None:
-    assert _ltd.shipped() == ["cpu", "paper"]
-    paper, cpu = (_ltd.load(name) for name in ("paper", "cpu"))
-    assert paper.networks.shape == LtdShape()
+    assert _ltd.shipped() == ["a100", "cpu"]
+    a100, cpu = (_ltd.load(name) for name in ("a100", "cpu"))
+    assert a100.networks.shape == LtdShape()
     assert cpu.networks.shape.width == 4
-    assert policies.make("ltd") == policies.make("ltd/paper")
     assert sum(file.stat().st_size for file in _ltd.FOLDER.glob("*")) < 4_000_000
-    for trained in (paper, cpu):
+    for trained in (a100, cpu):
         assert trained.facts["ground"]["costs"]["source"], (
             "it is said what machine they were trained for"
         )
+
+
+@pytest.mark.parametrize(("cuda", "pair"), [(False, "cpu"), (True, "a100")])
+def test_the_pair_is_the_machines(monkeypatch: pytest.MonkeyPatch, cuda: bool, pair: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert policies.make("ltd") == policies.make(f"ltd/{pair}")
+    other = {"cpu": "a100", "a100": "cpu"}[pair]
+    assert policies.make("ltd") != policies.make(f"ltd/{other}")

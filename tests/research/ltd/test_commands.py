@@ -225,7 +225,7 @@ def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
     )
     assert foreseen["speed"] >= max(best["speed"], rows["ltd: cpu"]["speed"])
     assert sum(rows["ltd: cpu"]["depths"].values()) > 10
-    assert main([*given[:-4], "--networks", "cpu", "--networks", "paper", "--costs", "8b-l40"]) == 2
+    assert main([*given[:-4], "--networks", "cpu", "--networks", "a100", "--costs", "8b-l40"]) == 2
     assert "different shapes" in capsys.readouterr().err
     agree = [
         "agree",
