@@ -52,7 +52,7 @@ DYNATREE = {
     "fixed": "fixed,branching=2,2,2,2,2",
     "breadth": "dynatree/breadth,least=0",
     "depth": "dynatree/breadth-depth,least=0",
-    "history": "dynatree",
+    "history": "dynatree,least=0",
 }
 BEAMS = [
     f"eagle,width=10,expansions=6,budget={budget}"
