@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
+from specengine.errors import InputError
 from specengine.policies._ltd import REPEATS, LtdShape, Networks
 from specengine.policies.ltd import CONTEXT_UNIT, EXPANSIONS_UNIT
 
@@ -14,8 +15,13 @@ from specengine.policies.ltd import CONTEXT_UNIT, EXPANSIONS_UNIT
 def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
     """Return float32 [shape.candidates]: the candidates' path log-probabilities, each level from its own place on.
 
-    scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1.
+    scores: float32 [m], in the order of creation; depths: int64 [m], ascending from 1. InputError for a shape whose
+    parents stand best first: logged trees do not say which node is whose child.
     """
+    if shape.best_first:
+        raise InputError(
+            "best_first: logged trees hold candidates in the order of creation, accepted networks trained on that"
+        )
     window = ops.Window(
         shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT)
     )

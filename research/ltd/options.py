@@ -192,7 +192,10 @@ class PolicyOptions:
     def shape(self) -> LtdShape:
         from specengine.policies._ltd import LtdShape
 
-        return LtdShape(**{field.name: getattr(self, field.name) for field in fields(LtdShape)})
+        names = {field.name for field in fields(LtdShape)} - {
+            "best_first"
+        }  # logged trees hold no parents
+        return LtdShape(**{name: getattr(self, name) for name in names})
 
     @property
     def stages(self) -> list[Stage]:

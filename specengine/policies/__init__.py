@@ -198,6 +198,13 @@ def require_minimum(policy: str, options: Any, **minimums: float) -> None:
     errors.require_minimum(options, f"policy {policy}.", **minimums)
 
 
+def require_minimum_or_none(policy: str, options: Any, *fields: str) -> None:
+    """Raise InputError for an option of a policy that is below 1 and not none."""
+    for field in fields:
+        value = getattr(options, field)
+        require(policy, field, value, "1 or more, or none", value is None or value >= 1)
+
+
 T = TypeVar("T")
 
 

@@ -46,6 +46,8 @@ class LtdShape:
     check_every  expansions from one of its decisions to the next
     pad          what stands in an observation for candidates that there are not; log-probabilities below a negative
                  one count as that
+    best_first   whether the children of a level's likeliest parent stand first in an observation, as in EAGLE's code,
+                 instead of the children of the parent that was created first
     """
 
     width: int = 10
@@ -54,24 +56,23 @@ class LtdShape:
     least: int = 1
     check_every: int = 1
     pad: float = -20.0
+    best_first: bool = False
 
     def __post_init__(self) -> None:
         require_minimum("ltd", self, width=1, expansions=1, least=0, check_every=1)
-        ever = any(self.asks(count) for count in range(self.expansions))
         require(
             "ltd",
             "least, check_every",
             (self.least, self.check_every),
             "a depth that is asked about",
-            ever,
+            any(self.asks(count) for count in range(self.expansions)),
         )
-        ascending = all(a < b for a, b in pairwise((0, *self.sizes)))
         require(
             "ltd",
             "sizes",
             self.sizes,
             "one or more, ascending, above 0",
-            bool(self.sizes) and ascending,
+            bool(self.sizes) and all(a < b for a, b in pairwise((0, *self.sizes))),
         )
         require("ltd", "pad", self.pad, "0 or less", self.pad <= 0)
 
@@ -237,21 +238,27 @@ CRITIC = ("mlp_extractor.value_net.", "value_net.")
 
 
 def _load_released(depth: Path, size: Path) -> Trained:
-    """Load two policies that Stable-Baselines3 saved, as the paper's code does: tanh units, padded with zeros."""
+    """Load two policies that Stable-Baselines3 saved, as the paper's code does: tanh units, padded with zeros,
+    a level's parents best first."""
     actors = {name: _actor(file, name) for name, file in (("depth", depth), ("size", size))}
     actions = len(actors["size"]["action_net.bias"]) if "action_net.bias" in actors["size"] else 24
     if actions not in RELEASED_SIZES:
-        known = " or ".join(map(str, RELEASED_SIZES))
-        raise InputError(f"policy ltd.networks: {size} has {actions} actions, accepted {known}")
-    shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0)
-    made = Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh")
+        raise InputError(
+            f"policy ltd.networks: {size} has {actions} actions, accepted {' or '.join(map(str, RELEASED_SIZES))}"
+        )
+    shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0, best_first=True)
     state = {
         f"{name}.{key}": tensor
         for name, actor in actors.items()
         for key, tensor in as_network(actor).items()
     }
     return Trained(
-        filled(made, state, f"policy ltd.networks: {depth},{size}"), {"format": "Stable-Baselines3"}
+        filled(
+            Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh"),
+            state,
+            f"policy ltd.networks: {depth},{size}",
+        ),
+        {"format": "Stable-Baselines3"},
     )
 
 
@@ -297,9 +304,8 @@ def _hidden(actor: Mapping[str, Tensor]) -> list[int]:
 
 def as_network(actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an actor to those of a network here. Unknown ones keep their names, to be reported."""
-    last = f"{2 * len(_hidden(actor))}."
     return {
-        key.removeprefix(LAYERS).replace("action_net.", last): tensor
+        key.removeprefix(LAYERS).replace("action_net.", f"{2 * len(_hidden(actor))}."): tensor
         for key, tensor in actor.items()
     }
 

@@ -13,7 +13,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, _ltd, require
+from specengine.policies import PerDevice, _ltd, require, require_minimum_or_none
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import REPEATS, LtdShape, Networks
 
@@ -72,15 +72,14 @@ class Ltd(Beam):
 
     def follow(self, shape: LtdShape, decisions: Decisions) -> None:
         """Grow trees of this shape by these decisions, instead of those of `networks`."""
-        deepest = shape.expansions
         require(
             "ltd",
             "depth",
             self.depth,
-            f"0 to {deepest}, or none",
-            self.depth is None or 0 <= self.depth <= deepest,
+            f"0 to {shape.expansions}, or none",
+            0 <= (self.depth or 0) <= shape.expansions,
         )
-        require("ltd", "size", self.size, "1 or more, or none", self.size is None or self.size >= 1)
+        require_minimum_or_none("ltd", self, "size")
         if self.check_every is not None:
             shape = LtdShape(**{**vars(shape), "check_every": self.check_every})
         sizes = [1 + size for size in (shape.sizes if self.size is None else [self.size])]
@@ -96,9 +95,9 @@ class Ltd(Beam):
         self._decisions = PerDevice(
             lambda device: decisions.on(device) if isinstance(decisions, Networks) else decisions
         )
-        self.width, self.expansions = shape.width, deepest if self.depth is None else self.depth
-        most = shape.sizes[-1] if self.size is None else self.size
-        self.budget = min(1 + most, self.capacity)
+        self.width = shape.width
+        self.expansions = shape.expansions if self.depth is None else self.depth
+        self.budget = min(sizes[-1], self.capacity)
 
     def begin(
         self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
@@ -124,21 +123,21 @@ class Ltd(Beam):
             return asked
         expansions = ops.held(done)
         return asked & ~self._decisions[tree.device].goes_on(
-            self._observed("depth", tree, expansions), expansions
+            observed("depth", tree, self._context[tree.device], expansions, shape), expansions
         )
 
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes[tree.device]
         if self.size is None:
-            expansions = (tree.passes - 1).clamp(
-                min=0
-            )  # a capture may run over a tree without a pass
-            observation = self._observed("size", tree, expansions)
-            sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(observation))
+            seen = observed(
+                "size",
+                tree,
+                self._context[tree.device],
+                (tree.passes - 1).clamp(min=0),  # a capture may run over a tree without a pass
+                self._shape,
+            )
+            sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(seen))
         return tree.best_of_all(self.budget, sizes)
-
-    def _observed(self, which: str, tree: TokenTree, expansions: Tensor) -> Tensor:
-        return observed(which, tree, self._context[tree.device], expansions, self._shape)
 
 
 def observed(
@@ -146,15 +145,24 @@ def observed(
 ) -> Tensor:
     """Return the input of network `which` for a running beam: float32 [shape.inputs[which]].
 
-    The depth network sees the last level's candidates, the size network all; then the context's length and the number
-    of expansions, REPEATS times each. context: int64 [1], tokens committed; expansions: int32 [1]. Source: Learning to
-    Draft, equation 3.
+    The depth network sees the last level's candidates, the size network all, level by level in the shape's order; then
+    the context's length and the number of expansions, REPEATS times each. context: int64 [1], tokens committed;
+    expansions: int32 [1]. Source: Learning to Draft, equation 3.
     """
     repeats = REPEATS[which]
     room = shape.inputs[which] - 2 * repeats
     window = ops.Window(
         shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT)
     )
-    return ops.beam_observation(
-        tree.path_log_probs, tree.depths, tree.size, expansions, context, window
-    )
+    order = _best_parents_first(tree) if shape.best_first else None
+    scores = tree.path_log_probs if order is None else tree.path_log_probs.index_select(0, order)
+    return ops.beam_observation(scores, tree.depths, tree.size, expansions, context, window)
+
+
+def _best_parents_first(tree: TokenTree) -> Tensor:
+    """Return the nodes by level, in each the children of likelier parents first, int64 [capacity]."""
+    vacant = torch.arange(tree.capacity, device=tree.device, dtype=torch.int64) >= tree.size
+    scores = tree.path_log_probs.index_select(0, tree.parents.clamp(min=0).masked_fill(vacant, 0))
+    order = scores.argsort(descending=True, stable=True)
+    depths = tree.depths.masked_fill(vacant, tree.capacity)
+    return order.index_select(0, depths.index_select(0, order).argsort(stable=True))

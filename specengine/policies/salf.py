@@ -12,7 +12,13 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, TreePolicy, require, require_minimum
+from specengine.policies import (
+    PerDevice,
+    TreePolicy,
+    require,
+    require_minimum,
+    require_minimum_or_none,
+)
 
 
 @dataclass
@@ -49,8 +55,7 @@ class Salf(TreePolicy):
     def __post_init__(self) -> None:
         require_minimum("salf", self, budget=1, batch=1)
         require("salf", "threshold", self.threshold, "0 to below 1", 0 <= self.threshold < 1)
-        depth = self.max_depth
-        require("salf", "max_depth", depth, "1 or more, or none", depth is None or depth >= 1)
+        require_minimum_or_none("salf", self, "max_depth")
         self._queues = PerDevice(lambda device: ops.Queues.start(self.budget, device))
 
     @property
@@ -77,9 +82,14 @@ class Salf(TreePolicy):
             begins, -math.inf, queues.bound
         )  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
-        search = ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill)
         drawn = ops.step_queues(
-            queues, found, frontier, tree.depths, step.token_ids, tree.passes, search
+            queues,
+            found,
+            frontier,
+            tree.depths,
+            step.token_ids,
+            tree.passes,
+            ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill),
         )
         nodes = tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live)
         return Nodes(

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import TreePolicy, require, require_minimum
+from specengine.policies import TreePolicy, require, require_minimum, require_minimum_or_none
 
 
 @dataclass
@@ -46,8 +46,7 @@ class Talon(TreePolicy):
     def __post_init__(self) -> None:
         require_minimum("talon", self, budget=1, width=1, robust_layers=0)
         require("talon", "mu", self.mu, "above 0, up to 1", 0 < self.mu <= 1)
-        depth = self.max_depth
-        require("talon", "max_depth", depth, "1 or more, or none", depth is None or depth >= 1)
+        require_minimum_or_none("talon", self, "max_depth")
 
     @property
     def capacity(self) -> int:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from specengine.policies.baselines.eagle import Eagle
 from specengine.policies.ltd import Ltd, observed
 from specengine.records import Seconds
 from tests.ops.backends import choose
+from tests.policies import slow
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
 
 SMALL = LtdShape(width=3, expansions=4, sizes=(2, 5, 9))
@@ -159,6 +161,65 @@ def test_layout_against_a_slow_one() -> None:
     (seen,) = decisions.sized
     laid = [value for level in by_level for value in level] + [-20.0] * 9
     assert seen.tolist() == pytest.approx([*laid, *[0.25] * 29, *[0.3] * 29])
+
+
+def levels_of_eagle(draft: ToyDrafter, shape: LtdShape, expansions: int) -> list[list[float]]:
+    """The cumulative log-probabilities of each level as EAGLE's code lays them out: a row per node of the beam, and
+    the beam sorted, best first."""
+
+    def best(path: slow.Path, score: np.float32) -> list[tuple[slow.Path, np.float32]]:
+        return slow.ranked(draft, {path: score})[: shape.width]
+
+    level = best((), np.float32(0))
+    found = [level]
+    for _ in range(expansions):
+        beam = sorted(level, key=lambda node: -node[1])[: shape.width]
+        level = [child for node in beam for child in best(*node)]
+        found.append(level)
+    return [[float(score) for _, score in level] for level in found]
+
+
+def test_the_authors_networks_see_a_levels_likeliest_parent_first() -> None:
+    """They were trained on scores as EAGLE's code lays them out. In order of creation another beam would be shown."""
+    changed = 0
+    for seed in range(20):
+        seen = {}
+        for best_first in (True, False):
+            decisions = Constant(3, 2)
+            grown(
+                steered_policy(replace(SMALL, best_first=best_first), decisions),
+                slow.drafter(12, seed),
+            )
+            seen[best_first] = decisions
+        by_level = levels_of_eagle(slow.drafter(12, seed), SMALL, 3)
+        for expansions, observation in seen[True].asked:
+            assert observation[:9].tolist() == by_level[expansions]
+        (observation,) = seen[True].sized
+        assert observation[:30].tolist() == [score for level in by_level for score in level]
+        changed += not torch.equal(observation, seen[False].sized[0])
+    assert changed > 10
+
+
+def test_children_of_equally_likely_parents_stand_in_the_order_of_creation() -> None:
+    tree = TokenTree.root(0, 12)  # with room that holds anything
+    tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-1.0, -1.0]))
+    tree.add(
+        torch.tensor([1, 1, 2, 2]), torch.tensor([5, 6, 5, 6]), torch.tensor([-0.5, -3, -0.1, -2])
+    )
+    tree.add(torch.tensor([3, 5]), torch.tensor([7, 7]), torch.tensor([-0.25, -0.25]))
+    shape = LtdShape(width=2, expansions=2, sizes=(2,), best_first=True)
+    for vacant in (0, -5, 7):
+        tree.parents[len(tree) :] = vacant
+        shown = observed(
+            "size", tree, torch.tensor([0]), torch.tensor([2], dtype=torch.int32), shape
+        )
+        expected = [-1, -1, -1.5, -4, -1.1, -3, -1.35, -1.75, -20, -20]
+        assert shown[:10].tolist() == pytest.approx(expected)
+
+
+def test_logged_trees_are_not_read_in_an_order_that_they_do_not_hold() -> None:
+    with pytest.raises(InputError, match="best_first: logged trees hold candidates in the order"):
+        laid(TokenTree.root(0, 1), replace(SMALL, best_first=True))
 
 
 def laid(tree: TokenTree, shape: LtdShape) -> Tensor:
@@ -386,6 +447,7 @@ def test_released_networks_load(tmp_path: Path, actions: int, sizes: range) -> N
         0.0,
         "tanh",
     )
+    assert networks.shape.best_first
     seen = torch.randn(3, 1268)
     hidden = seen
     for layer in ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2"):

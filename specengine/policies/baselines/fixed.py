@@ -24,8 +24,13 @@ class Fixed(TreePolicy):
     ends_early = False
 
     def __post_init__(self) -> None:
-        holds = bool(self.branching) and all(count >= 1 for count in self.branching)
-        require("fixed", "branching", self.branching, "one count of 1 or more per depth", holds)
+        require(
+            "fixed",
+            "branching",
+            self.branching,
+            "one count of 1 or more per depth",
+            bool(self.branching) and min(self.branching) >= 1,
+        )
         # int64 [passes]: children of each node, by depth
         self._wanted = PerDevice(
             lambda device: torch.tensor(self.branching, device=device, dtype=torch.int64)

@@ -67,7 +67,8 @@ class Gammatune(Beam):
             return
         self._mean += self.rate * (cycle.accepted - self._mean)
         wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
-        most = min(int(1.5 * self.height), self.expansions + 1)
-        self._height = min(max(wanted, -(-self.height // 2)), most)
+        self._height = min(
+            max(wanted, -(-self.height // 2)), int(1.5 * self.height), self.expansions + 1
+        )
         for known in self._heights.values():
             known.fill_(self._height)

@@ -43,8 +43,13 @@ class Specdecpp(Beam):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("specdecpp", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
-        bounds = f"0 to expansions = {self.expansions}"
-        require("specdecpp", "minimum", self.minimum, bounds, 0 <= self.minimum <= self.expansions)
+        require(
+            "specdecpp",
+            "minimum",
+            self.minimum,
+            f"0 to expansions = {self.expansions}",
+            0 <= self.minimum <= self.expansions,
+        )
         self._learned = _classifier.load("specdecpp", self.classifier)
         # by node, and a spare one: product of acceptances from the root
         self._reached = PerDevice(
