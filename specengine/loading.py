@@ -26,15 +26,14 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
 from specengine.models.configs import fixed_context
-from specengine.models.huggingface import HuggingFaceTarget, NoTreesError
-from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.native import NativeLM, NativeTarget
-from specengine.models.own_cache import OwnCacheTarget
+from specengine.models.own_cache import OwnCacheTarget, target_of
 from specengine.models.tensor_parallel import ShardedTarget, lead_or_follow, require_launched
 from specengine.policies import TreePolicy
 
 if TYPE_CHECKING:
     from specengine.models import Target
+    from specengine.models.huggingface import HuggingFaceTarget
     from specengine.models.kv_cache import LanguageModel
     from specengine.options import LoadOptions
 
@@ -237,23 +236,14 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         return NativeTarget(model)
     if options.tp_plan is not None:
         return lead_or_follow(model, strict=options.strict, reason=loaded.reason)
-    long = switches(model.config.get_text_config(decoder=True)) and not options.graphs
-    kind: type[HuggingFaceTarget] = LongRopeTarget if long else HuggingFaceTarget
-    try:
-        return kind(
-            model,
-            pack=options.pack,
-            strict=options.strict,
-            captured=bool(options.graphs),
-            merge=loaded.own,
-            reason=loaded.reason,
-        )
-    except NoTreesError as error:
-        if options.graphs:
-            raise
-        return OwnCacheTarget(
-            model, str(error), pack=options.pack, merge=loaded.own, reason=loaded.reason
-        )
+    return target_of(
+        model,
+        pack=options.pack,
+        strict=options.strict,
+        captured=bool(options.graphs),
+        merge=loaded.own,
+        reason=loaded.reason,
+    )
 
 
 def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None:

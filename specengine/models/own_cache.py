@@ -21,12 +21,14 @@ from specengine.models.configs import NO_MEMORY
 from specengine.models.huggingface import (
     CausalLM,
     HuggingFaceTarget,
+    NoTreesError,
     _errors_named,
     _name,
     mixing,
     refuse_others,
 )
 from specengine.models.kv_cache import Logits
+from specengine.models.longrope import LongRopeTarget, switches
 from specengine.ops.tree import TokenTree
 
 CACHES = {  # the argument that takes each cache which a model returns
@@ -422,3 +424,23 @@ class OwnCacheTarget(HuggingFaceTarget):
             self.lm.keep(self.cache, self._paths, path, tokens)  # type: ignore[arg-type]
             self._paths = None
         self.tokens.extend(tokens)
+
+
+def target_of(
+    model: PreTrainedModel,
+    *,
+    pack: bool | None,
+    strict: bool,
+    captured: bool,
+    merge: bool,
+    reason: str,
+) -> HuggingFaceTarget:
+    """Return the target for a loaded model: one that runs trees, or one on the model's own cache (no graphs)."""
+    long = switches(model.config.get_text_config(decoder=True)) and not captured
+    kind = LongRopeTarget if long else HuggingFaceTarget
+    try:
+        return kind(model, pack=pack, strict=strict, captured=captured, merge=merge, reason=reason)
+    except NoTreesError as error:
+        if captured:
+            raise
+        return OwnCacheTarget(model, str(error), pack=pack, merge=merge, reason=reason)
