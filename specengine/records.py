@@ -69,7 +69,7 @@ class Cycle:
     successors  the target's predictions after each node, rejected ones included, if the draft reads them and the cycle
                 did not stay on a device
     origins  by node of `grown`: draft, copied, recycled or forced (by a grammar); None for the root and for nodes
-             drafted in graphs. Set if TextGeneration.origins.wanted is
+             drafted in graphs. Set if TextGeneration.answer.origins.wanted is
     logprobs log-probabilities of `tokens`, if requested
     experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
              did; None where they are not counted
@@ -148,7 +148,6 @@ class Stats:
     num_spec_steps: int = 0
     num_plain_steps: int = 0
     num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
     num_draft_passes: int = 0
     num_emitted_in_steps: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -173,7 +172,6 @@ class Stats:
         self.num_spec_steps += 1
         self.num_plain_steps += bool(self.policy) and len(cycle.tree) == 1
         self.num_draft_tokens += len(cycle.tree) - 1
-        self.num_accepted_draft_tokens += cycle.accepted
         self.num_emitted_in_steps += len(cycle.tokens)
         self.num_draft_passes += int(cycle.tree.passes)
         _count(self.acceptance_histogram, cycle.accepted)
@@ -188,6 +186,11 @@ class Stats:
         self.time_host_s += seconds.host
         if seconds.total > 0 and seconds.split:
             self.host_shares.append(seconds.host / seconds.total)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Tokens that the draft proposed and the target accepted."""
+        return sum(count * cycles for count, cycles in enumerate(self.acceptance_histogram))
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -218,14 +221,8 @@ class Stats:
     @property
     def acceptance_rate_per_position(self) -> list[float]:
         """Entry d: share of the cycles with a tree of depth d + 1 or more that accepted a token at depth d + 1."""
-        rates = []
-        for depth in range(1, len(self.reached_histogram)):
-            accepted, reached = (
-                sum(self.acceptance_histogram[depth:]),
-                sum(self.reached_histogram[depth:]),
-            )
-            rates.append(accepted / reached)
-        return rates
+        accepted, reached = self.acceptance_histogram, self.reached_histogram
+        return [sum(accepted[d:]) / sum(reached[d:]) for d in range(1, len(reached))]
 
     @property
     def tokens_per_second(self) -> float:
@@ -245,10 +242,10 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counters, times and derived metrics, JSON-ready."""
-        counters = {
-            name: value for name, value in vars(self).items() if not name.startswith("host_shares")
-        }
-        return counters | {name: getattr(self, name) for name in _DERIVED}
+        derived = {name: getattr(self, name) for name in _DERIVED}
+        return {
+            name: value for name, value in vars(self).items() if name != "host_shares"
+        } | derived
 
     def report(self) -> str:
         """Return the statistics as a short text table."""

@@ -21,6 +21,7 @@ from specengine.records import (
     Cycle,
     GenerationResult,
     SpeculativeOutput,
+    Stats,
     StreamPiece,
     TokenLogprob,
 )
@@ -150,9 +151,8 @@ def prepare(
 class TextGeneration:
     """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
 
-    Options and prompt are checked at construction; `policy` is what shapes its trees, None where it decodes plainly.
-    `origins.wanted`, set before the first piece, has cycles note the sources of their nodes, which takes time. `result`
-    is there once the iterator has ended.
+    Options and prompt are checked at construction. `answer.origins.wanted`, set before the first piece, has cycles note
+    the sources of their nodes, which takes time. `result` is there once the iterator has ended.
     """
 
     # Nothing it holds may hold it in turn: only then does letting it go free the engine at once.
@@ -194,30 +194,33 @@ class TextGeneration:
                 "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine"
             )
         self.result: GenerationResult | None = None
-        self._decode = decoder(engine.tokenizer, shown)
-        self._texts = TextStream(self._decode)
+        self._texts = TextStream(decoder(engine.tokenizer, shown))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._sent = 0
         self._started = False
         self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
-        self._target, self._ring = target, engine.ring
-        self._cycles, self._request, self.policy, self.origins = prepare(
+        self._engine = engine
+        self.answer = prepare(
             engine,
             self.prompt,
             self.options,
-            self._decode,
+            self._texts.decode,
             constraint=constraint,
             reuse_cache=reuse_cache,
             ticket=ticket,
         )
-        self.stats = self._request.stats
+
+    @property
+    def stats(self) -> Stats:
+        """Return the statistics of the cycles so far."""
+        return self.answer.request.stats
 
     @property
     def stops_passed(self) -> int:
         """Return the characters at the beginning of the answer in which no stop string counts."""
-        return self._request.stopper.passed
+        return self.answer.request.stopper.passed
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self
@@ -230,7 +233,7 @@ class TextGeneration:
         except (
             BaseException
         ):  # also from a streamer or a tokenizer: a traceback may keep this object for long
-            self._cycles.close()
+            self.answer.cycles.close()
             with contextlib.suppress(Exception):  # the error that is under way says more
                 self._end_streamer()
             raise
@@ -247,18 +250,18 @@ class TextGeneration:
             self._streams = True
             streamer.put(torch.tensor([self.prompt], dtype=torch.int64, device="cpu"))
         self._started = True
-        cycle = next(self._cycles)
+        cycle = next(self.answer.cycles)
         self._tokens += cycle.tokens
         self._logprobs += cycle.logprobs or ()
         text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
             streamer.put(torch.tensor(cycle.tokens, dtype=torch.int64, device="cpu"))
-        reason = self._request.stopper.last_reason
+        reason = self.answer.request.stopper.last_reason
         if reason is not None and (
-            not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_over
+            not isinstance(self.answer.cycles, SteppedAnswer) or self.answer.cycles.is_over
         ):
             text = self._finish(reason)[self._sent :]
-            next(self._cycles, None)  # runs the generator to its end, which frees the engine
+            next(self.answer.cycles, None)  # runs the generator to its end, which frees the engine
             self._end_streamer()
         self._sent += len(text)
         return StreamPiece(text, cycle)
@@ -266,7 +269,7 @@ class TextGeneration:
     @property
     def is_ready(self) -> bool:
         """Return whether the next piece can be had without a step of other answers."""
-        return not isinstance(self._cycles, SteppedAnswer) or self._cycles.is_ready
+        return not isinstance(self.answer.cycles, SteppedAnswer) or self.answer.cycles.is_ready
 
     def silence(self) -> None:
         """Leave out the text of pieces, as nobody reads it, unless a streamer does or some were read."""
@@ -277,7 +280,7 @@ class TextGeneration:
         streams = self.options.streamer is not None
         self._silent = self._silent or not (streams or self._started)
         with (
-            contextlib.nullcontext() if streams else self._target.running()
+            contextlib.nullcontext() if streams else self._engine.target.running()
         ):  # nobody looks at pieces meanwhile
             for _ in self:
                 pass
@@ -288,14 +291,18 @@ class TextGeneration:
         sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
         if not wanted:
             return sequences
-        names = ("text", "token_ids", "finish_reason", "stats", "logprobs")
         return SpeculativeOutput(
-            sequences=sequences, **{name: getattr(self.result, name) for name in names}
+            sequences=sequences,
+            text=self.result.text,
+            token_ids=self.result.token_ids,
+            finish_reason=self.result.finish_reason,
+            stats=self.result.stats,
+            logprobs=self.result.logprobs,
         )
 
     def close(self) -> None:
         """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""
-        self._cycles.close()
+        self.answer.cycles.close()
         self._end_streamer()
 
     def _end_streamer(self) -> None:
@@ -306,13 +313,15 @@ class TextGeneration:
     def _finish(self, reason: str) -> str:
         if reason == "length" and self.options.cut:
             self.stats.notes += [self.options.cut]
-        if self._ring is not None:
+        if self._engine.ring is not None:
             try:
-                self._ring.add(self.prompt, self._tokens)
+                self._engine.ring.add(self.prompt, self._tokens)
             except OSError as error:
                 self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
-        text = cut_after_stop(self._decode(self._tokens), self.options.stops, self.stops_passed)
-        text = text[: len(text) - self._request.stopper.overhang]
+        text = cut_after_stop(
+            self._texts.decode(self._tokens), self.options.stops, self.stops_passed
+        )
+        text = text[: len(text) - self.answer.request.stopper.overhang]
         self.result = GenerationResult(
             text,
             self._tokens,

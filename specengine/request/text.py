@@ -298,7 +298,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """decode: a Decoder, or any function."""
-        self._decode = decode
+        self.decode = decode
         self._lookback: int = getattr(decode, "lookback", 0)
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
         self._tokens: list[
@@ -323,7 +323,7 @@ class TextStream:
                 stable -= 1
             if stable == self._end:
                 return ""
-        now = self._decode(self._tokens[:stable])
+        now = self.decode(self._tokens[:stable])
         settled = now.rstrip("\N{REPLACEMENT CHARACTER}") if waiting else now
         if self._lookback:
             return self._firm(now, settled, stable)
@@ -338,11 +338,11 @@ class TextStream:
     def rest(self) -> str:
         """The text that is held back, as it is if no token follows."""
         waits = self._lookback or len(self._tokens) > self._end
-        return self._decode(self._tokens)[len(self._sent) :] if waits else ""
+        return self.decode(self._tokens)[len(self._sent) :] if waits else ""
 
     def _settle(self, text: str, end: int) -> None:
         """Settle the first `end` tokens, whose text was returned. The last ones stay as context, if they suffice."""
-        context = self._decode(self._tokens[self._end : end])
+        context = self.decode(self._tokens[self._end : end])
         if context.strip() or end > CONTEXT_LIMIT:
             del self._tokens[: self._end]
             text, end = context, end - self._end
@@ -360,7 +360,7 @@ class TextStream:
         self._end = end
         dropped = end // 2
         if end > REWRITTEN_LIMIT:
-            tail = self._decode(self._tokens[dropped:end])
+            tail = self.decode(self._tokens[dropped:end])
             waits = len(text) - len(self._sent)
             compared = waits + self._lookback
             if text[-compared:] == tail[-compared:]:
@@ -370,18 +370,18 @@ class TextStream:
 
     def _is_written(self, token: int) -> bool:
         """Return whether a new token writes anything between others, as does a blank that is left out at the start."""
-        alone = self._decode([token])
+        alone = self.decode([token])
         if not alone:
             if (letter := self._visible) is None:
                 return True  # to be seen later; at the beginning it stands in nobody's way
-            self._writes[token] = self._decode([letter, token, letter]) != self._decode(
+            self._writes[token] = self.decode([letter, token, letter]) != self.decode(
                 [letter, letter]
             )
             return self._writes[token]
         if (
             self._visible is None
             and alone.strip()
-            and token not in getattr(self._decode, "shown", ())
+            and token not in getattr(self.decode, "shown", ())
         ):
             self._visible = token
         self._writes[token] = True

@@ -406,7 +406,7 @@ class Worker:
             constraint=prepared.constraint,
             ticket=job.ticket,
         )
-        generation.origins.wanted = bool(job.asked.request.return_cycles)
+        generation.answer.origins.wanted = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
         yield from _score(engine, job, answer, deadline)
@@ -507,8 +507,11 @@ def _score(
 
 def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, Any]:
     """Return what a piece adds where the request wants cycles."""
-    plain = generation.policy and generation.policy.plan().plain_seconds
-    return {"cycles": [cycle_record(piece.cycle, piece.text, texts)], "plain_cycle_seconds": plain}
+    policy = generation.answer.policy
+    return {
+        "cycles": [cycle_record(piece.cycle, piece.text, texts)],
+        "plain_cycle_seconds": policy and policy.plan().plain_seconds,
+    }
 
 
 def limits_of(engine: Engine) -> ModelLimits:

@@ -59,7 +59,7 @@ class TraceWriter:
             prompt_tokens=generation.prompt,
             seed=generation.options.seed,
         )
-        generation.origins.wanted = True
+        generation.answer.origins.wanted = True
         try:
             for piece in generation:
                 self._put(cycle_record(piece.cycle, piece.text, self._texts))

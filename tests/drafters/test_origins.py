@@ -93,7 +93,7 @@ def test_origins_are_what_the_sources_say(
     assert all(cycle.origins is None for cycle in expected)
     asked = engine()
     stream = asked.stream(PROMPT, **options)
-    stream.origins.wanted = True
+    stream.answer.origins.wanted = True
     cycles = [piece.cycle for piece in stream]
     if name != "auto":  # which reads the clock
         assert [cycle.grown.tokens.tolist() for cycle in cycles] == [
@@ -122,7 +122,7 @@ def test_a_source_by_itself(draft: Any, origin: str) -> None:
     stream = Engine(ToyTarget(Tables(6, concentration=0.2)), draft, policy_for("eagle")).stream(
         PROMPT, max_new_tokens=24
     )
-    stream.origins.wanted = True
+    stream.answer.origins.wanted = True
     found = {name for piece in stream for name in piece.cycle.origins or []}
     assert found == {None, origin}
 
@@ -133,7 +133,7 @@ def test_what_a_grammar_forces() -> None:
     for draft, policy in (("small_model", "eagle"), ("ngram", "auto")):
         engine = engine_of(draft=draft, policy=policy, tokenizer=tokenizer())
         stream = engine.stream([7], grammar=f'start: "{text}"', max_new_tokens=64)
-        stream.origins.wanted = True
+        stream.answer.origins.wanted = True
         cycles = [piece.cycle for piece in stream]
         assert sum(cycle.drafted for cycle in cycles) > 0
         for cycle in cycles:
@@ -152,7 +152,7 @@ def test_trees_that_grow_in_graphs_say_nothing(options: dict[str, Any]) -> None:
         model, first_layers(model, 1), "eagle", graphs=True, lookup=False
     )
     stream = engine.stream([5, 6, 7, 8], max_new_tokens=12, **options)
-    stream.origins.wanted = True
+    stream.answer.origins.wanted = True
     first, *others = (piece.cycle for piece in stream)
     assert len(first.tree) > 1
     assert others
