@@ -177,13 +177,15 @@ class Files(Stream):
 
     def add(self, answered: Answered) -> None:
         item = self._items[answered.place]
-        figures = {
-            "record": "answer",
-            "id": item.id,
-            "seed": item.options["seed"],
-            "stats": answered.stats,
-        }
-        self._append(self.stats, figures)
+        self._append(
+            self.stats,
+            {
+                "record": "answer",
+                "id": item.id,
+                "seed": item.options["seed"],
+                "stats": answered.stats,
+            },
+        )
         super().add(answered)
 
     def _open(self) -> None:

@@ -191,5 +191,9 @@ def _id(place: int, number: int, length: int) -> str:
 
 
 def failure(id: str, place: int, kind: str, message: str) -> dict[str, Any]:
-    error = {"code": kind, "message": message}
-    return {"id": f"batch_req_{place:08d}", "custom_id": id, "response": None, "error": error}
+    return {
+        "id": f"batch_req_{place:08d}",
+        "custom_id": id,
+        "response": None,
+        "error": {"code": kind, "message": message},
+    }

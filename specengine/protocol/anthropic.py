@@ -234,8 +234,11 @@ class MessagesReply(OneReply):
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from super().begin(place, answer)
-        usage = _usage(answer) | {"output_tokens": 0}
-        nothing = {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        nothing = {
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(answer) | {"output_tokens": 0},
+        }
         yield _event("message_start", message=self._message([]) | nothing)
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:

@@ -303,8 +303,12 @@ class CheckedRequest:
             ids = self._prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
-            message = f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server"
-            raise ContextLengthError.of(message, len(ids), most, most)
+            raise ContextLengthError.of(
+                f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server",
+                len(ids),
+                most,
+                most,
+            )
         constrained = constraint_options(self.request, tokenizer)
         defaults = {
             name: value

@@ -71,8 +71,11 @@ class PromptTooLongError(RequestError):
     def body_for(self, path: str) -> dict[str, Any]:
         error = self.error
         if path.startswith("/v1/messages"):
-            message = f"prompt is too long: {error.tokens} tokens > {error.maximum} maximum"
-            return anthropic_error(RequestError(400, message))
+            return anthropic_error(
+                RequestError(
+                    400, f"prompt is too long: {error.tokens} tokens > {error.maximum} maximum"
+                )
+            )
         if path.startswith("/api/"):
             above = f"prompt too long; exceeded max context length by {error.tokens - error.maximum} tokens"
             return {"error": f"the input length exceeds the context length: {above}"}

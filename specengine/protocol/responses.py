@@ -219,8 +219,9 @@ class _Conversation:
             raise refused(
                 f"{place}.name", "accepted a name, and the text of a JSON object as arguments"
             )
-        call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
-        self._own().setdefault("tool_calls", []).append(call)
+        self._own().setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+        )
 
     def _result(self, place: str, item: dict[str, Any]) -> None:
         self._open = None
@@ -317,8 +318,12 @@ class ResponsesReply(OneReply):
 
     def _close(self, item: _Item) -> Iterator[bytes]:
         if item.part is None:
-            arguments = {"name": item.done["name"], "arguments": item.text}
-            yield self._event(f"response.{item.told}.done", **item.where, **arguments)
+            yield self._event(
+                f"response.{item.told}.done",
+                **item.where,
+                name=item.done["name"],
+                arguments=item.text,
+            )
         else:
             logprobs = {"logprobs": item.rated} if item.kind == "message" else {}
             yield self._event(

@@ -182,7 +182,7 @@ class _PlaceInQueue:
         return min(self._ping, PLACE_SECONDS) if self._waits else self._ping
 
     def look(self) -> list[Waiting | None]:
-        before = self._worker.before(self._job) if self._waits else None
+        before = self._worker.jobs.before(self._job) if self._waits else None
         said: list[Waiting | None] = [] if before is None else [Waiting(before)]
         if before is None and (self._told or not self._waits):
             said = [None]
@@ -200,13 +200,13 @@ async def events(
     """
     inbox: asyncio.Queue[Coming | ClientGoneError] = asyncio.Queue()
     jobs = [_job(each, _who(each, request), place, inbox) for place, each in enumerate(asked)]
-    worker.submit(*jobs)
+    worker.jobs.submit(*jobs)
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         for each in jobs:
-            worker.cancel(each)
+            worker.jobs.cancel(each)
         inbox.put_nowait(ClientGoneError())
 
     watching = asyncio.create_task(watch())
@@ -225,7 +225,7 @@ async def events(
             yield come
     finally:
         for each in jobs:
-            worker.cancel(each)
+            worker.jobs.cancel(each)
         watching.cancel()
 
 

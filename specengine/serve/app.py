@@ -77,7 +77,7 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
         if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
             worker.metrics.failed.labels(problem.status).inc()
         if problem.status == 429:
-            problem.headers["Retry-After"] = str(worker.retry_seconds)
+            problem.headers["Retry-After"] = str(worker.jobs.retry_seconds)
         return problem.response(request.url.path)
 
     @app.exception_handler(RequestError)
@@ -113,7 +113,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
     @app.get("/health", summary="200 while requests are taken, else 503")
     async def health() -> Response:
         require_ready(worker.state)
-        return json_response({"status": "ok", "parallel": worker.parallel})
+        return json_response({"status": "ok", "parallel": worker.jobs.parallel})
 
     app.add_api_route(
         "/openapi.json", lambda: app.openapi(), include_in_schema=False
@@ -133,8 +133,13 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         require_ready(worker.state)
         assert worker.engine is not None
         context = worker.engine.target.max_context
-        owner = {"object": "model", "created": started, "owned_by": "specengine"}
-        return {"id": settings.name} | owner | {"max_model_len": context}
+        return {
+            "id": settings.name,
+            "object": "model",
+            "created": started,
+            "owned_by": "specengine",
+            "max_model_len": context,
+        }
 
     started = int(time.time())
 

@@ -69,8 +69,11 @@ class Front:
 
     def app(self) -> Starlette:
         """Return the ASGI application, with keys, limits and browsers' rules before it."""
-        healths = [Route(path, self._health) for path in HEALTH]
-        routes = [*healths, Route("/metrics", self._metrics), Mount("/", self._forward)]
+        routes = [
+            *[Route(path, self._health) for path in HEALTH],
+            Route("/metrics", self._metrics),
+            Mount("/", self._forward),
+        ]
         return Starlette(
             routes=routes,
             middleware=middleware(self._settings, self._own.failed),
@@ -98,9 +101,8 @@ class Front:
         request = Request(scope, receive)
         require_ready(self.state)
         body = await request.body()
-        path = scope["path"]
         asking = HttpRequest(
-            request.method, path, scope["query_string"], list(request.headers.raw), body
+            request.method, scope["path"], scope["query_string"], list(request.headers.raw), body
         )
         began = time.monotonic()
         passing = asyncio.ensure_future(self._passed(asking, send))
@@ -154,8 +156,9 @@ class Front:
         problem = error if isinstance(error, RequestError) else _problem(error)
         if problem.status == 429:
             # until there is likely room: the recent mean time of an answer, waiting included
-            seconds = min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
-            problem.headers["Retry-After"] = str(seconds)
+            problem.headers["Retry-After"] = str(
+                min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
+            )
         if request.url.path not in HEALTH:
             self._own.failed.labels(problem.status).inc()
         return problem.response(request.url.path)
@@ -196,8 +199,13 @@ class _Line:
     async def _tell(self, comment: bytes) -> None:
         if not self.told:
             self.told = True
-            kind = (b"content-type", f"{EVENTS}; charset=utf-8".encode())
-            await self._send({"type": "http.response.start", "status": 200, "headers": [kind]})
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", f"{EVENTS}; charset=utf-8".encode())],
+                }
+            )
         await self._send({"type": "http.response.body", "body": comment, "more_body": True})
 
 
@@ -243,8 +251,13 @@ async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> N
         problem = _problem(error)
         if not begun:
             raise problem from error
-        last = last_words(problem, media, path)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": last_words(problem, media, path),
+                "more_body": False,
+            }
+        )
 
 
 async def _gone(receive: Receive) -> None:

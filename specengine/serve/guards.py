@@ -100,8 +100,9 @@ class Guard:
             and not self._allows(headers)
         ):
             message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
-            bearer = {"WWW-Authenticate": "Bearer"}
-            return RequestError(401, message, code="invalid_api_key", headers=bearer)
+            return RequestError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         declared = kind.startswith("application/") and kind.endswith(("/json", "+json"))
         if scope["method"] == "POST" and not declared and (origin := self._elsewhere(headers)):

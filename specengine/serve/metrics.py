@@ -162,8 +162,9 @@ class Added:
             for family in families:
                 if replica in self._gone and family.type == "gauge":
                     continue
-                made = Metric(family.name, family.documentation, family.type)
-                _, samples = sums.setdefault(family.name, (made, {}))
+                _, samples = sums.setdefault(
+                    family.name, (Metric(family.name, family.documentation, family.type), {})
+                )
                 shares[family.name] += 1
                 for sample in family.samples:
                     key = sample.name, tuple(sorted(sample.labels.items()))

@@ -146,8 +146,12 @@ class _Limited(
 
     def _wait(self) -> None:
         if self._timer is None:
-            message = f"the request was not whole within {self.seconds:g} s"
-            self._timer = self.loop.call_later(self.seconds, self._refuse, 408, message)
+            self._timer = self.loop.call_later(
+                self.seconds,
+                self._refuse,
+                408,
+                f"the request was not whole within {self.seconds:g} s",
+            )
 
     def _ended(self) -> None:
         if self._timer is not None:
@@ -208,9 +212,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
         http = limited(settings.request_seconds)
-        app = create_app(worker, settings)
         super().__init__(
-            uvicorn.Config(app, http=http, lifespan="on", **connections(settings), **options)
+            uvicorn.Config(
+                create_app(worker, settings),
+                http=http,
+                lifespan="on",
+                **connections(settings),
+                **options,
+            )
         )
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
@@ -223,9 +232,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end = time.monotonic() + self.drain_seconds
         self.worker.drain()
-        while not self.worker.idle and time.monotonic() < end:
+        while not self.worker.jobs.idle and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        self.worker.abandon()
+        self.worker.jobs.abandon()
         self.config.timeout_graceful_shutdown = max(
             round(end - time.monotonic()), 1
         )  # to be read by their clients
@@ -253,7 +262,7 @@ def run(
     worker = Worker(load, settings.queue, Metrics(), settings.parallel)
     server = Server(worker, settings, log_config=LOGGING)
     worker.failed = lambda: setattr(server, "should_exit", True)
-    with opened, beside(lambda: worker.state == "ready" and worker.idle):
+    with opened, beside(lambda: worker.state == "ready" and worker.jobs.idle):
         server.run(sockets=[opened])
     if worker.failure is not None:
         raise worker.failure

@@ -77,7 +77,7 @@ def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": context, "params": {}},
-                "total_slots": worker.parallel,
+                "total_slots": worker.jobs.parallel,
                 "model_alias": settings.name,
                 "model_path": texts.engine.target.name,
                 "chat_template": template_of(tokenizer),

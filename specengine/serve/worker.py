@@ -111,8 +111,154 @@ class Clients:
         return client
 
 
+class JobQueue:
+    """The jobs that wait for an answer, as many as its length says, and those that are answered.
+
+    The client that was served least goes first, and of its jobs the one that came first.
+
+    waiting   how many may wait while as many as may are answered
+    parallel  how many are answered at once
+    limits    of the model, once it is loaded
+    answered  the jobs whose answers are under way
+    """
+
+    def __init__(self, waiting: int, parallel: int) -> None:
+        self.parallel = parallel
+        self.limits: ModelLimits | None = None
+        self.answered: set[Job] = set()
+        self.is_closed = False
+        self._waiting: deque[Job] = deque()
+        self._most = waiting
+        self._clients = Clients()
+        self._changed = threading.Condition()
+        self._mean_seconds = 1.0  # of an answer, the latest counting most
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, *jobs: Job) -> None:
+        """Put into the queue, all or none; QueueFullError where as many wait as may, InputError for a text that fits
+        no context, and for more jobs than may ever wait.
+        """
+        most = self._most + self.parallel
+        if len(jobs) > most:
+            raise InputError(
+                f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue"
+            )
+        for job in jobs:
+            if self.limits is not None:
+                job.asked.require_possible(self.limits)
+            job.quick = job.asked.quick
+        with self._changed:
+            waiting = len(self._waiting)
+            if waiting + len(jobs) > most - len(self.answered):
+                raise QueueFullError(
+                    f"{waiting} requests wait already; try again in {self.retry_seconds} s"
+                )
+            asking = {other.ticket.client for other in (*self._waiting, *self.answered)}
+            for job in jobs:
+                job.ticket.client = self._clients.of(job.who, asking)
+                asking.add(job.ticket.client)
+            self._waiting += jobs
+            self._changed.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """Take it out of the queue, or end its wait for room, or itself with the cycle under way."""
+        job.ticket.cancel()
+        self.drop(job)
+
+    def drop(self, job: Job) -> bool:
+        """Take a job that waits out of the queue. Return whether it did."""
+        with self._changed:
+            if waits := job in self._waiting:
+                self._waiting.remove(job)
+        return waits
+
+    def before(self, job: Job) -> int | None:
+        """Return how many answers end before the job has its turn; None where it does not wait for one."""
+        with self._changed:
+            if job not in self._waiting:
+                return None
+            turn = sum(other.ticket.rank <= job.ticket.rank for other in self._waiting)
+            return max(turn - (self.parallel - len(self.answered)), 0)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no job is answered and none waits."""
+        with self._changed:
+            return not self._waiting and not self.answered
+
+    @property
+    def retry_seconds(self) -> int:
+        """Return the seconds until the queue is likely empty, by the recent time of answers."""
+        turns = max((len(self._waiting) + len(self.answered)) / self.parallel, 1)
+        return min(max(math.ceil(self._mean_seconds * turns), 1), MAX_RETRY_SECONDS)
+
+    def abandon(self) -> None:
+        """Fail all jobs whose answers have not ended."""
+        with self._changed:
+            jobs = [*self._waiting, *self.answered]
+            for job in jobs:
+                job.ticket.cancel()
+            self._waiting.clear()
+        for job in jobs:
+            job.deliver(Failed(unavailable("stopping")))
+
+    def _has_place(self, job: Job) -> bool:
+        """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
+        spare = (
+            0 if any(other.ticket.client is job.ticket.client for other in self.answered) else SPARE
+        )
+        return len(self.answered) < self.parallel + spare
+
+    def first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
+        """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
+        with self._changed:
+            while not self.is_closed:
+                if (
+                    job := min(
+                        filter(suits, self._waiting), key=lambda job: job.ticket.rank, default=None
+                    )
+                ) is not None:
+                    return job
+                if not wait:
+                    return None
+                self._changed.wait()
+            return None
+
+    def take(self, wait: bool) -> Job | None:
+        """Move the first job that may be answered now to those that are, and return it; None as in `first`."""
+        with self._changed:
+            job = self.first(
+                lambda job: (job.quick or job.prepared is not None) and self._has_place(job), wait
+            )
+            if job is not None:
+                self.answered.add(job)
+                self._waiting.remove(job)
+            return job
+
+    def finish(self, job: Job, seconds: float) -> None:
+        """Take the end of an answer into account, and the seconds that it took."""
+        with self._changed:
+            self.answered.discard(job)
+            self._mean_seconds += 0.3 * (seconds - self._mean_seconds)
+
+    def wake(self) -> None:
+        """Have the threads that wait for a job look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancel all jobs, and give out no more."""
+        with self._changed:
+            self.is_closed = True
+            for job in [*self._waiting, *self.answered]:
+                job.ticket.cancel()
+            self._changed.notify_all()
+
+
 class Worker:
-    """Answers jobs in one loop, `parallel` at once: first those of whoever was served least, in the order they came in.
+    """Answers the jobs of its queue in one loop, as many at once as the queue says.
 
     One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
@@ -131,96 +277,30 @@ class Worker:
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.engine: Engine | None = None
-        self.limits: ModelLimits | None = None
+        self.jobs = JobQueue(waiting, parallel or 1)
         self.beside: ModelLimits | None = (
             None  # for whoever reads texts without an answer; copied at the start, slowly
         )
-        self._load, self._most = load, waiting
-        self._jobs: deque[Job] = deque()
-        self._clients = Clients()
-        self.parallel = parallel or 1  # answers at once, once it has loaded
+        self._load = load
         self._by_memory = parallel is None
-        self._answered: set[Job] = set()  # at present
         self._pool: Pool | None = None
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._mean_seconds = 1.0  # of an answer, the latest counting most
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
-        self._reader = threading.Thread(
-            target=self._read_all, name="specengine-reader", daemon=True
-        )
-        metrics.running.set_function(lambda: len(self._answered) - self._without_room)
-        metrics.waiting.set_function(lambda: len(self._jobs) + self._without_room)
+        metrics.running.set_function(lambda: len(self.jobs.answered) - self._without_room)
+        metrics.waiting.set_function(lambda: len(self.jobs) + self._without_room)
 
     def start(self) -> None:
         self._thread.start()
 
     def drain(self) -> None:
         """Answer what there is; whoever submits sees to it that nothing more comes."""
-        with self._changed:
-            if self.state == "ready":
-                self.state = "stopping"
-
-    def abandon(self) -> None:
-        """Fail all jobs whose answers have not ended."""
-        with self._changed:
-            jobs = [*self._jobs, *self._answered]
-            for job in jobs:
-                job.ticket.cancel()
-            self._jobs.clear()
-        for job in jobs:
-            job.deliver(Failed(unavailable("stopping")))
+        if self.state == "ready":
+            self.state = "stopping"
 
     def stop(self, seconds: float = 10.0) -> None:
         """Cancel everything and end the threads, which are not waited for while they load."""
-        with self._changed:
-            self._stopping = True
-            for job in [*self._jobs, *self._answered]:
-                job.ticket.cancel()
-            self._changed.notify_all()
+        self.jobs.close()
         if self.engine is not None:
             self._thread.join(seconds)
-
-    def submit(self, *jobs: Job) -> None:
-        """Put into the queue, all or none; QueueFullError where as many wait as may, InputError for a text that fits
-        no context, and for more jobs than may ever wait.
-        """
-        most = self._most + self.parallel
-        if len(jobs) > most:
-            raise InputError(
-                f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue"
-            )
-        for job in jobs:
-            if self.limits is not None:
-                job.asked.require_possible(self.limits)
-            job.quick = job.asked.quick
-        with self._changed:
-            waiting = len(self._jobs)
-            if waiting + len(jobs) > most - len(self._answered):
-                raise QueueFullError(
-                    f"{waiting} requests wait already; try again in {self.retry_seconds} s"
-                )
-            asking = {other.ticket.client for other in (*self._jobs, *self._answered)}
-            for job in jobs:
-                job.ticket.client = self._clients.of(job.who, asking)
-                asking.add(job.ticket.client)
-            self._jobs += jobs
-            self._changed.notify_all()
-
-    def cancel(self, job: Job) -> None:
-        """Take it out of the queue, or end its wait for room, or itself with the cycle under way."""
-        with self._changed:
-            job.ticket.cancel()
-            if job in self._jobs:
-                self._jobs.remove(job)
-
-    def before(self, job: Job) -> int | None:
-        """Return how many answers end before the job has its turn; None where it does not wait for one."""
-        with self._changed:
-            if job not in self._jobs:
-                return None
-            own = [other for other in self._jobs if other.ticket.rank <= job.ticket.rank]
-            return max(len(own) - (self.parallel - len(self._answered)), 0)
 
     @property
     def alive(self) -> bool:
@@ -228,33 +308,21 @@ class Worker:
         return self._thread.is_alive()
 
     @property
-    def idle(self) -> bool:
-        """Return whether no job is answered and none waits."""
-        with self._changed:
-            return not self._jobs and not self._answered
-
-    @property
     def _without_room(self) -> int:
         """The number of jobs that have an engine but wait for memory for its cache."""
         return 0 if self._pool is None else len(self._pool.waiting)
-
-    @property
-    def retry_seconds(self) -> int:
-        """Return the seconds until the queue is likely empty, by the recent time of answers."""
-        turns = (len(self._jobs) + len(self._answered)) / self.parallel
-        return min(max(math.ceil(self._mean_seconds * max(turns, 1)), 1), MAX_RETRY_SECONDS)
 
     def _run(self) -> None:
         try:
             self.engine = self._load()
             if self._by_memory:
-                self.parallel = parallel_of(self.engine)
-            if self.parallel > 1:
-                self._pool = Pool(self.engine, self.parallel, spare=SPARE)
+                self.jobs.parallel = parallel_of(self.engine)
+            if self.jobs.parallel > 1:
+                self._pool = Pool(self.engine, self.jobs.parallel, spare=SPARE)
                 if self._pool.tokenizer is not None:
                     self._pool.tokenizer.ready()  # the first answer need not wait for it
             self.metrics.watch(self._pool or self.engine)
-            self.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
+            self.jobs.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
             with contextlib.suppress(Exception):  # whoever asks for a constraint is told
                 target = self.engine.target
                 anything = GenerationOptions.of(
@@ -267,10 +335,9 @@ class Worker:
             self.failure, self.state = error, "failed"
             self.failed()
             return
-        with self._changed:
-            self.state = "ready"
-        self._reader.start()
-        log.info("ready: %r, answers at once: %d", self.engine, self.parallel)
+        self.state = "ready"
+        threading.Thread(target=self._read_all, name="specengine-reader", daemon=True).start()
+        log.info("ready: %r, answers at once: %d", self.engine, self.jobs.parallel)
         engines, scheduler = (
             ([self.engine], None)
             if self._pool is None
@@ -280,14 +347,9 @@ class Worker:
             pass
 
     def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
-        with self._changed:
-            job = self._first(
-                lambda job: (job.quick or job.prepared is not None) and self._has_place(job), wait
-            )
-            if job is None:
-                return None
-            self._answered.add(job)
-            self._jobs.remove(job)
+        job = self.jobs.take(wait)
+        if job is None:
+            return None
         began = time.perf_counter()
         engine = self._engine_for(job, idle)
         return engine, self._answer_job(engine, job, began)
@@ -297,9 +359,7 @@ class Worker:
             yield from self._answer(engine, job, began - job.came)
         except Exception as error:
             self._failure(job, error)
-        with self._changed:
-            self._answered.discard(job)
-            self._mean_seconds += 0.3 * (time.perf_counter() - began - self._mean_seconds)
+        self.jobs.finish(job, time.perf_counter() - began)
 
     def _engine_for(self, job: Job, idle: list[Engine]) -> Engine:
         """Return the idle engine that holds most of the prompt, else the one that has been idle for longest.
@@ -317,43 +377,21 @@ class Worker:
         ]
         return idle[own.index(max(own))]
 
-    def _has_place(self, job: Job) -> bool:
-        """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
-        spare = (
-            0
-            if any(other.ticket.client is job.ticket.client for other in self._answered)
-            else SPARE
-        )
-        return len(self._answered) < self.parallel + spare
-
-    def _first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
-        """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
-        with self._changed:
-            while not self._stopping:
-                if (
-                    job := min(
-                        filter(suits, self._jobs), key=lambda job: job.ticket.rank, default=None
-                    )
-                ) is not None:
-                    return job
-                if not wait:
-                    return None
-                self._changed.wait()
-            return None
-
     def _read_all(self) -> None:
         """Read what takes long, texts one after the other."""
         assert self.engine is not None
-        assert self.limits is not None
-        limits = self.limits._replace(lock=threading.Lock())
+        assert self.jobs.limits is not None
+        limits = self.jobs.limits._replace(lock=threading.Lock())
         while (
-            job := self._first(lambda job: not (job.quick or job.is_read or job.prepared))
+            job := self.jobs.first(lambda job: not (job.quick or job.is_read or job.prepared))
         ) is not None:
             job.is_read = True
             if job.asked.constrains:  # a schema of one does not wait for another's
-                reading = (self.engine, job, limits)
                 threading.Thread(
-                    target=self._read, args=reading, name="specengine-grammar", daemon=True
+                    target=self._read,
+                    args=(self.engine, job, limits),
+                    name="specengine-grammar",
+                    daemon=True,
                 ).start()
             else:
                 self._read(self.engine, job, limits)
@@ -362,25 +400,21 @@ class Worker:
         try:
             self._prepare(engine, job, limits)
         except Exception as error:
-            with self._changed:
-                if waits := job in self._jobs:
-                    self._jobs.remove(job)
-            if waits:
+            if self.jobs.drop(job):
                 self._failure(job, error)
-        with self._changed:
-            self._changed.notify_all()
+        self.jobs.wake()
 
     def _prepare(
         self, engine: Engine, job: Job, limits: ModelLimits | None = None
     ) -> PreparedRequest:
         """Read the request; InputError, or RequestError where nobody waits for it any more or its time is over."""
         began = time.perf_counter()
-        longest = self.limits and self.limits.longest
+        longest = self.jobs.limits and self.jobs.limits.longest
         limits = limits or ModelLimits(engine.tokenizer, engine.target.max_context, longest)
         most = math.inf if job.quick else job.asked.settings.max_seconds
 
         def still_wanted() -> None:
-            if job.cancelled or self._stopping:
+            if job.cancelled or self.jobs.is_closed:
                 raise unavailable("stopping")
             if time.perf_counter() - began > most:
                 raise RequestError(
@@ -498,9 +532,10 @@ def _score(
             ):  # other answers go on before the next forward
                 yield
             if time.perf_counter() > deadline:
-                seconds = job.asked.settings.max_seconds
                 raise RequestError(
-                    503, f"rating the prompt takes longer than {seconds:g} s", code="timeout"
+                    503,
+                    f"rating the prompt takes longer than {job.asked.settings.max_seconds:g} s",
+                    code="timeout",
                 )
     answer.scored_s = time.perf_counter() - began
 

@@ -269,7 +269,7 @@ def test_a_server_answers_with_every_head(engine: Engine) -> None:
         found = list(
             many.map(lambda body: server.post(body, "/v1/completions").json()["choices"], asked)
         )
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
     assert found == alone
 
 

@@ -101,13 +101,13 @@ def test_a_client_that_has_gone_ends_its_answer_all_the_same() -> None:
         host, port = waiting.address.removeprefix("http://").split(":")
         opened = socket.create_connection((host, int(port)))
         opened.sendall(request(CHAT | {"max_tokens": 100}))
-        until(lambda: waiting.worker._answered)
+        until(lambda: waiting.worker.jobs.answered)
         opened.close()
         gate.open.set()
         gate.open.clear()
-        until(lambda: all(job.cancelled for job in waiting.worker._answered))
+        until(lambda: all(job.cancelled for job in waiting.worker.jobs.answered))
         gate.open.set()
-        until(lambda: waiting.worker.idle)
+        until(lambda: waiting.worker.jobs.idle)
         assert gate.passed < 100
 
 

@@ -162,10 +162,10 @@ def test_a_client_that_goes_away_frees_the_engine_within_a_cycle(stream: bool) -
     gate = Gate()
     with served(lambda: gate.engine) as server:
         asyncio.run(_asked_and_left(server, gate, CHAT | {"stream": stream, "max_tokens": 200}))
-        until(lambda: all(job.cancelled for job in server.worker._answered))
+        until(lambda: all(job.cancelled for job in server.worker.jobs.answered))
         passed = gate.passed
         gate.open.set()
-        until(lambda: not server.worker._answered)
+        until(lambda: not server.worker.jobs.answered)
         assert gate.passed <= passed + 1
         assert server.post(CHAT).status_code == 200
         assert server.metric('request_success_total{finished_reason="abort"}') == 1
@@ -190,7 +190,7 @@ def test_a_full_queue_is_told_when_to_come_again_and_a_leaver_makes_room() -> No
                     return asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
 
                 first = ask()
-                await asyncio.to_thread(until, lambda: server.worker._answered)
+                await asyncio.to_thread(until, lambda: server.worker.jobs.answered)
                 second = ask()
                 await asyncio.to_thread(until, lambda: server.metric("num_requests_waiting") == 1)
                 refused = await ask()

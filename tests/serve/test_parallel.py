@@ -94,7 +94,7 @@ def test_answers_at_once_are_those_given_alone() -> None:
         found = list(
             many.map(lambda number: server.post(asked(number)).json()["choices"][0], range(12))
         )
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert server.metric("num_requests_running") == 0
     assert found == alone
 
@@ -154,7 +154,7 @@ def test_clients_that_leave_free_their_places() -> None:
             thread.start()
         for thread in threads:
             thread.join(30)
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert server.post(CHAT).status_code == 200
 
 
@@ -162,7 +162,7 @@ def test_stopping_ends_all_answers() -> None:
     with served(native_engine, parallel=3) as server, ThreadPoolExecutor(3) as many:
         body = TEXT | {"max_tokens": 480, "ignore_eos": True}
         jobs = [many.submit(server.post, body, TEXTS) for _ in range(3)]
-        until(lambda: server.worker._answered)
+        until(lambda: server.worker.jobs.answered)
         server.stop()
         assert {job.result().status_code for job in jobs} <= {200, 503}
         began = time.monotonic()
@@ -183,7 +183,7 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
             assert server.metric("num_requests_running") == 1
             assert 0 < server.metric("kv_cache_usage_perc") < 1
             steps.allow(1000)
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert (
             server.metric("kv_cache_usage_perc") == 0
         )  # what is kept for the next turn can be had
@@ -194,13 +194,13 @@ def test_figures_of_answers_at_once(steps: Steps) -> None:
     with served(native_engine, parallel=1) as server:
         assert "iteration_tokens" not in server.client.get("/metrics").text
         server.post(TEXT, TEXTS)
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         before = (
             server.metric("prefix_cache_queries_total"),
             server.metric("prefix_cache_hits_total"),
         )
         server.post(TEXT, TEXTS)
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert server.metric("prefix_cache_queries_total") == before[0] + 16
         assert (
             server.metric("prefix_cache_hits_total") == before[1] + 15
@@ -218,7 +218,7 @@ def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
         )
         gate.open.set()
         assert job.result().status_code == 200
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert server.metric("kv_cache_usage_perc") == 0
 
 
@@ -275,10 +275,10 @@ def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
         until(lambda: server.metric("num_requests_running") == 1)
         client = HTTPConnection(server.address.removeprefix("http://"))
         client.request("POST", TEXTS, json.dumps(long), {"Content-Type": "application/json"})
-        steps.until(lambda: len(server.worker._answered) == 2)
+        steps.until(lambda: len(server.worker.jobs.answered) == 2)
         assert server.metric("num_requests_waiting") == 1
         client.close()
-        steps.until(lambda: len(server.worker._answered) == 1)
+        steps.until(lambda: len(server.worker.jobs.answered) == 1)
         assert server.metric("num_requests_waiting") == 0
         assert server.metric('request_success_total{finished_reason="abort"}') == 1
         steps.allow(1000)
@@ -298,7 +298,7 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     ):
         first = many.submit(server.post, long, TEXTS)
         until(lambda: server.metric("num_requests_running") == 1)
-        (job,) = server.worker._answered
+        (job,) = server.worker.jobs.answered
         job.ticket.deadline = math.inf
         late = (
             long | {"stream": True, "stream_options": {"include_usage": True}} if stream else long
@@ -319,7 +319,7 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
         assert server.metric("num_requests_waiting") == 0
         steps.allow(1000)
         assert first.result().json()["choices"][0]["finish_reason"] == "length"
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert not server.worker._pool._reserved  # type: ignore[union-attr]
 
 
@@ -386,11 +386,11 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         steps.allow(6)
         until(lambda: server.metric("kv_cache_usage_perc") > 0)
         gone.set()
-        until(lambda: any(job.cancelled for job in server.worker._answered))
+        until(lambda: any(job.cancelled for job in server.worker.jobs.answered))
         steps.allow(10_000)
         texts = [job.result().json()["choices"][0]["text"] for job in waiting]
         assert [job.result() for job in leaving] == [None] * MANY
-        until(lambda: server.worker.idle)
+        until(lambda: server.worker.jobs.idle)
         assert server.metric('request_success_total{finished_reason="abort"}') > 0
     with served(native_engine, parallel=1) as server:
         assert texts == [server.post(LONG, TEXTS).json()["choices"][0]["text"]] * 2
@@ -465,12 +465,12 @@ def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(
         monkeypatch.setattr(pool_module, "free_memory", lambda free=free: int(free))
         assert parallel_of(engine) == expected
         with served(native_engine) as server:
-            assert server.worker.parallel == expected
+            assert server.worker.jobs.parallel == expected
             assert (server.worker._pool is None) == (expected == 1)
             assert server.client.get("/health").json() == {"status": "ok", "parallel": expected}
             assert server.post(CHAT).status_code == 200
     with served(native_engine, parallel=2) as server:  # a number that is given holds
-        assert server.worker.parallel == 2
+        assert server.worker.jobs.parallel == 2
     assert parallel_of(engine, memory=5 * each) == 5
 
 

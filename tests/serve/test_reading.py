@@ -333,8 +333,8 @@ def test_a_full_queue_says_how_long_all_of_it_takes() -> None:
         waiting = [threading.Thread(target=server.post, args=(FEW,)) for _ in range(4)]
         for thread in waiting:
             thread.start()
-        until(lambda: server.worker._answered and server.metric("num_requests_waiting") == 3)
-        server.worker._mean_seconds = 2.0
+        until(lambda: server.worker.jobs.answered and server.metric("num_requests_waiting") == 3)
+        server.worker.jobs._mean_seconds = 2.0
         refused = server.post(FEW)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "8")
         gate.open.set()
