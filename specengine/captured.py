@@ -405,10 +405,9 @@ class CapturedDriver(EagerDriver):
         self._capture(*self._missing(self._growth()))
         self.branched = branched
         spans = list[tuple[str, Mark, Mark]]()
-        self.tree.restart()
         for _ in range(count):
             with self._undone():
-                self.tree.tokens[:1].fill_(root)
+                self._plant(root)
                 spans += self._rehearsal()
         spans[-1][2].wait()
         seconds: dict[str, list[float]] = {name: [] for name, _, _ in spans}
@@ -455,8 +454,7 @@ class CapturedDriver(EagerDriver):
         if self.policy is None or not self.grows_there or is_guided(source):
             return (yield from super().draft(token, seconds, source, plan, shared=shared))
         began = time.perf_counter()
-        self.tree.restart()
-        self.tree.tokens[:1].fill_(token)
+        self._plant(token)
         self._grow()
         grown = self.tree.to(self.tree.device if self._learns_there() else HOST)
         seconds.draft += time.perf_counter() - began
@@ -477,7 +475,8 @@ class CapturedDriver(EagerDriver):
         """Run the cycles of a lane until its answer ends."""
         lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
-        self._begin(lane)
+        assert lane.history.length - 1 == drafted
+        self._plant(lane.root)
         ended: Mark | None = None
         try:
             # the next tree waits for what became of this
@@ -531,10 +530,9 @@ class CapturedDriver(EagerDriver):
             if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
 
-    def _begin(self, lane: Lane) -> None:
-        assert lane.history.length - 1 == len(self.target.tokens)
+    def _plant(self, token: int) -> None:
         self.tree.restart()
-        self.tree.tokens[:1].fill_(lane.root)
+        self.tree.tokens[:1].fill_(token)
 
     def _start(self, number: int) -> Sent:
         """Launch a cycle."""
