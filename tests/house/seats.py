@@ -131,7 +131,7 @@ def run(check: str, folder: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=1200,  # some compile, on machines that may have other work
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
