@@ -28,6 +28,7 @@ from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding
+MOST_REPEATED = 32  # tokens
 MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
 
@@ -214,6 +215,8 @@ def grow(
     tree = TokenTree.root(token, policy.capacity, device)
     tree.free = drafter.free
     frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
+    if plan.patience and not drafter.about.passes:
+        frontier = frontier.where(False)
     if drafted := int(frontier.live):
         if settle is not None:
             settle(seconds)
@@ -568,6 +571,7 @@ def commit(
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
     path, tokens, end, features, successors, logprobs = verdict
+    copies = plan.rests and driver.drafter is not None and driver.drafter.traits.copies
     cycle = Cycle(
         draft.tree,
         path,
@@ -581,6 +585,7 @@ def commit(
         origins,
         logprobs,
         driver.target.experts,
+        repeated=repeated(lane.history.ids[0]) if copies else 0,
         end=end,
     )
     if driver.drafter is not None and driver.policy is not None:
@@ -590,6 +595,17 @@ def commit(
             driver.drafter.accept(cycle)
     lane.root = tokens[-1]
     return cycle
+
+
+def repeated(tokens: Tensor) -> int:
+    """Return how many of the last tokens, at most MOST_REPEATED, stand before, in this order. tokens: int64 [n]"""
+    text = tokens.cpu().numpy()
+    count, ends = 0, (text[:-1] == text[-1]).nonzero()[0]
+    while len(ends) and count < MOST_REPEATED:
+        count += 1
+        ends = ends[ends >= count]
+        ends = ends[text[ends - count] == text[-1 - count]]
+    return count
 
 
 def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:

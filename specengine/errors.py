@@ -139,8 +139,7 @@ def missing_extra(feature: str, extra: str, error: ImportError) -> MissingExtraE
 def install_command(extra: str) -> str:
     """Return the command that installs an extra: from the checkout, or package by package for an installed wheel."""
     if (CHECKOUT / "pyproject.toml").is_file():
-        folder = "." if Path.cwd() == CHECKOUT else CHECKOUT
-        return f"pip install -e '{folder}[{extra}]'"
+        return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"
     return "pip install " + " ".join(f"'{requirement}'" for requirement in _requirements(extra))
 
 

@@ -185,8 +185,7 @@ class SharedCosts(PassCosts):
             len(rows) - self.others, device=rows.device, dtype=torch.int64
         )
         known = wanted.clamp(max=len(rows) - 1)
-        last = rows[-1 - texts]
-        return rows[known] + (rows[-1] - last) / texts * (wanted - known)
+        return rows[known] + (rows[-1] - rows[-1 - texts]) / texts * (wanted - known)
 
 
 def busy(others: float | None) -> str | None:

@@ -33,6 +33,7 @@ class About(NamedTuple):
     lookup           whether lookup.py mixes copies in: by default on a CPU, never, or (None) on request
     takes_any_model  of all kinds it is asked last whether a draft is its own
     origin           source of its own proposals: draft, copied or recycled
+    passes           whether a draft pass proposes more than `free` does; else a policy that may skip passes has none
     """
 
     policy: str = "auto"
@@ -40,6 +41,7 @@ class About(NamedTuple):
     lookup: bool | None = None
     takes_any_model: bool = False
     origin: str = "draft"
+    passes: bool = True
 
 
 class Traits(NamedTuple):
@@ -179,6 +181,12 @@ class CapturedDrafter(Drafter):
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
+
+
+class Recycler(Drafter):
+    """Keeps the target's own likeliest successors of each token. table: a SuccessorTable of `lookup`."""
+
+    table: Any
 
 
 class Wrapped(Drafter):

@@ -58,6 +58,7 @@ class Coupled(Wrapped):
         self, drafter: Drafter, seed: Tensor, scale: Tensor, length: Callable[[], Tensor | int]
     ) -> None:
         super().__init__(drafter)
+        self.about = drafter.about._replace(passes=True)  # type: ignore[misc]  # which alone know the noise
         self._seed, self._scale, self._length = seed, scale, length
 
     @staticmethod
@@ -98,6 +99,7 @@ class Guided(Wrapped):
 
     def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
         super().__init__(drafter)
+        self.about = drafter.about._replace(passes=True)  # type: ignore[misc]  # which know what the grammar leaves
         self.constraint, self.written = constraint, written
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from sys import float_info
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.drafters import NO_HINTS, Drafter, Hints, Traits, Wrapped, another
+from specengine.drafters import NO_HINTS, Drafter, Hints, Recycler, Traits, Wrapped, another
 from specengine.errors import require
 from specengine.models import common_prefix
 from specengine.ops import Nodes
@@ -30,21 +30,6 @@ PRIOR_HITS = (0.17, 0.45, 0.53, 0.65, 0.7, 0.74, 0.78, 0.93)
 PRIOR_WEIGHT = 8.0  # matches that the prior counts for
 CEILING = 0.98  # of the probability that a match can take
 FOLLOWERS = 8  # of a match, the commonest, that are copied
-
-
-class Recycler(Protocol):
-    """Keeps the target's own likeliest successors of each token."""
-
-    table: SuccessorTable
-
-    @property
-    def traits(self) -> Traits: ...
-
-    def begin(
-        self, prompt: list[int], features: Tensor | None = None, hints: Hints = NO_HINTS
-    ) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 def learn(
@@ -80,22 +65,21 @@ class Lookup(Wrapped):
 
     def __init__(self, drafter: Drafter, recycling: Recycler | None = None) -> None:
         super().__init__(drafter)
-        self.about = drafter.about._replace(lookup=False)  # type: ignore[misc]
         self.recycling = recycling
         self.name = f"{drafter.name} with lookup" + (
             " and recycling" if recycling is not None else ""
         )
-        self._sources: list[Drafter | Recycler] = (
-            [drafter] if recycling is None else [drafter, recycling]
-        )
+        self._sources = [drafter] if recycling is None else [drafter, recycling]
         successors = max(source.traits.successors for source in self._sources)
         self._traits = drafter.traits._replace(successors=successors, copies=True)
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
-        self.free = Beside(self._copies, None if recycling is None else recycling.table)  # type: ignore[assignment, method-assign]
+        source = drafter if isinstance(drafter, Recycler) else recycling
+        self.about = drafter.about._replace(lookup=False, passes=source is not drafter)  # type: ignore[misc]
+        self.free = Beside(self._copies, source and source.table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
     def __copy__(self) -> Lookup:
-        recycling = None if self.recycling is None else another(cast(Drafter, self.recycling))
+        recycling = None if self.recycling is None else another(self.recycling)
         return Lookup(another(self.inner), cast(Any, recycling))
 
     @property

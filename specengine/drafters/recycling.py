@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
+from specengine.drafters import NO_HINTS, About, Hints, Recycler, Traits
 from specengine.drafters.lookup import SuccessorTable, backend, learn
 from specengine.errors import require
 from specengine.ops import Nodes
@@ -21,7 +21,7 @@ SUCCESSORS_LIMIT = 64  # more than any tree has room for
 
 
 @dataclass
-class Recycling(Drafter):
+class Recycling(Recycler):
     """Drafts trees of the target's own likeliest successors of each token, rejected tokens included, as seen last.
 
     Every verification gives the target's distribution after each node of the tree. The `successors` best of it, 1 to

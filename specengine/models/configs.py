@@ -364,8 +364,7 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
         last = f"{layers}.{len(needed) - 1}."
         for name, weight in stored_tensors(empty_model(small, torch.float32)):
             if name.startswith(last):
-                inside = name.removeprefix(last)
-                every = [f"{layers}.{number}.{inside}" for number in numbers]
+                every = [f"{layers}.{number}.{name.removeprefix(last)}" for number in numbers]
                 shapes |= dict.fromkeys(every, tuple(weight.shape))
             elif not (
                 name.startswith(f"{layers}.")

@@ -213,8 +213,7 @@ class Fused:
         normed, entered = ops.add_rms_norm(states, residual, before.weight, before.variance_epsilon)
         attended = self._attended(layer, normed, place)
         normed, total = ops.add_rms_norm(attended, entered, after.weight, after.variance_epsilon)
-        opened = ops.silu_mul(*layer.gates(normed))
-        return layer.module.mlp.down_proj(opened), total, entered
+        return layer.module.mlp.down_proj(ops.silu_mul(*layer.gates(normed))), total, entered
 
     def _attended(self, layer: _Layer, normed: Tensor, place: _Place) -> Tensor:
         attention = layer.module.self_attn
@@ -268,7 +267,6 @@ class Fused:
 
 def _window(attention: nn.Module) -> int | None:
     """Return the sliding window that the module hands to its attention."""
-    kind = type(attention).__name__
-    if kind == "MistralAttention":
+    if type(attention).__name__ == "MistralAttention":
         return getattr(attention.config, "sliding_window", None)
     return getattr(attention, "sliding_window", None)

@@ -224,8 +224,7 @@ class CausalLM:
             raise UnsupportedModelError(
                 f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
             )
-        kept = {"version": self.version + 1, "seconds": self.seconds}
-        self.__dict__.update(fresh.__dict__ | kept)
+        self.__dict__.update(fresh.__dict__, version=self.version + 1, seconds=self.seconds)
 
     def refresh(self) -> None:
         """Take in what was changed since the last call, weights too; UnsupportedModelError as `require_same`."""

@@ -436,8 +436,7 @@ class CachedTarget(Target):
         return self.cache.reach(super().cached(tokens))
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
-        self.cache.crop(kept)
+        self.cache.crop(self.cached(tokens) if keep is None else keep)
         self.tokens = tokens[: self.cache.length]
         features = self._extend(tokens[self.cache.length :])
         self.tokens = list(tokens)

@@ -162,8 +162,9 @@ class NativeLM:
         (kind, layers), *others = self._packing.keeps.items()
         sizes = family.attention_of(self.config).kept(layers), *kind, capacity
         if not family.recurrence(self.config):
-            more = [(count, *heads) for heads, count in others]
-            return KVCache(*sizes, dtype=self.dtype, others=more)
+            return KVCache(
+                *sizes, dtype=self.dtype, others=[(count, *heads) for heads, count in others]
+            )
         return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
 
     def require_same(self) -> None:

@@ -389,8 +389,7 @@ class OwnCacheTarget(HuggingFaceTarget):
         return 0 if self.lm.mixes else found  # a prompt in two parts would be answered otherwise
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
-        self.cache.crop(kept)
+        self.cache.crop(self.cached(tokens) if keep is None else keep)
         self.tokens, self._waiting = tokens[: self.cache.length], tokens[self.cache.length :]
         if not self._features:
             return None

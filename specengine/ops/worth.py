@@ -249,8 +249,7 @@ def _append_likely(
         values.index_select(0, selected.ids) for values in (tokens.reshape(-1), edges)
     )
     ids = append_nodes(tree, size, parents, drawn, carried, selected.live, overflow)
-    appended = Nodes(ids, selected.live * (overflow == 0))
-    at = _spared(appended, notes)
+    at = _spared(Nodes(ids, selected.live * (overflow == 0)), notes)
     for noted, values in ((notes.stated, flat), (notes.cells, cells), (notes.places, place)):
         noted.index_copy_(0, at, values.index_select(0, selected.ids))
     notes.waiting.index_fill_(0, at, True)

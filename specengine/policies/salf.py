@@ -77,9 +77,8 @@ class Salf(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         queues = self._queues[tree.device]
-        begins = ops.number(tree.passes) == 1
         bound = ops.where(
-            begins, -math.inf, queues.bound
+            ops.number(tree.passes) == 1, -math.inf, queues.bound
         )  # those of the tree before are still there
         found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         drawn = ops.step_queues(

@@ -21,7 +21,16 @@ from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.models.native_engines import lm_of, needs_extension
-from tests.toy import POLICIES, VOCABULARY, Tables, ToyTarget, nodes_of, policy_for, tiny
+from tests.toy import (
+    POLICIES,
+    VOCABULARY,
+    Tables,
+    ToyDrafter,
+    ToyTarget,
+    nodes_of,
+    policy_for,
+    tiny,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [*range(40, 52)]
@@ -245,3 +254,24 @@ def test_without_a_draft_that_reads_them_there_are_none() -> None:
     engine.generate(PROMPT, max_new_tokens=4)
     plain = Engine(engine.target, None, None)
     assert all(piece.cycle.successors is None for piece in plain.stream(PROMPT, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["beside copies", "alone"])
+@pytest.mark.parametrize("rule", ["auto", "eagle"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "drawn"])
+def test_beside_copies_a_greedy_answer_under_auto_takes_no_pass(
+    options: dict[str, Any], rule: str, mixed: bool
+) -> None:
+    """A pass brings no other tokens; but of drawn ones it knows the noise, and other rules ask for passes alone."""
+    target = ToyTarget(Tables(6, 3, concentration=0.2))
+    draft = Lookup(Recycling()) if mixed else Recycling()
+    assert draft.about.passes is not mixed
+    plain, engine = Engine(target, None, None), Engine(target, draft, policy_for(rule))
+    found = engine.generate([1, 2, 0], max_new_tokens=60, **options)
+    assert found.token_ids == plain.generate([1, 2, 0], max_new_tokens=60, **options).token_ids
+    assert found.stats.num_spec_tokens > 0
+    assert (found.stats.num_draft_passes == 0) is (mixed and rule == "auto" and not options)
+
+
+def test_beside_a_draft_with_passes_it_leaves_them() -> None:
+    assert Lookup(ToyDrafter(Tables(6)), Recycling()).about.passes

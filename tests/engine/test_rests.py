@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specengine import Engine, cycle, drafters
 from specengine.drafters import Drafter, innermost
@@ -247,3 +250,49 @@ def test_few_objects_wait_for_the_drafter() -> None:
     finally:
         gc.enable()
     assert max(counts) - counts[0] < 700
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60))
+def test_the_last_tokens_that_stand_before_are_counted(text: list[int]) -> None:
+    def stands(count: int) -> bool:
+        return any(
+            text[start : start + count] == text[-count:] for start in range(len(text) - count)
+        )
+
+    counts = [count for count in range(1, len(text)) if stands(count)]
+    expected = min(max(counts, default=0), cycle.MOST_REPEATED)
+    assert cycle.repeated(torch.tensor(text)) == expected
+
+
+def test_a_long_text_is_counted_in_a_small_part_of_a_forward() -> None:
+    """Of the worst text too, whose tokens are all the same."""
+    for text in (torch.zeros(32768, dtype=torch.int64), torch.arange(32768) % 50):
+        took = []
+        for _ in range(20):
+            began = time.perf_counter()
+            assert cycle.repeated(text) == cycle.MOST_REPEATED
+            took.append(time.perf_counter() - began)
+        assert min(took) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies"), [("ngram", True), ("recycling", False), ("head", False)]
+)
+def test_only_rests_beside_a_draft_that_copies_look_for_repetition(
+    kind: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = list[int](), cycle.repeated
+    monkeypatch.setattr(
+        cycle, "repeated", lambda tokens: (asked.append(len(tokens)), real(tokens))[1]
+    )
+    engine = Engine(NativeTarget(weights()[0]), drafter_of(kind), Sometimes((3, 2)))
+    prompt = [5, 6, 7, 5, 6, 8, 5]
+    answer, rests = list(prompt), list[int]()
+    for piece in engine.stream(prompt, max_new_tokens=50, eos_token_id=[]):
+        answer += piece.cycle.tokens
+        rested = piece.cycle.drafted == 0 and asked[-1:] == [len(answer)]
+        rests += [len(answer)] if rested else []
+        assert piece.cycle.repeated == (real(torch.tensor(answer)) if rested else 0)
+    assert asked == rests
+    assert bool(rests) is copies

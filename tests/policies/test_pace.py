@@ -6,18 +6,27 @@ import dataclasses
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specengine import Engine
 from specengine.costs import PassCosts
 from specengine.costs.measuring import stored
+from specengine.cycle import MOST_REPEATED, repeated
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
-from specengine.policies.auto.pacing import FIRST_REST, MAX_REST, TIMED, Pace, PaceState
+from specengine.policies.auto.pacing import (
+    FIRST_REST,
+    MAX_REST,
+    REPEATED,
+    TIMED,
+    Pace,
+    PaceState,
+)
 from tests import toy
 from tests.graphs.engines import PROMPT, model
 
@@ -147,3 +156,41 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(
             assert (len(asked) > 0) == (number >= 8)
             assert number >= 8 or len(piece.cycle.tree) == 1
         assert found == plain.generate(PROMPT, max_new_tokens=20, **options).token_ids
+
+
+@pytest.mark.parametrize("length", [FIRST_REST, 2 * FIRST_REST, MAX_REST])
+def test_a_rest_ends_where_the_text_repeats_itself_for_long_enough(length: int) -> None:
+    """Beyond that nothing is told by less of a repetition, and a longer rest takes a longer one."""
+    least = length // REPEATED
+    assert 0 < least <= MOST_REPEATED
+    for count, state in ((least - 1, PaceState.RESTING), (least, PaceState.RETURNING)):
+        pace = Pace(PaceState.RESTING, length, _length=length)
+        pace.observe(1, 0.01, 0.01, repeated=count)
+        assert pace.state is state
+        assert pace.resting == (length - 1 if state is PaceState.RESTING else 0)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_engine_ends_a_rest_where_its_draft_can_copy(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = toy.policy_for("auto")
+    assert isinstance(policy, Auto)
+    policy = dataclasses.replace(policy, costs="measured", budget=16)
+    cheap = PassCosts("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)
+    monkeypatch.setattr(stored, "find", lambda *_: cheap)
+    monkeypatch.setattr(
+        Pace, "begin", lambda self: vars(self).update(resting=32, state=PaceState.RESTING)
+    )
+    drafter = Lookup(Recycling()) if copies else Recycling()
+    engine = Engine(toy.ToyTarget(toy.Tables(6, 3, concentration=0.2)), drafter, policy)
+    text, rests = [1, 2, 0], list[int]()
+    for piece in engine.stream([*text], max_new_tokens=40):
+        text += piece.cycle.tokens
+        rests.append(policy._pace.resting)
+        if not rests[-1]:
+            break
+    ended = 32 if not copies else len(rests)
+    assert len(rests) == ended
+    assert ended == 32 or REPEATED * repeated(torch.tensor(text)) >= FIRST_REST
+    assert (ended < 32) is copies

@@ -219,7 +219,11 @@ class Auto(TreePolicy):
                 total = seconds.total if rested else seconds.total + self._learning
                 plain = costs.predicted.measured[1]
                 self._pace.observe(
-                    len(cycle.tokens), total, plain, expected=costs.predicted.rows[1] / plain
+                    len(cycle.tokens),
+                    total,
+                    plain,
+                    expected=costs.predicted.rows[1] / plain,
+                    repeated=cycle.repeated,
                 )
             tokens, spent = state.throughput.recent.tolist()
             grown = cycle.tree if cycle.grown is None else cycle.grown

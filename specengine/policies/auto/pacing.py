@@ -20,6 +20,7 @@ SMALL_GAIN, TIMED = (
     4,
 )  # tokens per cycle below which plain cycles are timed, and so many of them
 FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
+REPEATED = 4  # cycles of a rest for each of the last tokens that must stand in the text before, to end it at once
 MIN_TRIAL, MAX_TRIAL = (
     3,
     16,
@@ -72,8 +73,7 @@ class Pace:
 
         So a draft that is not expected to pay is not asked at once, and need not take in the prompt.
         """
-        has_lost = self.resting > 0 or self._worked < FIRST_REST
-        self._lost = self._lost + 1 if has_lost else 0
+        self._lost = self._lost + 1 if self.resting > 0 or self._worked < FIRST_REST else 0
         self.resting = (self.resting or FIRST_REST) if self._lost >= MAX_LOST else 0
         self._length = FIRST_REST
         self._worked = FIRST_REST
@@ -88,25 +88,29 @@ class Pace:
         plain: float,
         drafted: bool = False,
         expected: float = 1.0,
+        repeated: int = 0,
     ) -> None:
         """Take in a cycle of so many tokens and seconds.
 
         plain: the predicted seconds of a plain cycle; drafted: whether it drafted although it was to rest; expected:
-        what a plain cycle is thought to take over `plain`, until some were timed.
+        what a plain cycle is thought to take over `plain`, until some were timed; repeated: as in Cycle.
         """
         if self.state is PaceState.RETURNING:
             self.state = PaceState.TRIAL
         elif self.resting:
-            self._rest(None if drafted else seconds / plain)
+            self._rest(None if drafted else seconds / plain, repeated)
         else:
             ratio = statistics.median(self._plain) if self._plain else expected
             self._weigh(max(tokens - seconds / (plain * ratio), MIN_GAIN))
 
-    def _rest(self, ratio: float | None) -> None:
-        """Count a plain cycle; return to trees after the last one. ratio: its seconds over the predicted ones."""
+    def _rest(self, ratio: float | None, repeated: int) -> None:
+        """Count a plain cycle; return to trees after the last one, or where the text has begun to repeat itself.
+
+        ratio: its seconds over the predicted ones. A longer rest, after lost trials, takes a longer repetition.
+        """
         if ratio is not None:
             self._plain.append(ratio)
-        self.resting -= 1
+        self.resting = 0 if REPEATED * repeated >= self._length else self.resting - 1
         if not self.resting:
             self.state = PaceState.RETURNING
             self._gain = max(self._gain, AGAIN)
