@@ -99,8 +99,15 @@ class LoadOptions(Checked):
             lambda value: _is_folder(value) or (callable(value) and hasattr(value, "decode")),
         )
     )
-    draft_options: dict[str, Any] = option(NAMES, default=dict)
-    policy_options: dict[str, Any] = option(NAMES, default=dict)
+    draft_options: dict[str, Any] = option(
+        NAMES, default=dict, help="option of the draft; repeatable", flag="draft-option"
+    )
+    policy_options: dict[str, Any] = option(
+        NAMES,
+        default=dict,
+        help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
+        flag="policy-option",
+    )
     offline: bool = option(TRUTH, default=False, one_way=True, help="never use a network")
     trust_remote_code: bool = option(
         TRUTH, default=False, one_way=True, help="run code from the model's repository"

@@ -7,8 +7,8 @@ expected, 130 after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lam
             return _follow(parsed)
         if model is not None:
             tell(f"Loading {model}")
-        status: int = _function(parsed.run)(parsed)
+        # imports the command's module, which may take seconds for torch and transformers
+        status: int = pkgutil.resolve_name(parsed.run)(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -107,12 +108,11 @@ def _stopped(parsed: Any) -> int:
     return 130
 
 
-def _silence(*streams: TextIO) -> None:
-    """Discard what Python still flushes at its exit to streams whose reader has gone."""
+def _silence(stream: TextIO) -> None:
+    """Discard what Python still flushes at its exit to a stream whose reader has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        with contextlib.suppress(OSError, ValueError):  # without a file
-            os.dup2(nowhere, stream.fileno())
+    with contextlib.suppress(OSError, ValueError):  # without a file
+        os.dup2(nowhere, stream.fileno())
 
 
 def _follow(parsed: Any) -> int:
@@ -121,10 +121,3 @@ def _follow(parsed: Any) -> int:
 
     given.load_engine(parsed, progress=lambda line: None)
     return 0
-
-
-def _function(name: str) -> Callable[[Any], int]:
-    """Return the function that `module:function` names. Its import may take seconds, for torch and transformers."""
-    module, _, function = name.partition(":")
-    command: Callable[[Any], int] = getattr(importlib.import_module(module), function)
-    return command

@@ -14,9 +14,7 @@ import transformers
 
 import specengine
 from specengine.batch import answering, lines
-from specengine.batch.answering import Answered
 from specengine.batch.files import Files, Stream, opened
-from specengine.batch.lines import Item
 from specengine.benchmark.provenance import provenance
 from specengine.cli import given
 from specengine.cli.terminal import redraws, say
@@ -65,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if files.failures else 0
 
 
-def _say_other_models(items: Sequence[Item], name_here: str) -> None:
+def _say_other_models(items: Sequence[lines.Item], name_here: str) -> None:
     """Say which other models the requests name."""
     names = [item.request.model for item in items if item.request is not None]
     if others := sorted({name for name in names if name is not None} - {name_here}):
@@ -91,8 +89,6 @@ def settings_of(
         "model": arguments.model,
         "draft": arguments.draft,
         "policy": arguments.policy,
-        "draft_options": dict(arguments.draft_option),
-        "policy_options": dict(arguments.policy_option),
         **loading,
         "options": options,
         "specengine": specengine.__version__,
@@ -102,8 +98,8 @@ def settings_of(
 
 
 def _answers(
-    arguments: argparse.Namespace, scale: Scale | None, items: Sequence[Item], files: Stream
-) -> Generator[Answered, None, None]:
+    arguments: argparse.Namespace, scale: Scale | None, items: Sequence[lines.Item], files: Stream
+) -> Generator[answering.Answered, None, None]:
     if scale is None:
         recipe = given.recipe(arguments, threads=arguments.threads, prefer_strict=True)
         yield from answering.answered(recipe.load, items, files.loaded, arguments.parallel)
@@ -126,7 +122,7 @@ class AnswersDone:
         self._began = self._said = time.monotonic()
         self._terminal = redraws()
 
-    def count(self, answered: Answered) -> None:
+    def count(self, answered: answering.Answered) -> None:
         self._done += 1
         self._failed += answered.failed
         self._tokens += sum(turn["num_generated_tokens"] for turn in answered.stats)

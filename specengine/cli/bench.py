@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.assistant,
         arguments.gguf,
         arguments.peers,
-        {**given.load_options(arguments), "draft_options": dict(arguments.draft_option)},
+        given.load_options(arguments),
         sampling(arguments.temperature, arguments.seed),
     )
     origin = provenance("specengine", sys.argv[1:])
@@ -146,7 +146,6 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _print_tables(records: list[Record], set_: str) -> None:
-
     for table in tables(records, set_):
         print(table.markdown(), end="\n\n")
 
@@ -186,10 +185,9 @@ def _settings(
 
 
 def model_record(first: Engine) -> dict[str, Any]:
-    name = first.target.name or type(first.target).__name__
     return {
         "record": "model",
-        "name": Path(name).name if Path(name).is_dir() else name,
+        "name": given.target_name(first),
         "dtype": str(first.target.dtype).removeprefix("torch."),
         "backend": first.target.backend,
     }

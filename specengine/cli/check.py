@@ -13,7 +13,6 @@ import torch
 from specengine import policies
 from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import given
-from specengine.cli.given import Turns, read_prompts
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
 from specengine.errors import InputError, require
@@ -56,19 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
     """Return the plain engine and one per policy. They take turns, so they share one target and one draft."""
     names: list[str | None] = list(dict.fromkeys(arguments.policy or [None]))
-    policy_options = dict(arguments.policy_option)
-    if policy_options and len(names) > 1:
+    if arguments.policy_option and len(names) > 1:
         raise InputError("policy_option: give it with one --policy, or run once per policy")
     drafting = [name for name in names if name != "plain"]
     shapes = {name: policies.make(name) for name in drafting[1:] if name is not None}
     loaded = drafting[0] if drafting else "plain"
     first = Engine.from_pretrained(
-        arguments.model,
-        arguments.draft,
-        loaded,
-        draft_options=dict(arguments.draft_option),
-        policy_options=policy_options,
-        **given.load_options(arguments),
+        arguments.model, arguments.draft, loaded, **given.load_options(arguments)
     )
     plain = Engine(first.target, None, None, first.tokenizer)
     engines = {}
@@ -86,7 +79,7 @@ def _compare(
     arguments: argparse.Namespace,
     plain: Engine,
     speculative: dict[str, Engine],
-    conversations: list[Turns],
+    conversations: list[given.Turns],
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per policy and turn. Later turns continue from the plain answers."""
@@ -142,12 +135,12 @@ def _row(
 # ---- prompts
 
 
-def _conversations(arguments: argparse.Namespace) -> list[Turns]:
+def _conversations(arguments: argparse.Namespace) -> list[given.Turns]:
     if arguments.prompt and arguments.prompts:
         raise InputError("prompts: give prompts or a file of them, not both")
     require("limit", arguments.limit, "1 or more", arguments.limit is None or arguments.limit >= 1)
     found = (
-        read_prompts(arguments.prompts)
+        given.read_prompts(arguments.prompts)
         if arguments.prompts
         else ([text] for text in arguments.prompt or PROMPTS)
     )

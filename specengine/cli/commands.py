@@ -18,12 +18,10 @@ from specengine.cli.parser import (
     add_declared,
     add_draft,
     add_draft_and_policy,
-    add_draft_option,
     add_generation,
     add_model,
     add_trace_file,
     names_of,
-    one_of,
 )
 from specengine.cli.train_arguments import add_train
 from specengine.errors import declared_in
@@ -138,37 +136,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser, positional=True)
     parser.set_defaults(loads=lambda _: None)  # said where the address is
     group = parser.add_argument_group("server")
-    add_declared(group, ["host", "port"], SERVING)
-    group.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="what clients call the model (default: its own name)",
-    )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="bearer token that clients must send; repeatable (default: $SPECENGINE_API_KEY, which other users cannot "
-        "see in a list of processes, else none)",
-    )
-    group.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let browsers call from this origin; repeatable",
-    )
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="accept requests that call the server by this name, as a proxy sends them; repeatable, * for any "
-        "(default: its own names, at an address of this machine without a key)",
-    )
-    add_declared(group, ["strict_model"], SERVING)
+    asked = ("host", "port", "name", "api_keys", "origins", "allowed_hosts", "strict_model")
+    add_declared(group, asked, SERVING)
     group.add_argument(
         "--chat-template",
+        type=Path,
         metavar="FILE",
         help="a Jinja template for conversations, in place of the model's own",
     )
@@ -192,7 +164,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(policy=None, policy_option=[])
+    parser.set_defaults(policy=None)
     parser.add_argument(
         "learn",
         type=Path,
@@ -278,7 +250,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="an EAGLE head: its layout, its tensors, and how often its first guess is the next token of --model",
     )
-    add_draft_option(parser)
+    add_declared(parser, ["draft_options"])
     add_model(parser)
     parser.set_defaults(
         run="specengine.cli.inspection:run",
@@ -413,9 +385,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write, new or empty")
     parser.add_argument(
         "--format",
-        type=one_of(tuple(FORMATS), FORMATS),
-        default=FORMATS["speculators"],
-        metavar="{" + ",".join(FORMATS) + "}",
+        choices=FORMATS,
+        default="speculators",
         help="speculators or vllm: vLLM and speculators read it, the target's name in it; eagle or sglang: SGLang, "
         "vLLM and the EAGLE repository do (default: speculators)",
     )
@@ -432,8 +403,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         help="length of the chain that vLLM drafts when it is given the folder alone, for the speculators format "
         "(default: 3)",
     )
-    add_draft_option(parser)
-    add_declared(parser, OF_ACCESS)
+    add_declared(parser, ["draft_options", *OF_ACCESS])
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -487,7 +457,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
 def add_clean(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="specengine.cli.storage:run_clean")
     parser.add_argument(
-        "what", nargs="*", type=one_of(KEPT, {name: name for name in KEPT}), metavar="WHAT",
+        "what", nargs="*", choices=KEPT, metavar="WHAT",
         help=f"{', '.join(KEPT)} (default: all of these); heads and the Hub's models are left alone",
     )  # fmt: skip
     parser.add_argument("--yes", action="store_true", help="delete without asking")

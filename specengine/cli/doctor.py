@@ -28,8 +28,7 @@ from specengine.cli.inspection import (
 )
 from specengine.cli.terminal import Progress, as_json, say, tell
 from specengine.cli.verdict import Seen, break_even, verdict
-from specengine.costs import measuring
-from specengine.costs.measuring import processor_times, share_of_others, stored
+from specengine.costs.measuring import contexts, processor_times, share_of_others, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = processor_times()
     progress = Progress(3)
     with progress.step("Loading"):
-        options = given.load_options(arguments) | {"draft_options": dict(arguments.draft_option)}
-        engine = Engine.from_pretrained(arguments.model, arguments.draft, **options)
+        engine = _engine(arguments)
     with progress.step("Measuring what drafting and verifying cost"):
         costs = stored.find(engine.target, engine.drafter, engine.drivers.own.captured, fresh=True)
     with progress.step("Measuring the memory"):
@@ -93,6 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print_facts(facts, in_json=arguments.json)
     return 0
+
+
+def _engine(arguments: argparse.Namespace) -> Engine:
+    return Engine.from_pretrained(arguments.model, arguments.draft, **given.load_options(arguments))
 
 
 # ---- memory
@@ -182,12 +184,7 @@ def _missing_head(engine: Engine, model: str) -> list[str]:
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    engine = Engine.from_pretrained(
-        arguments.model,
-        arguments.draft,
-        draft_options=dict(arguments.draft_option),
-        **given.load_options(arguments),
-    )
+    engine = _engine(arguments)
     target, drafter, driver = engine.target, engine.drafter, engine.drivers.own.captured
     costs = stored.find(target, drafter, driver, fresh=True)
     key = stored.identity(target, drafter, driver)
@@ -202,7 +199,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
             f"draft {key['draft'] or 'none'}",
         )
         print(", ".join(facts))
-        print("\n".join(_cost_lines(costs, measuring.contexts(target), drafts=drafter is not None)))
+        print("\n".join(_cost_lines(costs, contexts(target), drafts=drafter is not None)))
     if costs.doubt is not None:
         say(
             f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine"

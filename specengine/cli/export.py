@@ -10,13 +10,15 @@ from specengine import checkpoints as models
 from specengine.checkpoints.checks import config_of, why_absent
 from specengine.checkpoints.eagle import Verifier, head_folder, save_head, writer
 from specengine.cli import given
+from specengine.cli.commands import FORMATS
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 from specengine.models.eagle import EagleConfig, require_shape
 
 
 def run(arguments: argparse.Namespace) -> int:
-    layout = writer(arguments.format)
+    named = FORMATS[arguments.format]
+    layout = writer(named)
     folder: Path = arguments.folder
     empty = folder.is_dir() and not any(folder.iterdir())
     require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
@@ -33,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         head = head._replace(config=config)
     if arguments.tokens is not None:
         verifier = replace(verifier, tokens=arguments.tokens)
-    save_head(head.config, head.state, arguments.folder, arguments.format, verifier=verifier)
+    save_head(head.config, head.state, arguments.folder, named, verifier=verifier)
     for note in head.dialect.notes:
         say(f"specengine: note: {note}")
     for line in layout.unread(head.config):

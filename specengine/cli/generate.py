@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from specengine.cli import given
 from specengine.cli.terminal import DRAFTED, OWN, RESET, as_json, say, why_no_colours, write
 from specengine.engine import Engine
-from specengine.errors import InputError
-from specengine.files import read_text
 from specengine.records import StreamPiece
 from specengine.request.options import GenerationOptions
 from specengine.request.text import TextStream, decoder
@@ -24,9 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     text = given.read_prompt(arguments.prompt)
     prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
-    prediction = _read("prediction", arguments.prediction)
-    texts = {name: _read(name, getattr(arguments, name)) for name in ("json_schema", "grammar")}
-    constraint = {name: text for name, text in texts.items() if text is not None}
+    prediction = given.read_option("prediction", arguments.prediction)
+    files = {name: getattr(arguments, name) for name in ("json_schema", "grammar")}
+    constraint = {name: given.read_option(name, file) for name, file in files.items() if file}
     GenerationOptions.check(constraint)
     options = given.generation_options(arguments) | constraint
     engine = given.load_engine(arguments)
@@ -58,13 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(generation.stats.report())
     return 0
-
-
-def _read(field: str, file: Path | None) -> str | None:
-    try:
-        return None if file is None else read_text(file)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{field}: {file} cannot be read ({error})") from error
 
 
 def view(engine: Engine, *, draft: bool) -> Paint:

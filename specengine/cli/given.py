@@ -16,14 +16,12 @@ import torch
 from specengine import registry
 from specengine.benchmark.workloads import entry_of
 from specengine.checkpoints import eagle
-from specengine.checkpoints.eagle import Checkpoint, HeadOptions
-from specengine.cli.parser import flag, names_of
+from specengine.cli.parser import LOADING, flag, names_of
 from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
-from specengine.errors import InputError, UnsupportedModelError, require
-from specengine.files import MARK, cache_problem, lines_of
-from specengine.options import LoadOptions
+from specengine.errors import NAMES, Declaration, InputError, UnsupportedModelError, require
+from specengine.files import MARK, cache_problem, lines_of, read_text
 from specengine.records import StreamPiece
 from specengine.replicas import Scale
 from specengine.request.declared import flags
@@ -93,8 +91,17 @@ def follow(
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.from_pretrained that say how models are loaded."""
+    values = values_of(LOADING, arguments)
+    pairs = {name: dict(values[name]) for name in values if LOADING[name].reader is NAMES}
+    return values | pairs
+
+
+def values_of(declared: Mapping[str, Declaration], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values on the command line of those of the declared options that the command has."""
     return {
-        name: getattr(arguments, name) for name in LoadOptions.names() if hasattr(arguments, name)
+        name: getattr(arguments, each.dest)
+        for name, each in declared.items()
+        if hasattr(arguments, each.dest)
     }
 
 
@@ -114,25 +121,27 @@ def recipe(
     **changes: Any,
 ) -> EngineArguments:
     """Return how a replica loads the engine. prefer_strict: load with `strict` where the model can."""
-    named = {
-        "draft_options": dict(arguments.draft_option),
-        "policy_options": dict(arguments.policy_option),
-    }
-    options = load_options(arguments) | named | changes
+    options = load_options(arguments) | changes
     return EngineArguments(
         arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict
     )
 
 
-def load_head(folder: Path, arguments: argparse.Namespace) -> Checkpoint:
+def load_head(folder: Path, arguments: argparse.Namespace) -> eagle.Checkpoint:
     """Return an EAGLE head, read by the draft's options of the command line."""
-    options = registry.build(HeadOptions, dict(arguments.draft_option), "draft_options")
+    options = registry.build(eagle.HeadOptions, dict(arguments.draft_option), "draft_options")
     return eagle.load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
 
 
 def model_name(arguments: argparse.Namespace) -> str:
     """Return the last part of the model's path or id, without a draft."""
     return os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/"))
+
+
+def target_name(engine: Engine) -> str:
+    """Return the target's name to record, without the folders of this machine."""
+    name = engine.target.name or type(engine.target).__name__
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def replicas(arguments: argparse.Namespace) -> Scale | None:
@@ -193,6 +202,14 @@ def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
             "raw: system messages and further turns need the chat template, leave out --raw"
         )
     return [*before, {"role": "user", "content": text}] if before else text
+
+
+def read_option(name: str, file: Path | None) -> str | None:
+    """Return the text of an option's file, if there is one; InputError where it cannot be read."""
+    try:
+        return None if file is None else read_text(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: cannot read {file} ({error})") from error
 
 
 def read_prompt(argument: str | None) -> str:

@@ -57,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     engine = None
     if arguments.model is not None or arguments.draft is not None:
-        engine = Engine.from_pretrained(
-            arguments.model, policy="plain", **given.load_options(arguments)
-        )
+        options = given.load_options(arguments) | {"draft_options": {}}  # those are of the head
+        engine = Engine.from_pretrained(arguments.model, policy="plain", **options)
         facts["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
     if arguments.draft is not None and engine is not None:
         facts["draft"] = _draft(arguments, engine)

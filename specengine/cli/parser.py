@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from specengine import registry
-from specengine.errors import Declaration, declared_in, did_you_mean
+from specengine.errors import NAMES, Declaration, declared_in, did_you_mean
 from specengine.options import LoadOptions
 from specengine.request.declared import flags
 
@@ -41,6 +41,10 @@ class Parser(argparse.ArgumentParser):
         return parsed, unread
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if (
+            value == []
+        ):  # of an argument that may be left out, as argparse checks it up to Python 3.11
+            return
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -80,27 +84,16 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def one_of(
-    accepted: Sequence[str], meanings: Mapping[str, str] | None = None
-) -> Callable[[str], str]:
-    """Return a type of NAME or NAME/PRESET. With `meanings` it takes a name alone, and returns its meaning."""
-
-    def checked(text: str) -> str:
-        name = text.partition("/")[0] if meanings is None else text
-        if name not in accepted:
-            raise argparse.ArgumentTypeError(
-                f"unknown name {name!r}, known are {', '.join(accepted)}{did_you_mean(name, accepted)}"
-            )
-        return text if meanings is None else meanings[name]
-
-    return checked
-
-
 def policy(text: str) -> str:
     """Return the name of a policy, NAME/PRESET, that of a plug-in, or FILE.py:CLASS; the last two are read later."""
-    if registry.is_file(text) or text.partition("/")[0] in POLICIES:
-        return text
-    return one_of((*POLICIES, *sorted(registry.plugins("specengine.policies"))))(text)
+    name = text.partition("/")[0]
+    if not registry.is_file(text) and name not in POLICIES:
+        known = (*POLICIES, *sorted(registry.plugins("specengine.policies")))
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"unknown name {name!r}, known are {', '.join(known)}{did_you_mean(name, known)}"
+            )
+    return text
 
 
 def flag(name: str) -> str:
@@ -203,15 +196,7 @@ def add_draft_and_policy(
     else:
         more = {"help": f"{accepted} (default: the draft's)"}
     group.add_argument("--policy", type=policy, metavar="NAME", **more)
-    group.add_argument(
-        "-o",
-        "--policy-option",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
-    )
+    _add_flag(group, LOADING["policy_options"], "-o")
     return group
 
 
@@ -223,19 +208,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
         "smaller model with the same tokenizer, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the "
         "head that ships for the model, for what it is a fine-tune of, or is stored with it, else recycling)",
     )
-    add_draft_option(parser)
-    add_declared(parser, ["lookup"])
-
-
-def add_draft_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--draft-option",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the draft; repeatable",
-    )
+    add_declared(parser, ["draft_options", "lookup"])
 
 
 def add_generation(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +221,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flag(
-    parser: argparse._ActionsContainer, declared: Declaration, default: Any = None
+    parser: argparse._ActionsContainer, declared: Declaration, *short: str, default: Any = None
 ) -> None:
     options: dict[str, Any] = {
         "type": declared.kind,
@@ -258,11 +231,14 @@ def _add_flag(
     if declared.choices:
         options["choices"] = declared.choices
     if declared.repeats:
-        options["action"] = "append"
+        options |= {"action": "append", "default": [] if default == () else default}
+    if declared.reader is NAMES:
+        pair = {"type": key_value, "metavar": "KEY=VALUE"}
+        options = {"action": "append", "default": []} | pair
     if declared.kind is bool:
         action = "store_true" if declared.one_way else argparse.BooleanOptionalAction
         options = {"action": action, "default": declared.default}
-    parser.add_argument(flag(declared.dest), help=declared.help, **options)
+    parser.add_argument(*short, flag(declared.dest), help=declared.help, **options)
 
 
 def add_trace_file(parser: argparse._ActionsContainer) -> None:

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import jinja2
@@ -15,10 +14,10 @@ import torch
 
 from specengine.checkpoints import embedded
 from specengine.cli import given, learn
+from specengine.cli.commands import SERVING
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, missing_extra
-from specengine.files import read_text
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
 from specengine.protocol.tool_formats import TEMPLATE
@@ -93,17 +92,13 @@ def _with_template(load: Callable[[], Engine], template: str) -> Engine:
     return engine
 
 
-def read_template(file: str | None) -> str | None:
+def read_template(file: Path | None) -> str | None:
     """Return the text of a chat template; InputError for a file that cannot be read, or is no template."""
-    if file is None:
-        return None
+    text = given.read_option("chat_template", file)
     try:
-        text = read_text(Path(file))
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-            re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
+            re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text or "")
         )
-    except (OSError, ValueError) as error:
-        raise InputError(f"chat_template: cannot read {file} ({error})") from error
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"chat_template: {file}, line {error.lineno}: {error.message}") from error
     return text
@@ -111,9 +106,9 @@ def read_template(file: str | None) -> str | None:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the checked settings of the command line."""
-    same = {field.name for field in fields(Settings)} & vars(arguments).keys()
-    chosen = {name: getattr(arguments, name) for name in same}
-    chosen["allowed_hosts"] = tuple(arguments.allowed_host)
-    keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
-    name = arguments.served_model_name or given.model_name(arguments)
-    return Settings(name=name, api_keys=tuple(keys), origins=tuple(arguments.cors), **chosen)
+    values = given.values_of(SERVING, arguments)
+    values["name"] = values["name"] or given.model_name(arguments)
+    if not values["api_keys"] and (key := os.environ.get(KEY_VARIABLE)):
+        values["api_keys"] = [key]
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Settings(**values | lists)

@@ -126,11 +126,6 @@ FENCE = '"""'  # around a message of several lines
 REMEMBERED = 1000  # lines of readline's history
 
 
-def history_file(name: str = "") -> Path:
-    """Return the file of what was typed before, in the cache folder; name: of the library that writes it."""
-    return cache_dir() / "history" / (name or ("prompt_toolkit" if _has_toolkit() else "readline"))
-
-
 def typed(stopped: Callable[[], None]) -> Iterator[str]:
     """Yield messages until Ctrl-D. Ctrl-C drops the one that is being typed, and calls `stopped`."""
     with _by_toolkit() if _has_toolkit() else _by_readline() as read:
@@ -169,7 +164,7 @@ def _by_toolkit() -> Iterator[Callable[[str], str]]:
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
-    file = _prepared("prompt_toolkit")
+    file = history_file("prompt_toolkit")
     typed_before = history.InMemoryHistory() if file is None else history.FileHistory(str(file))
     asking = toolkit.PromptSession(
         history=typed_before, key_bindings=bindings, prompt_continuation=CONTINUED
@@ -182,7 +177,7 @@ def _by_readline() -> Iterator[Callable[[str], str]]:
     readline: Any = None
     with contextlib.suppress(ImportError):  # which Windows lacks
         readline = importlib.import_module("readline")  # and input() edits lines by it
-    file = None if readline is None else _prepared("readline")
+    file = None if readline is None else history_file("readline")
     if file is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(file)
@@ -195,10 +190,13 @@ def _by_readline() -> Iterator[Callable[[str], str]]:
                 readline.write_history_file(file)
 
 
-def _prepared(name: str) -> Path | None:
-    """Return the file of what was typed, which only this user may read; None where it cannot be written."""
+def history_file(name: str) -> Path | None:
+    """Return the file of what was typed, which only this user may read; None where it cannot be written.
+
+    name: of the library that writes it
+    """
     try:
-        file = history_file(name)
+        file = cache_dir() / "history" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_APPEND, 0o600))
     except OSError:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
 from specengine.errors import require, require_suffix
 from specengine.files import write_whole, writing
-from specengine.trace import Trace, read_trace
-from specengine.trace.records import TracedCycle
+from specengine.trace import Trace, TracedCycle, read_trace
 from specengine.trace.views import MARKS, cycle_lines, page, summary
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specengine.cli.given import read_prompts
+from specengine.cli.given import load_options, read_prompts, target_name
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, require
@@ -66,7 +66,7 @@ def run_draft(arguments: argparse.Namespace) -> int:
         arguments.folder,
         options,
         loss,
-        name=_name(engine),
+        name=target_name(engine),
         seconds=seconds,
         progress=say,
     )
@@ -81,7 +81,7 @@ def _write_text(engine: Engine, folder: Path, options: SynthesisOptions, **more:
         ids = default_layer_ids(target.lm.layers)
         more["features"] = ids if min(ids) >= 0 else ()
     return write_corpus(
-        target, engine.tokenizer, folder, options, name=_name(engine), progress=say, **more
+        target, engine.tokenizer, folder, options, name=target_name(engine), progress=say, **more
     )
 
 
@@ -93,12 +93,6 @@ def _load(arguments: argparse.Namespace) -> Engine:
         if isinstance(engine.target, NativeTarget)
         else load_engine(arguments, policy="plain", pack=False)
     )
-
-
-def _name(engine: Engine) -> str:
-    """Return the target's name to record, without the folders of this machine."""
-    name = engine.target.name
-    return Path(name).name if Path(name).is_dir() else name
 
 
 def run_classifier(arguments: argparse.Namespace) -> int:
@@ -116,7 +110,7 @@ def run_classifier(arguments: argparse.Namespace) -> int:
         else questions(corpus)
     )
     trees = collect(
-        engine, prompts, arguments.folder / "trees", which, name=_name(engine), progress=say
+        engine, prompts, arguments.folder / "trees", which, name=target_name(engine), progress=say
     )
     out = arguments.folder / f"{arguments.kind}.safetensors"
     print(train_classifier(arguments.kind, trees, out, how, progress=say))
@@ -145,9 +139,8 @@ def _classifier_options(
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
     """Return the engine with the target and draft of the command line, and the draft's own policy."""
-    names = ("draft", "lookup", "dtype", "device", "offline", "trust_remote_code")
-    options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    return Engine.from_pretrained(arguments.target, **options | changes)
+    draft = getattr(arguments, "draft", None)
+    return Engine.from_pretrained(arguments.target, draft, **load_options(arguments) | changes)
 
 
 def question(engine: Engine, text: str) -> list[int]:

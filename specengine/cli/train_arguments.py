@@ -75,25 +75,15 @@ DEFAULT_RECIPE = "cpu-small"
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-    parts = {
-        "data": (_add_data, "let the target write training text"),
-        "draft": (_add_draft, "train an EAGLE head"),
-    }
-    for name, (add_to, text) in parts.items():
-        add_to(_command(commands, name, text))
-    _add_classifier(
-        _command(
-            commands,
-            "classifier",
-            "train the classifier of a policy, on trees that the draft grows and the target verifies",
+    for name, (add_to, text, folder) in PARTS.items():
+        keeps_lines = argparse.RawDescriptionHelpFormatter  # of the listing at the end
+        command = commands.add_parser(
+            name, help=text, description=text, formatter_class=keeps_lines
         )
-    )
+        command.set_defaults(run=f"specengine.cli.train:run_{name}", goes_on="folder")
+        command.add_argument("folder", type=Path, metavar="FOLDER", help=folder)
+        add_to(command)
     parser.epilog = "The networks of the policy ltd are trained in a checkout: python -m research.ltd train --help"
-
-
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    keeps_lines = argparse.RawDescriptionHelpFormatter  # of the listing at the end
-    return commands.add_parser(name, help=text, description=text, formatter_class=keeps_lines)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -105,13 +95,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_data", goes_on="folder")
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the text; continues if there is text already",
-    )
     _add_common(parser)
     add_options(parser, "-o", "option")
     parser.add_argument(
@@ -131,13 +114,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_draft", goes_on="folder")
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the head; continues a training that stopped there",
-    )
     _add_common(parser)
     parser.add_argument(
         "--data",
@@ -199,13 +175,6 @@ def _without_name(loss: Loss) -> dict[str, Any]:
 
 
 def _add_classifier(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="specengine.cli.train:run_classifier", goes_on="folder")
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the trees and the classifier; continues a collection that stopped",
-    )
     parser.add_argument("--kind", choices=SETTINGS, required=True, help="policy to train for")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
@@ -232,3 +201,23 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
             ),
         ]
     )
+
+
+# What `specengine train` trains: how its arguments are added, what it does, and what its folder holds.
+PARTS = {
+    "data": (
+        _add_data,
+        "let the target write training text",
+        "folder of the text; continues if there is text already",
+    ),
+    "draft": (
+        _add_draft,
+        "train an EAGLE head",
+        "folder of the head; continues a training that stopped there",
+    ),
+    "classifier": (
+        _add_classifier,
+        "train the classifier of a policy, on trees that the draft grows and the target verifies",
+        "folder of the trees and the classifier; continues a collection that stopped",
+    ),
+}

@@ -36,7 +36,11 @@ class Settings(Checked):
     log_contents        write prompts and answers to the log
     """
 
-    name: str = option()
+    name: str = option(
+        help="what clients call the model (default: its own name)",
+        flag="served-model-name",
+        metavar="NAME",
+    )
     host: str = option(
         default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
@@ -46,15 +50,35 @@ class Settings(Checked):
         metavar="N",
         help="port to listen on; 0 takes a free one (default 8000)",
     )
-    api_keys: tuple[str, ...] = option(default=())
+    api_keys: tuple[str, ...] = option(
+        default=(),
+        help="bearer token that clients must send; repeatable (default: $SPECENGINE_API_KEY, which other users cannot "
+        "see in a list of processes, else none)",
+        flag="api-key",
+        metavar="KEY",
+        repeats=True,
+    )
     strict_model: bool = option(
         TRUTH,
         default=False,
         one_way=True,
         help="refuse requests that name another model (default: the one model answers them)",
     )
-    allowed_hosts: tuple[str, ...] = option(default=())
-    origins: tuple[str, ...] = option(default=())
+    allowed_hosts: tuple[str, ...] = option(
+        default=(),
+        help="accept requests that call the server by this name, as a proxy sends them; repeatable, * for any "
+        "(default: its own names, at an address of this machine without a key)",
+        flag="allowed-host",
+        metavar="NAME",
+        repeats=True,
+    )
+    origins: tuple[str, ...] = option(
+        default=(),
+        help="let browsers call from this origin; repeatable",
+        flag="cors",
+        metavar="ORIGIN",
+        repeats=True,
+    )
     parallel: int | None = option(
         COUNT,
         metavar="N",

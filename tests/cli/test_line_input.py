@@ -55,7 +55,8 @@ def test_messages(cache: Path, monkeypatch: Any, lines: tuple[Any, ...], found: 
 def test_the_history_stays_and_is_the_users_alone(cache: Path, monkeypatch: Any) -> None:
     readline = pytest.importorskip("readline")
     readline.clear_history()
-    file = terminal.history_file()
+    file = terminal.history_file("readline")
+    assert file is not None
     monkeypatch.setattr(
         "builtins.input",
         lambda prompt: readline.add_history("typed before") or (_ for _ in ()).throw(EOFError),
@@ -85,5 +86,7 @@ def test_with_prompt_toolkit_pasted_lines_are_one_message(tmp_path: Path, monkey
         keys.send_text("\x1b[200~one\ntwo\x1b[201~\r" + "three\x1b\rfour\r" + "\x04")
         with application.create_app_session(input=keys, output=outputs.DummyOutput()):
             assert list(terminal.typed(lambda: None)) == ["one\ntwo", "three\nfour"]
-    assert "three" in terminal.history_file("prompt_toolkit").read_text()
+    file = terminal.history_file("prompt_toolkit")
+    assert file is not None
+    assert "three" in file.read_text()
     assert sys.stdin is not None

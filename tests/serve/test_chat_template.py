@@ -25,7 +25,7 @@ def test_a_template_that_takes_tools(tmp_path: Path) -> None:
     asked = CHAT | {"tools": [TOOL], "max_tokens": 1}
     with served(tiny_engine) as plain:
         assert plain.post(asked).status_code == 400
-    with served(templated(tiny_engine, read_template(str(file)))) as server:
+    with served(templated(tiny_engine, read_template(file))) as server:
         assert server.post(asked).status_code == 200
 
 
@@ -125,11 +125,11 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{% for m in messages %}\n{{ m.content }")
     with pytest.raises(InputError, match=r"chat_template: .*, line 2"):
-        read_template(str(file))
+        read_template(file)
     with pytest.raises(InputError, match="cannot read"):
-        read_template(str(tmp_path / "none"))
+        read_template(tmp_path / "none")
     file.write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}{% break %}"[:-11])
-    assert read_template(str(file))
+    assert read_template(file)
     assert read_template(None) is None
 
 
@@ -145,10 +145,10 @@ def test_a_file_of_another_encoding_is_named(data: bytes, named: str, tmp_path: 
     file = tmp_path / "template.jinja"
     file.write_bytes(data)
     with pytest.raises(InputError, match=f"chat_template: cannot read .*{named}"):
-        read_template(str(file))
+        read_template(file)
 
 
 def test_a_file_is_read_without_mark_and_carriage_returns(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_bytes("\ufeff{{ 'é' }}\r\n{{ x }}\r".encode())
-    assert read_template(str(file)) == "{{ 'é' }}\n{{ x }}\n"
+    assert read_template(file) == "{{ 'é' }}\n{{ x }}\n"
