@@ -121,10 +121,8 @@ def _item(
 ) -> Item:
     names = ("custom_id",) if "body" in entry else _IDS
     given = next((entry[name] for name in names if name in entry), number)
-    if not isinstance(given, str | int) or isinstance(given, bool):
-        raise InputError(
-            f"prompts: {where}: id: got {shown(given)}, accepted a string or a whole number"
-        )
+    is_id = isinstance(given, str | int) and not isinstance(given, bool)
+    require_value(f"prompts: {where}: id", given, "a string or a whole number", is_id)
     seeded = {"seed": seed_of(seed, place), **run}
     if "body" in entry:
         return _request(place, given, entry, where, seeded)
@@ -163,8 +161,7 @@ def _request(
 
 
 def _options(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise InputError(f"options: got {shown(given)}, accepted an object of options by name")
+    require_value("options", given, "an object of options by name", isinstance(given, dict))
     for name in given:
         if name not in LINE_OPTIONS:
             raise InputError(f"options: unknown {shown(name)}, accepted: {', '.join(LINE_OPTIONS)}")

@@ -26,6 +26,7 @@ from specengine.cli.parser import (
 from specengine.cli.train_arguments import add_train
 from specengine.errors import declared_in
 from specengine.protocol.settings import Settings
+from specengine.replicas import Scale
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 SERVING = declared_in(Settings)
+SCALE = declared_in(Scale)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -151,15 +153,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_declared(parser.add_argument_group("limits"), limits, SERVING)
     replicas = parser.add_argument_group("replicas")
-    add_replicas(
-        replicas, "engines behind one address, each in a process of its own (needs the extra `ray`)"
-    )
-    replicas.add_argument(
-        "--max-replicas",
-        type=int,
-        metavar="N",
-        help="as many as there is work for, up to N (default: --replicas)",
-    )
+    add_declared(replicas, ["replicas", "max_replicas", "threads", "address"], SCALE)
     add_declared(add_draft_and_policy(parser), ["learn"])
 
 
@@ -200,30 +194,11 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="take prompts as they are, without the chat template"
     )
     add_declared(parser, ["parallel"], SERVING)
-    add_replicas(
-        parser.add_argument_group("replicas"),
-        "engines, each in a process of its own (needs the extra `ray`)",
-    )
+    replicas = parser.add_argument_group("replicas")
+    add_declared(replicas, ["replicas", "threads", "address"], SCALE)
     add_model(parser)
     add_draft_and_policy(parser)
     add_generation(parser)
-
-
-def add_replicas(group: argparse._ArgumentGroup, meaning: str) -> None:
-    group.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help=f"{meaning} (default 1: this process)"
-    )
-    group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of each replica (default: its share of the processors)",
-    )
-    group.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="Ray cluster to run on, auto for the one on this machine (default: none)",
-    )
 
 
 PROMPT = "Explain how a rainbow forms, and why its colours always stand in the same order."

@@ -20,7 +20,14 @@ from specengine.cli.parser import LOADING, flag, names_of
 from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
-from specengine.errors import NAMES, Declaration, InputError, UnsupportedModelError, require
+from specengine.errors import (
+    NAMES,
+    Declaration,
+    InputError,
+    UnsupportedModelError,
+    declared_in,
+    require,
+)
 from specengine.files import MARK, cache_problem, lines_of, read_text
 from specengine.records import StreamPiece
 from specengine.replicas import Scale
@@ -147,10 +154,7 @@ def target_name(engine: Engine) -> str:
 def replicas(arguments: argparse.Namespace) -> Scale | None:
     """Return the number and place of replicas, or None for one engine in this process."""
     scale = Scale(
-        arguments.replicas,
-        getattr(arguments, "max_replicas", None),
-        arguments.threads,
-        arguments.ray_address,
+        **values_of(declared_in(Scale), arguments),
         gpu=torch.cuda.is_available()
         if arguments.device is None
         else str(arguments.device).startswith("cuda"),

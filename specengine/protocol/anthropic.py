@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal
 
@@ -293,12 +293,11 @@ def _block(part: Part, begun: bool = False) -> dict[str, Any]:
 
 def _usage(answer: Completion) -> dict[str, Any]:
     """Return Anthropic's usage, whose input tokens are those that were not cached."""
-    usage: Mapping[str, Any] = answer.usage
     return {
-        "input_tokens": usage["prompt_tokens"] - answer.cached_tokens,
+        "input_tokens": answer.stats.num_prompt_tokens - answer.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answer.cached_tokens,
-        "output_tokens": usage["completion_tokens"],
+        "output_tokens": answer.stats.num_generated_tokens,
     }
 
 

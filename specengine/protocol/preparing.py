@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from specengine.errors import ContextLengthError, InputError
+from specengine.errors import ContextLengthError, InputError, require
 from specengine.protocol.messages import is_empty
 from specengine.protocol.parts import THOUGHT_MARKS
 from specengine.protocol.problems import RequestError
@@ -214,10 +214,8 @@ class CheckedRequest:
 
     def __post_init__(self) -> None:
         most, requested = self.settings.max_tokens, self.request.wanted_tokens
-        if most is not None and requested is not None and requested > most:
-            raise InputError(
-                f"max_new_tokens: got {requested}, accepted up to {most} on this server"
-            )
+        fits = most is None or requested is None or requested <= most
+        require("max_new_tokens", requested, f"up to {most} on this server", fits)
         object.__setattr__(self, "options", _options(self.request))
         GenerationOptions.check(dict(self.options))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from specengine.errors import require
+from specengine.errors import TRUTH, Checked, option, require, whole
+
+COUNT = whole(1, accepted="1 or more")
 
 
 def cores() -> int:
@@ -14,7 +16,7 @@ def cores() -> int:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Checked):
     """InputError where a value is out of range.
 
     replicas      at least
@@ -24,15 +26,29 @@ class Scale:
     gpu           each has a GPU of its own
     """
 
-    replicas: int = 1
-    max_replicas: int | None = None
-    threads: int | None = None
-    address: str | None = None
-    gpu: bool = False
+    replicas: int = option(
+        COUNT,
+        default=1,
+        metavar="N",
+        help="engines, each in a process of its own (needs the extra `ray`; default 1: this process)",
+    )
+    max_replicas: int | None = option(
+        COUNT, metavar="N", help="as many as there is work for, up to N (default: --replicas)"
+    )
+    threads: int | None = option(
+        COUNT,
+        metavar="N",
+        help="threads of each replica (default: its share of the processors)",
+    )
+    address: str | None = option(
+        flag="ray-address",
+        metavar="ADDRESS",
+        help="Ray cluster to run on, auto for the one on this machine (default: none)",
+    )
+    gpu: bool = option(TRUTH, default=False)
 
     def __post_init__(self) -> None:
-        require("replicas", self.replicas, "1 or more", self.replicas >= 1)
-        require("threads", self.threads, "1 or more", self.threads is None or self.threads >= 1)
+        super().__post_init__()
         most = self.max_replicas
         require(
             "max_replicas", most, f"{self.replicas} or more", most is None or most >= self.replicas

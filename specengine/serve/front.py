@@ -1,20 +1,28 @@
-"""A server over several replicas: a front in this process hands each request to one of them and streams back."""
+"""A server over several replicas: a front in this process hands each request to one of them and streams back.
+
+A replica is the application with an engine in a process of its own, spoken to in ASGI's messages.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import json
 import math
+import random
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import uvicorn
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.serve._private import replica
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import (
     BackPressureError,
@@ -22,12 +30,20 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import (
+    LocalityMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
@@ -37,22 +53,19 @@ from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.answering import PLACE_SECONDS, require_ready
-from specengine.serve.app import middleware
+from specengine.serve.app import create_app, middleware
 from specengine.serve.guards import HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
-from specengine.serve.replica import (
-    ConversationRouter,
-    HttpRequest,
-    Message,
-    Replica,
-    conversation_of,
-)
-from specengine.serve.server import LOGGING, connections, limited, open_socket
-from specengine.serve.worker import MAX_RETRY_SECONDS, log
+from specengine.serve.server import LOGGING, connections, open_socket
+from specengine.serve.worker import MAX_RETRY_SECONDS, Worker, log
 
+LOADING_SECONDS = 0.05  # between two looks
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
 FIGURES_SECONDS = 5.0
+
+
+# ---- the front
 
 
 class Front:
@@ -282,6 +295,167 @@ def _problem(error: Exception) -> RequestError:
     return of_error(error)
 
 
+# ---- a replica
+
+
+def _listen_here_alone() -> None:
+    """Listen on the loopback address in a replica's process, where Ray Serve would listen on every address."""
+    serving: Any = replica
+    opening = serving.add_port_to_grpc_server
+
+    def opened(server: Any, address: str) -> Any:
+        return opening(server, f"{cluster.LOOPBACK}:{address.rpartition(':')[2]}")
+
+    serving.add_port_to_grpc_server = opened
+
+
+class HttpRequest(NamedTuple):
+    """A request whose body has been read."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "root_path": "",
+            "headers": self.headers,
+            "client": None,
+            "server": None,
+        }
+
+
+class Replica:
+    """A deployment of Ray Serve. Its front has asked for keys and told browsers what they may do."""
+
+    async def __init__(self, load: Callable[[], Engine], settings: Settings) -> None:  # type: ignore[misc]
+        """Wait until the engine is loaded; raises the errors of loading."""
+        if cluster.is_alone():
+            _listen_here_alone()
+        self._worker = Worker(load, settings.queue, Metrics(), settings.parallel or 1)
+        self._app = create_app(
+            self._worker,
+            dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",)),
+        )
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+        while self._worker.state == "loading":
+            await asyncio.sleep(LOADING_SECONDS)
+        if self._worker.failure is not None:
+            raise self._worker.failure
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def ask(
+        self, asking: HttpRequest, conversation: str | None = None
+    ) -> AsyncIterator[Message]:
+        """Yield the application's messages. Closing this early is a client that has gone.
+
+        conversation: what the router reads.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone, bodies = asyncio.Event(), [asking.body]
+
+        async def receive() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.ensure_future(self._app(asking.scope, receive, messages.put))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            gone.set()
+
+    async def figures(self) -> tuple[str, str]:
+        """Return the replica's id, and its counters in Prometheus' text format."""
+        return (
+            serve.get_replica_context().replica_id.unique_id,
+            self._worker.metrics.text().decode(),
+        )
+
+    def check_health(self) -> None:
+        """Check the replica for Ray Serve, which replaces it if this raises."""
+        if not self._worker.alive:
+            raise RuntimeError("the engine's thread has ended")
+
+
+MAX_CONVERSATIONS = 4096
+BEGINNING = 256  # characters of a text without turns
+
+
+def conversation_of(body: bytes) -> str | None:
+    """Return a key that the requests of one conversation share, or None where a request has no beginning.
+
+    Of messages, or of the items of OpenAI's Responses: those up to the first of the user, and what stands before them;
+    of a text or of token ids: the beginning.
+    """
+    try:
+        asked = parsed(body)
+    except RequestError:
+        return None
+    if not isinstance(asked, dict):
+        return None
+    messages, beginning = asked.get("messages"), asked.get("prompt", asked.get("input_prefix"))
+    before = [said for name in ("system", "instructions") if (said := asked.get(name)) is not None]
+    if messages is None:
+        given = asked.get("input")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(messages, list):
+        users = [
+            place
+            for place, message in enumerate(messages)
+            if isinstance(message, dict) and message.get("role") == "user"
+        ]
+        beginning = [*before, *(messages[: users[0] + 1] if users else messages)]
+    elif beginning is not None:
+        beginning = beginning[:BEGINNING] if isinstance(beginning, str | list) else None
+    return hashlib.sha256(json.dumps(beginning).encode()).hexdigest()[:32] if beginning else None
+
+
+class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+    """Sends a conversation to the replica it went to last, as long as that takes another request."""
+
+    def initialize_state(self, **options: Any) -> None:
+        self._last: OrderedDict[str, ReplicaID] = OrderedDict()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return ranks of replicas: Ray takes the least busy one of the first rank with room."""
+        last = pending_request and self._last.get(pending_request.kwargs.get("conversation") or "")
+        same = [replica for replica in candidate_replicas if replica.replica_id == last]
+        return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        if conversation := pending_request.kwargs.get("conversation"):
+            self._last[conversation] = replica_id
+            self._last.move_to_end(conversation)
+            if len(self._last) > MAX_CONVERSATIONS:
+                self._last.popitem(last=False)
+
+
+# ---- both, on a cluster
+
 APPLICATION = "specengine"
 _ERROR = re.compile(r"^(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)$", re.MULTILINE)
 NEXT = 1  # request that waits at a replica beside those that it answers; the others wait for whoever is free
@@ -303,7 +477,6 @@ def run(
     server = uvicorn.Server(
         uvicorn.Config(
             front.app(),
-            http=limited(settings.request_seconds),
             log_config=LOGGING,
             lifespan="off",
             timeout_graceful_shutdown=max(round(settings.drain_seconds), 1),

@@ -170,18 +170,14 @@ class _Limited(
         self.transport.close()
 
 
-def limited(seconds: float) -> type[Any]:
-    """Return uvicorn's protocol with a limit of `seconds` for a whole request to come.
-
-    It answers headers of more than MAX_HEADER_BYTES with 431, and a slower request with 408; then it closes the
-    connection.
-    """
-    return type("Limited", (_Limited,), {"seconds": seconds})
-
-
 def connections(settings: Settings) -> dict[str, Any]:
-    """Return uvicorn's options of connections."""
+    """Return uvicorn's options of connections.
+
+    Headers of more than MAX_HEADER_BYTES are answered with 431, and a request that is not whole after
+    `request_seconds` with 408; then the connection is closed.
+    """
     return {
+        "http": type("Limited", (_Limited,), {"seconds": settings.request_seconds}),
         "server_header": False,
         "h11_max_incomplete_event_size": 2
         * MAX_HEADER_BYTES,  # smaller headers are refused here, by their size
@@ -211,16 +207,8 @@ class Server(uvicorn.Server):
     """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
-        http = limited(settings.request_seconds)
-        super().__init__(
-            uvicorn.Config(
-                create_app(worker, settings),
-                http=http,
-                lifespan="on",
-                **connections(settings),
-                **options,
-            )
-        )
+        app = create_app(worker, settings)
+        super().__init__(uvicorn.Config(app, lifespan="on", **connections(settings), **options))
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

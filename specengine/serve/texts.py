@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,7 +39,6 @@ class TextReader:
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
-        self._lock = threading.Lock()
 
     @property
     def engine(self) -> Engine:
@@ -54,7 +52,7 @@ class TextReader:
         assert limits is not None
 
         def run() -> Result:
-            with self._lock:
+            with limits.lock:
                 return work(engine, limits)
 
         try:

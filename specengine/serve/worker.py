@@ -82,10 +82,6 @@ class Job:
     is_read: bool = False
     read_s: float = 0.0
 
-    @property
-    def cancelled(self) -> bool:
-        return self.ticket.cancelled
-
 
 class Clients:
     """Clients by name. Whoever was served least goes first, as in VTC (Sheng et al. 2024, arXiv 2401.00588).
@@ -380,8 +376,8 @@ class Worker:
     def _read_all(self) -> None:
         """Read what takes long, texts one after the other."""
         assert self.engine is not None
-        assert self.jobs.limits is not None
-        limits = self.jobs.limits._replace(lock=threading.Lock())
+        limits = self.jobs.limits
+        assert limits is not None
         while (
             job := self.jobs.first(lambda job: not (job.quick or job.is_read or job.prepared))
         ) is not None:
@@ -414,7 +410,7 @@ class Worker:
         most = math.inf if job.quick else job.asked.settings.max_seconds
 
         def still_wanted() -> None:
-            if job.cancelled or self.jobs.is_closed:
+            if job.ticket.cancelled or self.jobs.is_closed:
                 raise unavailable("stopping")
             if time.perf_counter() - began > most:
                 raise RequestError(
@@ -450,14 +446,14 @@ class Worker:
             contextlib.closing(generation),
             engine.target.running(),
         ):  # pieces are handed on at once
-            while not job.cancelled and answer.reason is None:
+            while not job.ticket.cancelled and answer.reason is None:
                 if not generation.is_ready:
                     yield
                 elif (piece := next(generation, None)) is not None:
                     _deliver(job, generation, piece, answer, texts)
                 else:  # it was given up while it waited
                     generation.stats.num_prompt_tokens = len(generation.prompt)
-                    answer.reason = None if job.cancelled else "length"
+                    answer.reason = None if job.ticket.cancelled else "length"
         if self._pool is None:  # else they are counted piece by piece
             job.ticket.client.served += (
                 generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
@@ -525,7 +521,7 @@ def _score(
     """Append the log-probabilities of the prompt's tokens, where the request wants them, as steps of a task."""
     began = time.perf_counter()
     with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
-        while not job.cancelled and (scored := next(scores, None)) is not None:
+        while not job.ticket.cancelled and (scored := next(scores, None)) is not None:
             answer.prompt_logprobs.append(scored)
             if (
                 len(answer.prompt_logprobs) % SCORED_ROWS == 0
@@ -550,6 +546,7 @@ def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, A
 
 
 def limits_of(engine: Engine) -> ModelLimits:
-    """Return the limits with a tokenizer of the reading thread's own: a tokenizer's state is set for each text."""
+    """Return the limits with a tokenizer of the reading threads' own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
-    return ModelLimits(tokenizer, engine.target.max_context, longest_token(tokenizer))
+    longest = longest_token(tokenizer)
+    return ModelLimits(tokenizer, engine.target.max_context, longest, threading.Lock())

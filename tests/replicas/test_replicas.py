@@ -27,9 +27,9 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import last_words
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
-from specengine.serve import front, replica
+from specengine.serve import front
+from specengine.serve.front import conversation_of
 from specengine.serve.metrics import Added, Metrics
-from specengine.serve.replica import conversation_of
 from tests.batch import files, kills
 from tests.replicas.clusters import workers
 from tests.replicas.deadly import DEADLY, Deadly
@@ -559,4 +559,4 @@ class Quiet:
 
     def __init__(self) -> None:
         assert cluster.is_alone()
-        replica._listen_here_alone()
+        front._listen_here_alone()

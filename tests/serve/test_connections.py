@@ -105,7 +105,7 @@ def test_a_client_that_has_gone_ends_its_answer_all_the_same() -> None:
         opened.close()
         gate.open.set()
         gate.open.clear()
-        until(lambda: all(job.cancelled for job in waiting.worker.jobs.answered))
+        until(lambda: all(job.ticket.cancelled for job in waiting.worker.jobs.answered))
         gate.open.set()
         until(lambda: waiting.worker.jobs.idle)
         assert gate.passed < 100

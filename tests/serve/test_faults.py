@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_frees_the_engine_within_a_cycle(stream: bool) -
     gate = Gate()
     with served(lambda: gate.engine) as server:
         asyncio.run(_asked_and_left(server, gate, CHAT | {"stream": stream, "max_tokens": 200}))
-        until(lambda: all(job.cancelled for job in server.worker.jobs.answered))
+        until(lambda: all(job.ticket.cancelled for job in server.worker.jobs.answered))
         passed = gate.passed
         gate.open.set()
         until(lambda: not server.worker.jobs.answered)

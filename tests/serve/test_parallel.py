@@ -386,7 +386,7 @@ def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> 
         steps.allow(6)
         until(lambda: server.metric("kv_cache_usage_perc") > 0)
         gone.set()
-        until(lambda: any(job.cancelled for job in server.worker.jobs.answered))
+        until(lambda: any(job.ticket.cancelled for job in server.worker.jobs.answered))
         steps.allow(10_000)
         texts = [job.result().json()["choices"][0]["text"] for job in waiting]
         assert [job.result() for job in leaving] == [None] * MANY
