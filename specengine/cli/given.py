@@ -213,7 +213,7 @@ def read_option(name: str, file: Path | None) -> str | None:
     try:
         return None if file is None else read_text(file)
     except (OSError, ValueError) as error:
-        raise InputError(f"{name}: cannot read {file} ({error})") from error
+        raise InputError(f"{name}: {file} cannot be read ({error})") from error
 
 
 def read_prompt(argument: str | None) -> str:

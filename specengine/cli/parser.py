@@ -233,8 +233,7 @@ def _add_flag(
     if declared.repeats:
         options |= {"action": "append", "default": [] if default == () else default}
     if declared.reader is NAMES:
-        pair = {"type": key_value, "metavar": "KEY=VALUE"}
-        options = {"action": "append", "default": []} | pair
+        options |= {"type": key_value, "metavar": "KEY=VALUE", "action": "append", "default": []}
     if declared.kind is bool:
         action = "store_true" if declared.one_way else argparse.BooleanOptionalAction
         options = {"action": action, "default": declared.default}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specengine.protocol.completion import Completion
-from specengine.protocol.messages import Body, text_at, text_of_part
+from specengine.protocol.messages import Body, text_at, text_of_part, without_empty
 from specengine.protocol.parts import Part, Thought
 from specengine.protocol.problems import refused
 from specengine.protocol.replies import OneReply, sse
@@ -177,11 +177,8 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
             thoughts += str(block.get("thinking") or "")
         else:
             texts += text_of_part(where, block, _TEXT, _ACCEPTED)
-    message: dict[str, Any] = {"role": turn.role, "content": texts}
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts:
-        message["reasoning_content"] = thoughts
+    more = without_empty({"tool_calls": calls, "reasoning_content": thoughts})
+    message = {"role": turn.role, "content": texts, **more}
     return [*messages, message] if texts or calls or thoughts or not messages else messages
 
 

@@ -28,6 +28,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that hold something: those that are None, empty or False are left out."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def _of_text(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return the content; ValueError, with the place, for a part that is no text."""
     try:
@@ -136,16 +141,16 @@ class Message(Body, extra="allow"):
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it: text, parsed arguments of calls, `system` for developers."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        for name in _THOUGHTS:
-            if isinstance(value := (self.model_extra or {}).get(name), str):
-                message["reasoning_content"] = value
-        return message
+        extra = self.model_extra or {}
+        thoughts = [extra[name] for name in _THOUGHTS if isinstance(extra.get(name), str)]
+        more = {
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thoughts[-1] if thoughts else None,
+        }
+        stated = {name: value for name, value in more.items() if value is not None}
+        return {"role": role, "content": self.text} | stated
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:

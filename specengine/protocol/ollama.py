@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specengine.protocol.completion import Completion
-from specengine.protocol.messages import Body
+from specengine.protocol.messages import Body, without_empty
 from specengine.protocol.parts import Part, calls_of, text_of_parts, thoughts_of
 from specengine.protocol.problems import RequestError
 from specengine.protocol.replies import LINES, OneReply, line
@@ -174,38 +174,32 @@ def loaded(body: _Asked, model: str) -> dict[str, Any]:
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn.role, "content": turn.content or ""}
-    if turn.thinking:
-        message["reasoning_content"] = turn.thinking
-    if turn.tool_calls:
-        message["tool_calls"] = [
-            {
-                name: call[name]
-                for name in ("function", "id")
-                if isinstance(call.get(name), dict | str)
-            }
-            for call in turn.tool_calls
-        ]
-    if turn.tool_name:
-        message["name"] = turn.tool_name
-    return message | ({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {})
+    calls = [
+        {name: call[name] for name in ("function", "id") if isinstance(call.get(name), dict | str)}
+        for call in turn.tool_calls or ()
+    ]
+    more = {
+        "reasoning_content": turn.thinking,
+        "tool_calls": calls,
+        "name": turn.tool_name,
+        "tool_call_id": turn.tool_call_id,
+    }
+    return {"role": turn.role, "content": turn.content or ""} | without_empty(more)
 
 
 def _fields(body: _Asked) -> dict[str, Any]:
     options = body.options or Options.model_validate({})
     most = options.num_predict
-    fields: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLED}
-    schema = body.format if isinstance(body.format, dict) else None
-    if body.format and schema is None and body.format != "json":
+    if isinstance(body.format, str) and body.format not in ("", "json"):
         raise RequestError(
             400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format"
         )
-    if schema is not None:
-        fields["response_format"] = {"type": "json_schema", "schema": schema}
-    elif body.format:
-        fields["response_format"] = {"type": "json_object"}
-    return fields | {
+    schema = {"type": "json_schema", "schema": body.format}
+    if not isinstance(body.format, dict):
+        schema = {"type": "json_object" if body.format else "text"}
+    return {name: getattr(options, name) for name in _SAMPLED} | {
         "model": body.model,
+        "response_format": schema,
         "max_tokens": None if most is None or most < 1 else most,
         "repetition_penalty": options.repeat_penalty,
         "stop": options.stop,
@@ -250,20 +244,16 @@ class OllamaReply(OneReply):
     def _said(self, parts: Sequence[Part], rated: list[Any]) -> dict[str, Any]:
         text, thoughts = text_of_parts(parts), thoughts_of(parts)
         calls = [call for call in calls_of(parts) if call.whole]  # clients run what they get
-        extra: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
-        if calls:
-            extra["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "function": {"name": call.name, "arguments": call.values},
-                }
-                for call in calls
-            ]
+        called = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.values}}
+            for call in calls
+        ]
+        extra = without_empty({"thinking": thoughts, "tool_calls": called})
         fields: Mapping[str, Any] = {"response": text, **extra}
         if isinstance(self.body, ChatBody):
             fields = {"message": {"role": "assistant", "content": text, **extra}}
-        return {"model": self.model, "created_at": now(), **fields} | (
-            {"logprobs": rated} if rated else {}
+        return {"model": self.model, "created_at": now(), **fields} | without_empty(
+            {"logprobs": rated}
         )
 
     def _ended(self, answer: Completion) -> dict[str, Any]:

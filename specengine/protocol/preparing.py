@@ -443,19 +443,15 @@ def _options(request: Sampling) -> dict[str, Any]:
         for each in plain
         if (value := getattr(request, each.field_name)) is not None
     }
-    if request.policy is not None:
-        options["policy"] = request.policy
-    if request.stops:
-        options["stop_strings"] = request.stops
-    if request.ignore_eos:
-        options["eos_token_id"] = []
-    if request.wanted_logprobs is not None:
-        options["logprobs"] = request.wanted_logprobs
-    if request.logit_bias:
-        options["sequence_bias"] = [
-            [[int(token)], float(bias)] for token, bias in request.logit_bias.items()
-        ]
-    return options
+    biases = [[[int(token)], float(bias)] for token, bias in (request.logit_bias or {}).items()]
+    written = {
+        "policy": request.policy,
+        "stop_strings": request.stops or None,
+        "eos_token_id": [] if request.ignore_eos else None,
+        "logprobs": request.wanted_logprobs,
+        "sequence_bias": biases or None,
+    }
+    return options | {name: value for name, value in written.items() if value is not None}
 
 
 _TAG = re.compile(r"</?\w+>")

@@ -11,6 +11,7 @@ from typing import Any
 import specengine
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
+from specengine.protocol.messages import without_empty
 from specengine.protocol.parts import (
     AnswerParts,
     Part,
@@ -162,14 +163,9 @@ class ChatChoice:
         """Return the choice of a whole answer."""
         parts = self.parts.of(answer)
         calls, text, thoughts = calls_of(parts), text_of_parts(parts), thoughts_of(parts)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if calls and not text.strip() else text,
-        }
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = [call.to_dict() for call in calls]
+        more = {"reasoning_content": thoughts, "tool_calls": [call.to_dict() for call in calls]}
+        content = None if calls and not text.strip() else text
+        message = {"role": "assistant", "content": content, **without_empty(more)}
         ended = {"finish_reason": self.parts.reason(answer), "logprobs": None}
         return {"index": self.index, "message": message, **ended} | self._of_tokens(
             answer.token_ids, answer.logprobs

@@ -23,7 +23,14 @@ from pydantic import (
     model_validator,
 )
 
-from specengine.protocol.messages import TEXT_PARTS, Body, Content, Message, text_at
+from specengine.protocol.messages import (
+    TEXT_PARTS,
+    Body,
+    Content,
+    Message,
+    text_at,
+    without_empty,
+)
 from specengine.request.declared import declarations
 
 MAX_STOPS, MAX_STOP_LETTERS = 16, 1000
@@ -32,7 +39,10 @@ MAX_TOKENS = (1 << 63) - 1
 MAX_SEEDS = 1 << 64
 MAX_ANSWERS, MAX_PROMPTS = 128, 1024  # of one request; the queue sets a lower limit
 _CONSTRAIN = ("response_format", "structured_outputs")
-_GUIDED = ("json", "regex", "choice", "grammar")
+_SHORT = {  # fields that are one of structured_outputs
+    "grammar": "grammar",
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+}
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 # Arguments of apply_chat_template that are none of the template's own.
 NOT_OF_A_TEMPLATE = {
@@ -175,6 +185,17 @@ class Prediction(Body):
     @property
     def text(self) -> str:
         return text_at("content", self.content, TEXT_PARTS, "text")
+
+
+def only(kind: Any, accepted: Any, why: str) -> Any:
+    """Return the type of a field that is taken at one value. why: of the refusal of others."""
+
+    def check(value: Any) -> Any:
+        if value != accepted:
+            raise ValueError(why)
+        return value
+
+    return Annotated[kind, AfterValidator(check)]
 
 
 def base_of(name: str, fields: Mapping[str, tuple[Any, str | None]]) -> Any:
@@ -411,26 +432,20 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
     @property
     def constraints(self) -> dict[str, dict[str, Any]]:
         """Return the options that constrain the answer, by the field that asks for them."""
-        constraints = {
-            name: value.options for name in _CONSTRAIN if (value := getattr(self, name)) is not None
+        stated = {
+            name: value
+            for name in (*_CONSTRAIN, *_SHORT)
+            if (value := getattr(self, name)) is not None
         }
-        if self.grammar is not None:
-            constraints["grammar"] = {"grammar": self.grammar}
-        for name in _GUIDED:
-            if (value := getattr(self, f"guided_{name}")) is not None:
-                constraints[f"guided_{name}"] = StructuredOutputs.model_validate(
-                    {name: value}
-                ).options
-        return {name: options for name, options in constraints.items() if options}
+        for name in _SHORT.keys() & stated.keys():
+            stated[name] = StructuredOutputs.model_validate({_SHORT[name]: stated[name]})
+        return without_empty({name: value.options for name, value in stated.items()})
 
     def each(self) -> list[Self]:
         """Return a request for each answer that this one asks for, with seeds that follow on each other."""
-        count = self.n or 1
-        if count == 1:
-            return [self]
         seeds = [
             self.seed if self.seed is None else (self.seed + more) % MAX_SEEDS
-            for more in range(count)
+            for more in range(self.n or 1)
         ]
         return [self.model_copy(update={"n": None, "seed": seed}) for seed in seeds]
 
@@ -570,20 +585,12 @@ class CompletionRequest(Sampling):
     )
     add_special_tokens: Literal[True] | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def _few_prompts(cls, prompt: Any) -> Any:
-        if (
-            isinstance(prompt, list)
-            and prompt
-            and isinstance(prompt[0], str | list)
-            and len(prompt) > MAX_PROMPTS
-        ):
-            raise ValueError(f"got {len(prompt)} prompts, accepted up to {MAX_PROMPTS}")
-        return prompt
-
     @model_validator(mode="after")
     def _asks_for_something(self) -> CompletionRequest:
+        if len(self._prompts) > MAX_PROMPTS:
+            raise ValueError(
+                f"prompt: got {len(self._prompts)} prompts, accepted up to {MAX_PROMPTS}"
+            )
         if self.suffix and self.echo:
             raise ValueError("suffix: accepted without echo")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self._prompts):
@@ -591,8 +598,6 @@ class CompletionRequest(Sampling):
         return self
 
     def each(self) -> list[Self]:
-        if len(self._prompts) == 1:
-            return super().each()
         alone = [self.model_copy(update={"prompt": prompt}) for prompt in self._prompts]
         return [one for request in alone for one in super(CompletionRequest, request).each()]
 

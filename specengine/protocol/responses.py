@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import TEXT_PARTS, Body, text_at
@@ -27,6 +27,7 @@ from specengine.protocol.requests import (
     WithTools,
     base_of,
     declared_values,
+    only,
 )
 from specengine.protocol.tool_formats import ToolCall
 
@@ -58,12 +59,22 @@ class TextConfig(Body, extra="ignore"):
     format: TextFormat | None = None
 
 
+KEPT_NOWHERE = only(
+    Any, None, "this server keeps no responses; send the whole conversation as input"
+)
 Unread: Any = base_of(
     "Unread",
     {
         "max_tool_calls": (int, "no effect: it counts calls of OpenAI's own tools"),
         "context_management": (Annotated[list[Any], Field(max_length=0)], None),
         "prompt": (NoneType, None),
+        "truncation": (Literal["auto", "disabled"], "no effect: what is too long is refused"),
+        "background": (
+            only(bool, False, "this server keeps no responses; ask for a stream"),
+            "accepted: false",
+        ),
+        "previous_response_id": (KEPT_NOWHERE, None),
+        "conversation": (KEPT_NOWHERE, None),
     },
 )
 
@@ -86,26 +97,6 @@ class ResponsesRequest(WithTools, Declared, CommonFields, Unread):
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     policy: Literal["plain"] | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="no effect: what is too long is refused"
-    )
-    background: bool | None = Field(None, description="accepted: false")
-    previous_response_id: None = None
-    conversation: None = None
-
-    @field_validator("previous_response_id", "conversation", mode="before")
-    @classmethod
-    def _is_kept_nowhere(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("this server keeps no responses; send the whole conversation as input")
-        return value
-
-    @field_validator("background")
-    @classmethod
-    def _is_answered_at_once(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("this server keeps no responses; ask for a stream")
-        return value
 
 
 NAMES = {
