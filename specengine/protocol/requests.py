@@ -38,7 +38,6 @@ MAX_LOGPROBS = 20
 MAX_TOKENS = (1 << 63) - 1
 MAX_SEEDS = 1 << 64
 MAX_ANSWERS, MAX_PROMPTS = 128, 1024  # of one request; the queue sets a lower limit
-_CONSTRAIN = ("response_format", "structured_outputs")
 _SHORT = {  # fields that are one of structured_outputs
     "grammar": "grammar",
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
@@ -434,7 +433,7 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
         """Return the options that constrain the answer, by the field that asks for them."""
         stated = {
             name: value
-            for name in (*_CONSTRAIN, *_SHORT)
+            for name in ["response_format", "structured_outputs", *_SHORT]
             if (value := getattr(self, name)) is not None
         }
         for name in _SHORT.keys() & stated.keys():

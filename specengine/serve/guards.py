@@ -172,15 +172,11 @@ def parsed(body: bytes, encoding: str = "") -> Any:
         raise _no_json("it is nested too deep") from error
     except UnicodeDecodeError as error:
         packed = (
-            " it looks compressed"
+            "; it looks compressed"
             if body.startswith((b"\x1f\x8b", b"\x78\x9c", b"\x28\xb5\x2f\xfd"))
             else ""
         )
-        raise _no_json(
-            f"byte {error.start} is not UTF-8;{packed}"
-            if packed
-            else f"byte {error.start} is not UTF-8"
-        ) from error
+        raise _no_json(f"byte {error.start} is not UTF-8{packed}") from error
     except json.JSONDecodeError as error:
         raise _no_json(f"{error.msg}, at character {error.pos}") from error
     except ValueError as error:  # a number that Python does not take
