@@ -33,8 +33,7 @@ from bench.report import claim_table
 from specengine import Engine, policies
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.provenance import provenance
-from specengine.benchmark.records import Log, Record
+from specengine.benchmark.records import Log, Record, provenance
 from specengine.benchmark.summaries import ALL, ratio, summaries
 from specengine.benchmark.ways import parse
 from specengine.benchmark.workloads import Workload, digest, read

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specengine.benchmark import provenance as origin
+from specengine.benchmark import records as origin
 
 ROWS = ".rows"  # the end of the name of a file that grows
 

@@ -211,10 +211,8 @@ class Untried(NativeLM):
 
     def _check(self, source: Source) -> None: ...
 
-    def _checked_in_float32(self) -> Source:
+    def _checked_layer(self, number: int = 0) -> Any:
         return self.source
-
-    def _check_other_layers(self) -> None: ...
 
 
 def config_of(shape: Shape, layers: int) -> PretrainedConfig:

@@ -15,7 +15,7 @@ import transformers
 import specengine
 from specengine.batch import answering, lines
 from specengine.batch.files import Files, Stream, opened
-from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import provenance
 from specengine.cli import given
 from specengine.cli.terminal import redraws, say
 from specengine.errors import require

@@ -10,8 +10,7 @@ from typing import Any
 
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.provenance import provenance, public
-from specengine.benchmark.records import Log, Record, read
+from specengine.benchmark.records import Log, Record, provenance, public, read
 from specengine.benchmark.report import draw_speeds, source, tables
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.ways import GENERATE, EngineDecoder, Engines, Way, baseline

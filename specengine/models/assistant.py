@@ -15,7 +15,7 @@ from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.configs import family_of
 from specengine.models.eagle import DraftHead, reader_of_states, require_fit
 from specengine.models.families import SLIDING
-from specengine.models.kv_cache import CachedTarget, KVCache, Rows, of_shape
+from specengine.models.kv_cache import CachedTarget, CacheLayout, KVCache, Rows
 from specengine.models.native import NativeLM
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")  # in configs, as `model_type`
@@ -95,7 +95,7 @@ class AssistantHead(DraftHead):
         self._scale = torch.tensor(
             net.outer**0.5, dtype=self.dtype, device=device
         )  # of Gemma's embeddings
-        self.cache = KVCache(1, 1, 1, 1, dtype=self.dtype, device=device)
+        self.cache = KVCache(CacheLayout(((1, 1, 1),), self.dtype, device), 1)
         self.config = reader_of_states(net.outer, int(text.vocab_size))
         require_fit(self.config, target.lm)
         if target.captured:
@@ -146,12 +146,7 @@ class AssistantHead(DraftHead):
         cache, (slab, layer) = self._keeper.cache, self._slabs[kind]
         end = cache.length
         first = max(end - self._window - 1, 0) if kind == SLIDING else 0
-        keys, values = cache.slabs[slab][layer, :, None, :, first:end]
-        if cache.shapes is not None:
-            keys, values = (
-                of_shape(*pair) for pair in zip((keys, values), cache.shapes[layer], strict=True)
-            )
-        return keys, values
+        return cache.layer(layer, first, end, slab)
 
     def _find_slabs(self) -> dict[str, tuple[int, int]]:
         """Return by the assistant's types of layers the slab, and the layer in it, that these read."""
@@ -164,26 +159,21 @@ class AssistantHead(DraftHead):
             raise InputError(
                 f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such"
             )
-        found, shapes = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+        found = dict[str, tuple[int, int]]()
         for kind in needed:
             number = last[kind]
+            found[kind] = 0, number
             if isinstance(lm, NativeLM):
                 sizes = [
                     (at.kv_heads, at.head_dim)
                     for at in (family_of(config).shape_at(config, i) for i in owners)
                 ]
                 slab = list(dict.fromkeys(sizes)).index(sizes[number])
-                found[kind], shapes[kind] = (
-                    (slab, sizes[:number].count(sizes[number])),
-                    sizes[number],
-                )
-            else:
-                given = self._keeper.cache.shapes
-                found[kind] = 0, number
-                _, _, heads, _, size = self._keeper.cache.slab.shape
-                shapes[kind] = given[number][0] if given else (heads, size)
+                found[kind] = slab, sizes[:number].count(sizes[number])
         for layer, kind in zip(self._net.model.layers, text.layer_types, strict=True):
-            (heads, size), own = shapes[kind], layer.self_attn
+            slab, number = found[kind]
+            keys, own = self._keeper.cache.layer(number, slab=slab)[0], layer.self_attn
+            heads, size = keys.shape[1], keys.shape[3]
             if own.head_dim != size or own.num_key_value_groups * heads != text.num_attention_heads:
                 raise InputError(
                     f"draft: the assistant reads heads of {own.head_dim} channels, the target keeps {heads} of {size}"

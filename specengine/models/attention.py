@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -45,16 +45,23 @@ class Prompt:
         if rows == 1 and window is None:
             return None
         if window not in self._masks:
-            near = None if window is None else near_prompt(rows, self.before, window, query.device)
-            mask = lower_right(rows, self.before, query.device) if near is None else near
+            mask = prompt_mask(rows, self.before, query.device, window)
             self._masks[window] = ops.pack_mask(
-                mask, groups, query.dtype, self.before if near is None else 0
+                mask, groups, query.dtype, self.before if window is None else 0
             )
         return self._masks[window]
 
 
-def lower_right(rows: int, before: int, device: torch.device) -> Tensor:
-    return torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
+def prompt_mask(rows: int, before: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Return what consecutive tokens see of all slots, bool [rows, before + rows]; window: as in `attend`."""
+    mask = torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril_(before)
+    return mask if window is None else mask.triu_(before - window + 1)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask of what is seen as modules add it to scores: 0, or the least number; [1, 1, rows, slots]."""
+    blank = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return blank.masked_fill_(~mask, torch.finfo(dtype).min)[None, None]
 
 
 class NeedsDenseMask(Exception):
@@ -204,18 +211,25 @@ def note_places(cache: KVCache, rows: Rows) -> None:
     rows.places = torch.where(slots < rows.prefix, slots, places)
 
 
-def dense(rows: Rows, window: int) -> Tensor:
-    """Return the slots that each row sees, bool [n, end]."""
-    assert rows.places is not None
+def seen_by(
+    tree: Rows | Prompt, rows: int, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Return the slots that each of so many rows sees, bool [rows, slots], those of padding included."""
+    if isinstance(tree, Prompt):
+        return prompt_mask(rows, tree.before, device, window)
+    mask = dense(tree, window)
+    return pad(mask, (0, int(tree.slot) + rows - mask.shape[1]))
+
+
+def dense(rows: Rows, window: int | None = None) -> Tensor:
+    """Return the slots that each row sees, bool [n, end]; window: as in `attend`."""
     mask = rows.mask()
-    near = rows.places[: rows.end] > rows.positions[:, None] - window
-    return near if mask is None else mask & near
-
-
-def near_prompt(rows: int, before: int, window: int, device: torch.device) -> Tensor:
-    """Return what consecutive tokens see of all slots, bool [rows, before + rows]."""
-    mask = torch.ones(rows, before + rows, dtype=torch.bool, device=device)
-    return mask.tril_(before).triu_(before - window + 1)
+    if mask is None:
+        mask = torch.ones(1, rows.end, dtype=torch.bool, device=rows.tokens.device)
+    if window is None:
+        return mask
+    assert rows.places is not None
+    return mask & (rows.places[: rows.end] > rows.positions[:, None] - window)
 
 
 def attend_near(

@@ -444,7 +444,7 @@ class DraftHead(ABC):
         """Return a head over an empty cache, with the same weights."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.cache = self.cache.empty()
+        twin.cache = KVCache(self.cache.layout, 1)
         return twin
 
     def refresh(self) -> None:  # noqa: B027 (nothing to do where the head owns its weights)

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.eagle import DraftHead, EagleHead, RotatingAttend, causal, embed_for
 from specengine.models.huggingface import CausalLM
-from specengine.models.kv_cache import KVCache, LanguageModel, Rows
+from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
 from specengine.models.twins import Packed, worth_packing
 
@@ -21,9 +21,8 @@ class TorchHead(DraftHead):
     def __init__(self, head: EagleHead, target: LanguageModel, pack: bool | None = None) -> None:
         self.config, self.module, self._target = head.config, head, target
         self.dtype, device = head.dtype, target.device
-        self.cache = KVCache(
-            1, self.config.num_kv_heads, self.config.head_dim, 1, dtype=self.dtype, device=device
-        )
+        slab = 1, self.config.num_kv_heads, self.config.head_dim
+        self.cache = KVCache(CacheLayout((slab,), self.dtype, device), 1)
         self.target_ids, self.weights = head.target_ids(), (head,)
         self._packed: Packed | None = (
             Packed(head) if (worth_packing(head) if pack is None else pack) else None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch import Tensor
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -21,23 +20,30 @@ from specengine.models.attention import (
     ATTENTION,
     NeedsDenseMask,
     Prompt,
-    dense,
-    lower_right,
-    near_prompt,
+    additive,
     note_places,
+    seen_by,
 )
 from specengine.models.configs import NO_MEMORY, SLIDING, context_limit, window_of
 from specengine.models.kv_cache import (
     CachedTarget,
+    CacheLayout,
     KVCache,
     Logits,
     Rows,
-    Shapes,
     in_own_dtype,
-    of_shape,
 )
 from specengine.models.loaded import Watch
-from specengine.models.twins import Packed, evaluating, is_changed, set_attention, worth_packing
+from specengine.models.refusals import (
+    NoTreesError,
+    errors_named,
+    mixing,
+    model_name,
+    refuse_absent,
+    refuse_looking_ahead,
+    refuse_unsupported,
+)
+from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
@@ -51,22 +57,12 @@ class _SlabView(Cache):
 
     def __init__(self, cache: KVCache, start: int, rows: int) -> None:
         super().__init__(layers=[])
-        self.slab, self.shapes, self.start, self.stop = (
-            cache.slab,
-            cache.shapes,
-            start,
-            start + rows,
-        )
+        self.cache, self.start, self.stop = cache, start, start + rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
-        keys_values = self.slab[layer_idx, :, None, :, : self.stop]
-        keys, values = keys_values[0], keys_values[1]
-        if self.shapes is not None:
-            keys, values = (
-                of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True)
-            )
+        keys, values = self.cache.layer(layer_idx, end=self.stop)
         keys[:, :, self.start :] = key_states
         values[:, :, self.start :] = value_states
         return keys, values
@@ -78,31 +74,22 @@ class _SlabView(Cache):
         return self.stop, 0
 
 
-class _PaddedSlabView(Cache):
+class _PaddedSlabView(_SlabView):
     """The same with static shapes: `update` writes at a slot that the device knows, and gives the whole slab."""
 
     def __init__(self, cache: KVCache, rows: Rows) -> None:
-        super().__init__(layers=[])
-        self.slab, self.shapes = cache.slab, cache.shapes
-        self.slots = rows.slot + torch.arange(len(rows), device=self.slab.device, dtype=torch.int64)
+        super().__init__(cache, 0, cache.capacity)
+        self.slots = rows.slot + torch.arange(
+            len(rows), device=cache.slab.device, dtype=torch.int64
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
-        keys, values = self.slab[layer_idx, :, None]
-        if self.shapes is not None:
-            keys, values = (
-                of_shape(*pair) for pair in zip((keys, values), self.shapes[layer_idx], strict=True)
-            )
+        keys, values = self.cache.layer(layer_idx)
         keys[0].index_copy_(1, self.slots, key_states[0])
         values[0].index_copy_(1, self.slots, value_states[0])
         return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self.slab.shape[3], 0
 
 
 class _ShapeRecorder(Cache):
@@ -131,8 +118,83 @@ class _ShapeRecorder(Cache):
         return (query_length if isinstance(query_length, int) else len(query_length)), 0
 
 
-class NoTreesError(UnsupportedModelError):
-    """This model cannot run trees in one forward; on its own cache it may answer all the same (own_cache.py)."""
+def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) -> _SlabView:
+    """Return the view for a forward of so many rows; dense: of static shapes on no device, as its mask is not."""
+    if isinstance(tree, Prompt):
+        return _SlabView(cache, tree.before, rows)
+    if dense or ops.is_free(tree.slot):
+        return _SlabView(cache, int(tree.slot), rows)
+    return _PaddedSlabView(cache, tree)
+
+
+class TwinModules:
+    """Run rows through the modules of a model's twin.
+
+    modules     the twin; `runs` is it, or its packed twin, made where the weights were as in `contents`
+    accepts     arguments of its forward
+    keeps_rows  whether the forward can leave out logits
+    window      positions that layers which slide see; None without any
+    dense       whether its attention runs with a dense mask; by_type: with one for each type of layers
+    """
+
+    def __init__(self, modules: PreTrainedModel, packed: Packed | None, contents: Any) -> None:
+        self.modules, self.packed = modules, packed
+        self.config = modules.config.get_text_config(decoder=True)
+        self.window = window_of(self.config)
+        self.accepts = frozenset(inspect.signature(modules.forward).parameters)
+        # transformers runs layers that share keys over the rows whose logits are kept alone
+        shared = getattr(self.config, "num_kv_shared_layers", 0)
+        self.keeps_rows = "logits_to_keep" in self.accepts and not shared
+        device = modules.get_input_embeddings().weight.device
+        self.dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self.dense = self.by_type = False
+        self.take(contents)
+
+    def take(self, contents: Any) -> None:
+        """Take in weights that were changed to these contents."""
+        self.contents = contents
+        self.runs: Any = self.modules if self.packed is None else self.packed.model(contents)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        tree: Rows | Prompt,
+        features: tuple[int, ...] = (),
+        keep: Tensor | slice | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features as Fused.run does; of a prompt, logits may be of more rows than are to be kept."""
+        # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
+        arguments: dict[str, Any] = {"attention_mask": self.dummy_mask, "tree": tree}
+        if self.dense:
+            arguments = {"attention_mask": self._mask(tree, len(tokens))}
+        if keep is not None and self.keeps_rows:
+            arguments["logits_to_keep"] = 1 if isinstance(keep, slice) else keep
+        if features:
+            arguments["output_hidden_states"] = True
+        if "position_ids" in self.accepts:
+            arguments["position_ids"] = positions[None]
+        view = slab_view(cache, tree, len(tokens), dense=self.dense)
+        out = self.runs(input_ids=tokens[None], past_key_values=view, use_cache=True, **arguments)
+        logits, states = out.logits[0], None
+        if features:
+            states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1)
+        left_in = isinstance(keep, Tensor) and not self.keeps_rows
+        return logits.index_select(0, keep) if left_in else logits, states
+
+    def _mask(self, tree: Rows | Prompt, rows: int) -> Any:
+        """Return the mask as the modules take it: one, or one per type of their layers."""
+        device, dtype = self.dummy_mask.device, self.modules.dtype
+        whole = sliding = additive(seen_by(tree, rows, device), dtype)
+        if self.window is not None and (isinstance(tree, Prompt) or tree.places is not None):
+            sliding = additive(seen_by(tree, rows, device, self.window), dtype)
+        if not self.by_type:
+            return sliding
+        return {
+            kind: sliding if kind == SLIDING else whole
+            for kind in (SLIDING, *self.config.layer_types)
+        }
 
 
 class CausalLM:
@@ -160,32 +222,20 @@ class CausalLM:
     ) -> None:
         self._refuse(model)
         refuse_absent(model)
-        with _errors_named(model):
+        with errors_named(model):
             refuse_looking_ahead(model)
         self.model = model
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
-        self._pack = pack
         self._watch = None if merge else Watch(model)
-        self._contents = self._watch.contents() if self._watch is not None else []
-        self._twin = self._own_twin()
-        self.config = self._twin.config.get_text_config(decoder=True)
+        twin = self._own_twin()
+        packs = worth_packing(model) if pack is None else pack
+        contents = [] if self._watch is None else self._watch.contents()
+        self._twin = TwinModules(twin, Packed(twin) if packs else None, contents)
+        self._runner: TwinModules | fused.Fused = self._twin
+        self.config = self._twin.config
         self.max_context = context_limit(self.config)
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self._dense_mask = False
-        self._accepts = frozenset(inspect.signature(self._twin.forward).parameters)
-        self.window = window_of(self.config)
-        # transformers runs layers that share keys over the rows whose logits are kept alone
-        self._keeps_rows = "logits_to_keep" in self._accepts and not getattr(
-            self.config, "num_kv_shared_layers", 0
-        )
-        self._dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self._packed = (
-            Packed(self._twin) if (worth_packing(model) if pack is None else pack) else None
-        )
-        self._merges = merge
-        self._fused: fused.Fused | None = None
-        self._take_twin(self._contents)
         self._choose_attention()
         if self.fuses and self.device.type in fused.DEVICES:
             self._fuse()
@@ -208,7 +258,7 @@ class CausalLM:
     @property
     def packed(self) -> bool:
         """True if the linear layers run with weights packed for oneDNN (see specengine.models.twins)."""
-        return self._packed is not None
+        return self._twin.packed is not None
 
     def require_same(self) -> None:
         """Take in modules and settings that were changed since the last call.
@@ -218,21 +268,20 @@ class CausalLM:
         changed = self._watch.changed() if self._watch is not None else ""
         if not changed:
             return
-        fresh = type(self)(self.model, pack=self._pack)
+        fresh = type(self)(self.model, pack=self.packed)
         fresh.widen(self.widest)
         if fresh.sizes != self.sizes:
             raise UnsupportedModelError(
-                f"{_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
+                f"{model_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
             )
         self.__dict__.update(fresh.__dict__, version=self.version + 1, seconds=self.seconds)
 
     def refresh(self) -> None:
         """Take in what was changed since the last call, weights too; UnsupportedModelError as `require_same`."""
         self.require_same()
-        if self._watch is not None and (contents := self._watch.contents()) != self._contents:
+        if self._watch is not None and (contents := self._watch.contents()) != self._twin.contents:
             self.version += 1
-            self._take_twin(contents)
-            self._contents = contents
+            self._twin.take(contents)
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -241,33 +290,27 @@ class CausalLM:
             self.max_context,
             self.dtype,
             self.device,
-            self._dense_mask,
-            self._layers,
-            self._heads,
-            self._head_size,
-            self._dtype,
-            self._shapes,
+            self._twin.dense,
+            self.layers,
+            self._layout,
         )
-
-    def _take_twin(self, contents: list[Any]) -> None:
-        self._runs: Any = self._twin if self._packed is None else self._packed.model(contents)
 
     @property
     def modules(self) -> str:
         """Return how layers run: `fused`, `fused, merged products`, or `the model's own`."""
-        if self._fused is not None:
-            return "fused, merged products" if self._fused.merged else "fused"
-        return "the model's own"
+        if isinstance(self._runner, TwinModules):
+            return "the model's own"
+        return "fused, merged products" if self._runner.merged else "fused"
 
     def _fuse(self) -> None:
         """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
-        reason = fused.why_not(self._twin)
-        taken = self._dense_mask or self._shapes is not None or self._packed is not None
+        reason = fused.why_not(self._twin.modules)
+        taken = self._twin.dense or self._layout.shapes is not None or self.packed
         if taken or reason == "" or not ops.is_served(fused.OPS, self.device):
             return
         try:
             if reason is None:
-                made = fused.Fused(self._twin, merge=self._merges)
+                made = fused.Fused(self._twin.modules, merge=self._watch is None)
                 reason = self._difference(made)
         except (SpecEngineError, *NO_MEMORY):
             raise
@@ -276,7 +319,7 @@ class CausalLM:
         if reason:
             self.layers_note = f"layers: not fused, {reason}"
         else:
-            self._fused = made
+            self._runner = made
 
     @torch.inference_mode()
     def _difference(self, made: fused.Fused) -> str:
@@ -294,11 +337,11 @@ class CausalLM:
         for start, (given, places, view, seen) in ((0, prompt), (count, tree)):
             cache.length = start
             arguments = {
-                "attention_mask": self._dummy_mask,
+                "attention_mask": self._twin.dummy_mask,
                 "tree": seen,
                 "output_hidden_states": True,
             }
-            out = self._twin(
+            out = self._twin.modules(
                 input_ids=given[None],
                 position_ids=places[None],
                 past_key_values=view,
@@ -313,24 +356,17 @@ class CausalLM:
         return ""
 
     def _note_places(self, cache: KVCache, rows: Rows) -> None:
-        if self.window is not None and rows.paths is None and cache.capacity > self.window:
+        window = self._twin.window
+        if window is not None and rows.paths is None and cache.capacity > window:
             note_places(cache, rows)
 
     @property
     def attention(self) -> str:
         """`tree` (ops.tree_attention) or `dense mask` (the model's own eager attention)."""
-        return "dense mask" if self._dense_mask else "tree"
+        return "dense mask" if self._twin.dense else "tree"
 
     def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(
-            self._layers,
-            self._heads,
-            self._head_size,
-            capacity,
-            dtype=self._dtype,
-            device=self.device,
-            shapes=self._shapes,
-        )
+        return KVCache(self._layout, capacity)
 
     @property
     def parameters(self) -> int:
@@ -343,9 +379,8 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        return self._layers + (
-            getattr(self.config, "num_kv_shared_layers", 0) or 0
-        )  # that keep no keys of their own
+        shared = getattr(self.config, "num_kv_shared_layers", 0) or 0
+        return self._layout.slabs[0][0] + shared  # those that share keep no keys of their own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -353,7 +388,7 @@ class CausalLM:
 
     def head(self, states: Tensor) -> Tensor:
         """Apply the bare language-model head to states after the final norm; returns logits [..., vocabulary]."""
-        return self._runs.get_output_embeddings()(states.to(self.dtype))
+        return self._twin.runs.get_output_embeddings()(states.to(self.dtype))
 
     @property
     def table(self) -> Tensor:
@@ -369,7 +404,7 @@ class CausalLM:
         """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
-        out = self._twin(
+        out = self._twin.modules(
             input_ids=token,
             past_key_values=_ShapeRecorder(),
             use_cache=True,
@@ -378,12 +413,12 @@ class CausalLM:
         count = len(getattr(out, "hidden_states", None) or ())
         if count != self.layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
-                f"{_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; the "
-                f"draft needs a model of {self.layers} layers that gives {self.layers + 1}"
+                f"{model_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; "
+                f"the draft needs a model of {self.layers} layers that gives {self.layers + 1}"
             )
-        if self._packed is not None:
-            self._packed.copy_again()
-        self._take_twin(self._contents)
+        if self._twin.packed is not None:
+            self._twin.packed.copy_again()
+        self._twin.take(self._twin.contents)
 
     def extend(
         self,
@@ -406,16 +441,16 @@ class CausalLM:
             rows, length = len(piece), cache.length
             cache.reserve(length + rows)
             began = time.perf_counter()
-            positions = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
-            if self._fused is not None:
-                keep = None if logits == "all" else slice(-1, None)
-                rated, states = self._fused.run(
-                    piece, positions, cache, Prompt(length), features, keep
-                )
-            else:
-                rated, states = self._prompt(
-                    piece, positions, cache, length, features, every=logits == "all"
-                )
+            places = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
+            keep = None if logits == "all" else slice(-1, None)
+            rated, states = self._runner.run(
+                piece,
+                places.clamp(max=self.max_context - 1),
+                cache,
+                Prompt(length),
+                features,
+                keep,
+            )
             cache.length = length + rows
             self.seconds += time.perf_counter() - began
             found = [*found, rated] if logits == "all" else [rated[-1:]]
@@ -423,25 +458,6 @@ class CausalLM:
                 seen.append(states)
         given = torch.cat(found) if found and logits != "none" else None
         return given, torch.cat(seen) if seen else None
-
-    def _prompt(
-        self,
-        piece: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        length: int,
-        features: tuple[int, ...],
-        *,
-        every: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run a piece of a prompt through the modules; every: all logits are wanted."""
-        arguments: dict[str, Any] = {"attention_mask": self._dummy_mask, "tree": Prompt(length)}
-        if self._dense_mask:
-            arguments = {"attention_mask": self._prompt_masks(len(piece), length)}
-        if not every and self._keeps_rows:
-            arguments["logits_to_keep"] = 1
-        view = _SlabView(cache, length, len(piece))
-        return self._call(self._runs, piece, positions, view, features, arguments)
 
     def forward(
         self,
@@ -461,125 +477,52 @@ class CausalLM:
         """
         began = time.perf_counter()
         self._note_places(cache, rows)
-        if self._fused is not None:
-            positions = rows.positions.clamp(max=self.max_context - 1)
-            found = self._fused.run(rows.tokens, positions, cache, rows, features, one)
-            self.seconds += time.perf_counter() - began
-            return found
-        arguments: dict[str, Any] = (
-            {"logits_to_keep": one} if one is not None and self._keeps_rows else {}
-        )
-        if self._dense_mask:
-            arguments["attention_mask"] = self._row_masks(rows)
-        else:
-            # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
-            arguments |= {"attention_mask": self._dummy_mask, "tree": rows}
-        static = not (self._dense_mask or ops.is_free(rows.slot))
-        view = (
-            _PaddedSlabView(cache, rows) if static else _SlabView(cache, int(rows.slot), len(rows))
-        )
-        logits, states = self._call(
-            self._runs, rows.tokens, rows.positions, view, features, arguments
-        )
+        positions = rows.positions.clamp(max=self.max_context - 1)
+        found = self._runner.run(rows.tokens, positions, cache, rows, features, one)
         self.seconds += time.perf_counter() - began
-        return logits if one is None or self._keeps_rows else logits.index_select(0, one), states
-
-    def _call(
-        self,
-        runs: Any,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        features: tuple[int, ...],
-        arguments: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        if features:
-            arguments["output_hidden_states"] = True
-        if "position_ids" in self._accepts:
-            arguments["position_ids"] = positions.clamp(max=self.max_context - 1)[None]
-        out = runs(input_ids=tokens[None], past_key_values=cache, use_cache=True, **arguments)
-        states = (
-            torch.cat([out.hidden_states[i][0] for i in features], dim=-1) if features else None
-        )
-        return out.logits[0], states
+        return found
 
     def require_capture(self) -> None:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
-        if self._dense_mask:
+        if self._twin.dense:
             raise UnsupportedModelError(
-                f"graphs: the attention of {_name(self.model)} runs with a dense mask, whose shape changes with the "
-                "cache; load without graphs=True"
+                f"graphs: the attention of {model_name(self.model)} runs with a dense mask, whose shape changes with "
+                "the cache; load without graphs=True"
             )
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
         if kind in ("dynamic", "longrope"):
             raise UnsupportedModelError(
-                f"graphs: {_name(self.model)} has {kind} positions, which the host reads in every forward"
+                f"graphs: {model_name(self.model)} has {kind} positions, which the host reads in every forward"
             )
-
-    def _additive(self, mask: Tensor) -> Tensor:
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(
-            ~mask, torch.finfo(dtype).min
-        )[None, None]
-
-    def _row_masks(self, rows: Rows) -> Any:
-        mask = rows.mask()
-        seen = (
-            torch.ones(1, rows.end, dtype=torch.bool, device=self.device) if mask is None else mask
-        )
-        near = None if self.window is None or rows.places is None else dense(rows, self.window)
-        width = int(rows.slot) + len(rows)  # of the keys, those of padding included
-        return self._by_layer(
-            _widened(seen, width), None if near is None else _widened(near, width)
-        )
-
-    def _prompt_masks(self, rows: int, before: int) -> Any:
-        near = None if self.window is None else near_prompt(rows, before, self.window, self.device)
-        return self._by_layer(lower_right(rows, before, self.device), near)
-
-    def _by_layer(self, seen: Tensor, near: Tensor | None) -> Any:
-        """Return the mask as the model takes it: one, or one per type of its layers; near: of those that slide."""
-        whole = self._additive(seen)
-        sliding = whole if near is None else self._additive(near)
-        if self._masks_by_type:
-            return {
-                kind: sliding if kind == SLIDING else whole
-                for kind in (SLIDING, *self.config.layer_types)
-            }
-        return sliding
 
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
-        if mixed := mixing(self._twin):
-            raise NoTreesError(f"{_name(self.model)}: {mixed}")
-        faults = []
+        twin, faults = self._twin, list[str]()
+        if mixed := mixing(twin.modules):
+            raise NoTreesError(f"{model_name(self.model)}: {mixed}")
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        for dense_mask, by_type in ((False, False), (True, True), (True, False)):
-            if dense_mask is False and not self._twin._can_set_attn_implementation():
+        ways = {  # whether the mask is dense, and whether there is one for each type of layers
+            (False, False): twin.modules._can_set_attn_implementation(),
+            (True, True): bool(kinds),
+            (True, False): twin.window is None or len(kinds) <= 1,
+        }
+        for dense, by_type in (way for way, suits in ways.items() if suits):
+            set_attention(twin.modules, "eager" if dense else ATTENTION)
+            if (self.config._attn_implementation == ATTENTION) is dense:
                 continue
-            if (by_type and not kinds) or (
-                dense_mask and not by_type and self.window is not None and len(kinds) > 1
-            ):
-                continue
-            set_attention(self._twin, "eager" if dense_mask else ATTENTION)
-            if (self.config._attn_implementation == ATTENTION) is dense_mask:
-                continue
-            self._dense_mask, self._masks_by_type = dense_mask, by_type
-            fault = self._fault()
-            if fault is None:
+            twin.dense, twin.by_type = dense, by_type
+            if (fault := self._fault()) is None:
                 return
             faults.append(fault)
         raise NoTreesError(
-            f"{_name(self.model)}: its attention does not honour a tree mask ({'; '.join(faults)})"
+            f"{model_name(self.model)}: its attention does not honour a tree mask ({'; '.join(faults)})"
         )
 
     @torch.inference_mode()
     def _fault(self) -> str | None:
         """Run a small tree; return what went wrong, or None."""
         try:
-            self._layers, self._heads, self._head_size, self._dtype, self._shapes = (
-                self._record_shapes()
-            )
+            self._layout = self._record_layout()
             return self._tree_fault() or self._window_fault()
         except (SpecEngineError, *NO_MEMORY):
             raise
@@ -588,31 +531,21 @@ class CausalLM:
         except Exception as error:  # modules of any kind may raise anything
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
-    def _record_shapes(self) -> tuple[int, int, int, torch.dtype, Shapes | None]:
+    def _record_layout(self) -> CacheLayout:
         recorder = _ShapeRecorder()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._twin(input_ids=token, past_key_values=recorder, use_cache=True)
+        self._twin.modules(input_ids=token, past_key_values=recorder, use_cache=True)
         found = [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
         if not found:
-            raise NoTreesError(f"{_name(self.model)}: it has no cache of keys and values")
+            raise NoTreesError(f"{model_name(self.model)}: it has no cache of keys and values")
         stored = {shape[3:] for shape in found}
         if len(stored) != 1 or sorted(recorder.shapes) != list(range(len(found))):
             raise NoTreesError(
-                f"{_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
+                f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
                 f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
             )
         ((dtype, _),) = stored
-        heads, key_size, value_size = found[0][:3]
-        if len(set(found)) == 1 and key_size == value_size:
-            return len(found), heads, key_size, dtype, None
-        shapes = tuple(((heads, size), (heads, value)) for heads, size, value, *_ in found)
-        return (
-            len(found),
-            1,
-            max(heads * size for pair in shapes for heads, size in pair),
-            dtype,
-            shapes,
-        )
+        return CacheLayout.of([shape[:3] for shape in found], dtype, self.device)
 
     def _tree_fault(self) -> str | None:
         # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
@@ -625,7 +558,7 @@ class CausalLM:
         if not (sibling_changed - tree).abs().max() <= 1e-3 * effect:
             return "a node's logits change with its sibling"
         tolerance = (
-            0.01 if self._dtype == torch.float32 else 0.25
+            0.01 if self._layout.dtype == torch.float32 else 0.25
         )  # of rounding, half precision has plenty
         if not (path - tree).abs().max() <= tolerance * effect:
             return "a node's logits differ from those of its path alone"
@@ -633,14 +566,16 @@ class CausalLM:
 
     def _window_fault(self) -> str | None:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""
-        if self._dense_mask:
+        if self._twin.dense:
             return None
         seen = Prompt(0)
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        given = {"attention_mask": self._dummy_mask, "tree": seen}
-        self._twin(input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **given)
+        given = {"attention_mask": self._twin.dummy_mask, "tree": seen}
+        self._twin.modules(
+            input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **given
+        )
         kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(seen.windows)
-        wanted = [self.window if kind == SLIDING else None for kind in kinds]
+        wanted = [self._twin.window if kind == SLIDING else None for kind in kinds]
         return (
             None
             if seen.windows == wanted
@@ -652,189 +587,6 @@ class CausalLM:
         cache = self.new_cache(len(tokens))
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
-
-
-@contextmanager
-def _errors_named(model: PreTrainedModel) -> Iterator[None]:
-    """Raise UnsupportedModelError for what its own modules raise: those of any kind may raise anything."""
-    try:
-        yield
-    except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"{_name(model)}: its forward fails on a few tokens ({type(error).__name__}: {text:.300})"
-        ) from error
-
-
-# Types of layers whose state cannot be taken back, in words.
-_ATTENTION = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
-_STATES = {
-    "linear_attention": "recurrent state",
-    "mamba": "recurrent state",
-    "hybrid": "recurrent state",
-}
-_STATES |= {
-    "conv": "convolution state",
-    "chunked_attention": "attention in chunks",
-    "recurrent": "recurrent state",
-}
-
-
-def refuse_others(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for what is no language model that goes on with a text."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{_name(model)}: encoder-decoder models are not supported, only causal LMs"
-        )
-    if not model.can_generate():
-        raise UnsupportedModelError(
-            f"{_name(model)}: has no language-model head, pass a ...ForCausalLM model"
-        )
-    if not hasattr(model.get_input_embeddings(), "weight"):
-        raise UnsupportedModelError(f"{_name(model)}: has no single table of token embeddings")
-
-
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft.
-
-    NoTreesError where it can answer, but not run a tree in one forward.
-    """
-    refuse_others(model)
-    config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    kinds = set(types or ()) - _ATTENTION
-    if kinds or (types is None and getattr(model, "_is_stateful", False)):
-        what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
-        raise NoTreesError(
-            f"{_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be cropped"
-        )
-    if (
-        getattr(config, "alibi", False)
-        or "position_ids" not in inspect.signature(model.forward).parameters
-    ):
-        raise NoTreesError(
-            f"{_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed by "
-            "depth (its forward reads no position_ids)"
-        )
-    reasons = {
-        "attention_layers": "its attention masks by cache slot, and nodes of a tree stand in other slots",  # GPT-Neo
-        "index_topk": "sparse attention: an indexer chooses the keys that a token sees",
-        "keep_window_size": "dynamic mask: its attention chooses the keys that a token sees",  # Doge
-        "attn_temperature_tuning": "its queries are scaled by their place in the cache",  # Llama 4
-    }
-    for field, reason in reasons.items():
-        if getattr(config, field, None):
-            raise NoTreesError(f"{_name(model)}: {reason}")
-
-
-def refuse_absent(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where weights are elsewhere: offloaded, or not loaded at all."""
-    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if absent:
-        raise UnsupportedModelError(
-            f"{_name(model)}: {len(absent)} of its tensors are on the meta device, {absent[0]} for one (offloaded, or "
-            "never loaded); load it whole into one device's memory"
-        )
-
-
-@torch.no_grad()  # no inference mode: layers that convert their weights in the first forward do so here, for good
-def refuse_looking_ahead(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError where a token changes the logits of those before it, in the model's own forward.
-
-    A tree's mask would make a causal model of an encoder, whose answers are not its own. A model whose layers mix rows
-    (see `mixing`) is none of these.
-    """
-    device, size = (
-        model.get_input_embeddings().weight.device,
-        model.get_input_embeddings().weight.shape[0],
-    )
-    rated = []
-    with _evaluating(model):
-        for last in (4, 5):
-            tokens = torch.tensor(
-                [[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device
-            )
-            logits = model(input_ids=tokens, use_cache=False)[0][0]
-            rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
-        changed = (rated[0] - rated[1]).abs().amax(dim=-1)
-        rounding = 1e-4 if model.dtype == torch.float32 else 0.05
-        ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
-    if ahead:
-        encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
-        hint = (
-            "; its config says is_decoder=False: set it where the model was trained to go on"
-            if encoder
-            else ""
-        )
-        raise UnsupportedModelError(
-            f"{_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
-        )
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model itself in evaluation mode within the context, with results by name, which `return_dict` decides."""
-    configs = {
-        id(own): own
-        for part in model.modules()
-        for own in vars(part).values()
-        if hasattr(own, "return_dict")
-    }
-    settings = [(part, "training", False) for part in model.modules()]
-    settings += [(config, "return_dict", True) for config in configs.values()]
-    before = [getattr(*setting[:2]) for setting in settings]
-    try:
-        for setting in settings:
-            setattr(*setting)
-        yield
-    finally:
-        for (owner, name, _), value in zip(settings, before, strict=True):
-            setattr(owner, name, value)
-
-
-@torch.no_grad()
-def mixing(model: nn.Module) -> str:
-    """Return how a linear layer computes a row from those run with it, as some quantised ones do; empty if none does.
-
-    Products of one shape give a row the same bits, whatever the other rows hold. torch's own layers are not tried.
-    """
-    for layer in model.modules():
-        known = type(layer) is nn.Linear and not is_changed(layer)
-        size, parameter = getattr(layer, "in_features", None), next(layer.parameters(), None)
-        if known or size is None or parameter is None or not hasattr(layer, "out_features"):
-            continue
-        dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
-        rows = (
-            torch.arange(4 * int(size), dtype=torch.int64, device=parameter.device)
-            .sin()
-            .to(dtype)
-            .view(1, 4, -1)
-        )
-        scale = torch.tensor([1.0, 100.0, 100.0, 100.0], dtype=dtype, device=rows.device)[
-            None, :, None
-        ]
-        try:
-            first, second = (layer(given)[0, 0].nan_to_num(0.0) for given in (rows, rows * scale))
-        except NO_MEMORY:
-            raise
-        except Exception:  # a layer of another kind, which the tries of trees are left for
-            continue
-        if not torch.equal(first, second):
-            if type(layer).__name__ == "Linear8bitLt":
-                return "8-bit layers of bitsandbytes choose outliers over all rows"
-            return f"its layers of type {type(layer).__name__} compute a row from those that are run with it"
-    return ""
-
-
-def _widened(mask: Tensor, slots: int) -> Tensor:
-    """Return a mask over so many slots; no row sees the new ones."""
-    return pad(mask, (0, slots - mask.shape[1]))
-
-
-def _name(model: PreTrainedModel) -> str:
-    return model.config._name_or_path or type(model).__name__
 
 
 class HuggingFaceTarget(CachedTarget):
@@ -865,8 +617,9 @@ class HuggingFaceTarget(CachedTarget):
         if captured:
             self.lm.require_capture()
         self.strict_rows = strict_rows(self.lm, padded=captured) if strict else 0  # of each forward
-        if strict and self.lm.window is not None:  # strict attention masks by path, not by position
-            self.max_context = min(self.max_context, self.lm.window)
+        if strict and (window := window_of(self.lm.config)) is not None:
+            # strict attention masks by path, not by position
+            self.max_context = min(self.max_context, window)
 
     @property
     def notes(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,56 +23,60 @@ Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 Logits = Literal["none", "last", "all"]
 
 
-class KVCache:
-    """Keys and values of one sequence: `slab` is [layers, 2, KV heads, capacity, head size].
+class CacheLayout(NamedTuple):
+    """What a cache keeps of a model's layers.
 
-    shapes: of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
-    a layer's heads divide among themselves. more: slabs of the layers whose heads are other ones.
+    slabs   layers, KV heads and head size of each slab; layers whose heads are other ones have a slab of their own
+    shapes  of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
+            a layer's heads divide among themselves
+    """
+
+    slabs: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    shapes: Shapes | None = None
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> CacheLayout:
+        """Return the layout of these layers in one slab; layers: KV heads, and sizes of keys and of values."""
+        heads, size, value_size = layers[0]
+        if len(set(layers)) == 1 and size == value_size:
+            return cls(((len(layers), heads, size),), dtype, device)
+        shapes = tuple(((heads, size), (heads, value)) for heads, size, value in layers)
+        width = max(heads * size for pair in shapes for heads, size in pair)
+        return cls(((len(layers), 1, width),), dtype, device, shapes)
+
+
+class KVCache:
+    """Keys and values of one sequence: `slabs` are [layers, 2, KV heads, capacity, head size], `slab` is the first.
 
     Slots below `length` hold the committed tokens in order. Slots from `length` on are scratch: a forward over
     tree nodes writes there and `keep` keeps the rows of the accepted path. `filled`, int32 [1], is the length where
     the cache is.
     """
 
-    memory: Any = None  # states of recurrent layers, where there are any
-
-    def __init__(
-        self,
-        layers: int,
-        heads: int,
-        head_size: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        shapes: Shapes | None = None,
-        others: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
-        """others: layers, KV heads and head size of each kind of layers whose heads are other ones."""
-        self.shapes = shapes
-        shape = (layers, 2, heads, rounded(capacity), head_size)
-        self.slab = torch.empty(shape, dtype=dtype, device=device)
-        self.more = tuple(
-            self.slab.new_empty(count, 2, own_heads, rounded(capacity), size)
-            for count, own_heads, size in others
-        )
-        self.filled = torch.zeros(1, dtype=torch.int32, device=device)
+    def __init__(self, layout: CacheLayout, capacity: int, memory: Any = None) -> None:
+        """memory: states of recurrent layers, where there are any."""
+        self.layout, self.memory = layout, memory
+        self._allocate(capacity)
+        self.filled = torch.zeros(1, dtype=torch.int32, device=layout.device)
         self.places: Tensor | None = (
             None  # positions by slot, of scratch, where a model's windows need them
         )
 
-    def empty(self) -> KVCache:
-        """Return an empty cache of the same kind."""
-        layers, _, heads, _, size = self.slab.shape
-        return KVCache(
-            layers,
-            heads,
-            size,
-            1,
-            dtype=self.slab.dtype,
-            device=self.slab.device,
-            shapes=self.shapes,
-        )
+    def layer(
+        self, number: int, first: int = 0, end: int | None = None, slab: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer of a slab, [1, KV heads, slots, head size] each, as views."""
+        both = self.slabs[slab][number, :, None, :, first:end]
+        # not unpacked: parts of an unpacked view may not be written to where autograd runs
+        keys, values = both[0], both[1]
+        if self.layout.shapes is None:
+            return keys, values
+        key_shape, value_shape = self.layout.shapes[number]
+        return of_shape(keys, key_shape), of_shape(values, value_shape)
 
     @property
     def length(self) -> int:
@@ -86,11 +90,6 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.slab.shape[3]
-
-    @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        """All slabs, of each kind of heads one."""
-        return self.slab, *self.more
 
     @property
     def nbytes(self) -> int:
@@ -133,13 +132,21 @@ class KVCache:
 
     def _resize(self, capacity: int) -> None:
         """Have room for `capacity` slots, those that are committed or more."""
-        length = self.length
-        resized = [
-            slab.new_empty(*slab.shape[:3], rounded(capacity), slab.shape[4]) for slab in self.slabs
-        ]
-        for slab, before in zip(resized, self.slabs, strict=True):
+        length, slabs = self.length, self.slabs
+        self._allocate(capacity)
+        for slab, before in zip(self.slabs, slabs, strict=True):
             slab[:, :, :, :length] = before[:, :, :, :length]
-        self.slab, self.more = resized[0], tuple(resized[1:])
+
+    def _allocate(self, capacity: int) -> None:
+        self.slabs = tuple(
+            torch.empty(
+                (count, 2, heads, rounded(capacity), size),
+                dtype=self.layout.dtype,
+                device=self.layout.device,
+            )
+            for count, heads, size in self.layout.slabs
+        )
+        self.slab = self.slabs[0]
 
     def crop(self, length: int) -> None:
         """Forget everything from slot `length` on."""
@@ -152,8 +159,7 @@ class KVCache:
 
         path: ascending offsets into the scratch, starting with 0.
         """
-        ops.compact_kv(self.slab, path.ids, path.live, self.filled)
-        for slab in self.more:
+        for slab in self.slabs:
             ops.compact_kv(slab, path.ids, path.live, self.filled)
         self.filled += path.live
 
@@ -173,25 +179,11 @@ class KVCache:
 
 
 class HybridCache(KVCache):
-    """Keys and values of the layers that have attention, and `memory`, the states of the others.
+    """Keys and values of the layers that have attention, and `memory` of a decoder, the states of the others.
 
     A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots behind the last
     forward's root, or those up to the last `mark`, or none.
     """
-
-    def __init__(
-        self,
-        layers: int,
-        heads: int,
-        head_size: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        memory: Any,
-    ) -> None:
-        """layers: those with attention; memory: of the decoder that runs over this cache."""
-        super().__init__(layers, heads, head_size, capacity, dtype=dtype)
-        self.memory = memory
 
     @property
     def nbytes(self) -> int:
@@ -325,16 +317,18 @@ class LanguageModel(Protocol):
 
     config       of the text model, as transformers has it
     max_context  tokens that a text can have
-    vocab_size   rows of its embeddings
     version      of its weights: another one where these were changed
     seconds      spent in forwards, ever
     """
 
     config: PretrainedConfig
     max_context: int
-    vocab_size: int
     version: int
     seconds: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of rows of its embeddings."""
 
     @property
     def model(self) -> PreTrainedModel:

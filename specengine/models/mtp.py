@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specengine import ops
 from specengine.errors import UnsupportedModelError
-from specengine.models.attention import ATTENTION, Prompt, lower_right
+from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, of_few_layers, with_buffers
 from specengine.models.eagle import DraftHead, reader_of_states
-from specengine.models.huggingface import _PaddedSlabView, _ShapeRecorder, _SlabView
-from specengine.models.kv_cache import KVCache, LanguageModel, Rows
+from specengine.models.huggingface import _ShapeRecorder, slab_view
+from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
 from specengine.models.weights import TINY_VOCABULARY, Source
 
@@ -151,30 +150,22 @@ class MtpHead(DraftHead):
     """
 
     def __init__(self, net: MtpLayer, target: LanguageModel) -> None:
-        self.module, self._target, self.dtype = (
-            net.eval().requires_grad_(False),
-            target,
-            target.dtype,
-        )
-        self.weights = (net,)
-        device = target.device
+        self.module, self.weights = net.eval().requires_grad_(False), (net,)
+        self._target, self.dtype = target, target.dtype
         self._last = target.max_context - 1
-        self._dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        heads, key_size, value_size = self._shapes()
-        shapes = None if key_size == value_size else (((heads, key_size), (heads, value_size)),)
-        width = key_size if shapes is None else heads * max(key_size, value_size)
-        self._dense_mask = shapes is not None
-        net.block_config._attn_implementation = "eager" if self._dense_mask else ATTENTION
-        one = 1 if shapes is not None else heads
-        self.cache = KVCache(1, one, width, 1, dtype=self.dtype, device=device, shapes=shapes)
         self.config = reader_of_states(int(net.fc.out_features), target.vocab_size)
+        self.cache = self._take_blocks()
+
+    def _take_blocks(self) -> KVCache:
+        """Prepare the blocks to be run; return a cache for them."""
+        self._dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._target.device)
+        layout = self._layout()
+        self._dense_mask = layout.shapes is not None
+        self.module.block_config._attn_implementation = "eager" if self._dense_mask else ATTENTION
+        return KVCache(layout, 1)
 
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
-        rows, length = len(tokens), self.cache.length
-        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": Prompt(length)}
-        if self._dense_mask:
-            arguments = {"attention_mask": self._additive(lower_right(rows, length, tokens.device))}
-        self._run(features, tokens, positions, _SlabView(self.cache, length, rows), arguments)
+        self._run(features, tokens, positions, Prompt(self.cache.length))
 
     def forward(
         self,
@@ -185,22 +176,7 @@ class MtpHead(DraftHead):
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         hidden = (states if features is None else features).index_select(0, sources)
-        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": rows}
-        if self._dense_mask:
-            mask = rows.mask()
-            seen = (
-                torch.ones(1, rows.end, dtype=torch.bool, device=hidden.device)
-                if mask is None
-                else mask
-            )
-            arguments = {"attention_mask": self._additive(seen)}
-        static = not (self._dense_mask or ops.is_free(rows.slot))
-        view = (
-            _PaddedSlabView(self.cache, rows)
-            if static
-            else _SlabView(self.cache, int(rows.slot), len(rows))
-        )
-        found = self._run(hidden, rows.tokens, rows.positions, view, arguments)
+        found = self._run(hidden, rows.tokens, rows.positions, rows)
         found = found if one is None else found.index_select(0, one)
         return self._target.head(found), found
 
@@ -212,6 +188,16 @@ class MtpHead(DraftHead):
         return found
 
     def _run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, tree: Rows | Prompt
+    ) -> Tensor:
+        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": tree}
+        if self._dense_mask:
+            mask = seen_by(tree, len(tokens), tokens.device)
+            arguments = {"attention_mask": additive(mask, self.dtype)}
+        view = slab_view(self.cache, tree, len(tokens), dense=self._dense_mask)
+        return self._through(hidden, tokens, positions, view, arguments)
+
+    def _through(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -219,6 +205,7 @@ class MtpHead(DraftHead):
         view: Any,
         arguments: dict[str, Any],
     ) -> Tensor:
+        """Return states after the head's norm."""
         net, inputs = self.module, self._inputs(hidden, tokens)[None]
         at = (positions + 1).clamp(max=self._last)[None]
         turned = None if net.rotary_emb is None else net.rotary_emb(inputs, at)
@@ -228,8 +215,8 @@ class MtpHead(DraftHead):
         return net.norm(out[0] if isinstance(out, tuple) else out)[0]
 
     @torch.inference_mode()
-    def _shapes(self) -> tuple[int, int, int]:
-        """Return KV heads and the sizes of keys and values. UnsupportedModelError if the block keeps none."""
+    def _layout(self) -> CacheLayout:
+        """Return what a cache keeps of the block. UnsupportedModelError if it keeps no keys and values."""
         recorder = _ShapeRecorder()
         hidden = torch.zeros(
             1, int(self.module.fc.out_features), dtype=self.dtype, device=self._target.device
@@ -237,7 +224,7 @@ class MtpHead(DraftHead):
         token = torch.zeros(1, dtype=torch.int64, device=self._target.device)
         self.module.block_config._attn_implementation = "eager"
         try:
-            self._run(hidden, token, token, recorder, {"attention_mask": None})
+            self._through(hidden, token, token, recorder, {"attention_mask": None})
         except NO_MEMORY:
             raise
         except Exception as error:  # modules of any kind may raise anything
@@ -247,12 +234,7 @@ class MtpHead(DraftHead):
             ) from error
         if list(recorder.shapes) != [0]:
             raise UnsupportedModelError("draft: the MTP head's layer keeps no keys and values")
-        heads, key_size, value_size = recorder.shapes[0][:3]
-        return heads, key_size, value_size
-
-    def _additive(self, seen: Tensor) -> Tensor:
-        blank = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        return blank.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
+        return CacheLayout.of([recorder.shapes[0][:3]], self.dtype, self._target.device)
 
 
 class BlockSource(Source):
@@ -297,45 +279,21 @@ class NativeMtpHead(MtpHead):
     UnsupportedModelError where csrc/cpu has no such blocks.
     """
 
-    def __init__(self, net: MtpLayer, target: NativeLM) -> None:
-        self.module, self._target, self.dtype = (
-            net.eval().requires_grad_(False),
-            target,
-            target.dtype,
-        )
-        self._last = target.max_context - 1
-        source = BlockSource(net, target)
-        self._lm = NativeLM(source, quantize=target.quantize)
+    _target: NativeLM
+
+    def _take_blocks(self) -> KVCache:
+        source = BlockSource(self.module, self._target)
+        self._lm = NativeLM(source, quantize=self._target.quantize)
         source.forget()
-        net.block = nn.Identity()  # its weights are packed
-        self.weights = (net,)
-        self.cache = self._lm.new_cache(1)
-        self.config = reader_of_states(self._lm.shape.hidden, target.vocab_size)
+        self.module.block = nn.Identity()  # its weights are packed
+        return self._lm.new_cache(1)
 
-    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
-        self._run_native(features, tokens, positions, (self.cache.length, self.cache.length, None))
-
-    def forward(
-        self,
-        states: Tensor,
-        sources: Tensor,
-        rows: Rows,
-        one: Tensor | None,
-        features: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        hidden = (states if features is None else features).index_select(0, sources)
-        seen = int(rows.slot), int(rows.prefix), rows.words
-        found = self._run_native(hidden, rows.tokens, rows.positions, seen)
-        found = found if one is None else found.index_select(0, one)
-        return self._target.head(found), found
-
-    def _run_native(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        seen: tuple[int, int, Tensor | None],
+    def _run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, tree: Rows | Prompt
     ) -> Tensor:
         inputs = self._inputs(hidden, tokens).float().contiguous()
         at = (positions + 1).clamp(max=self._last)
+        seen: tuple[int, int, Tensor | None] = self.cache.length, self.cache.length, None
+        if isinstance(tree, Rows):
+            seen = int(tree.slot), int(tree.prefix), tree.words
         return self._lm.run_from(inputs, at, self.cache, seen).to(self.dtype)

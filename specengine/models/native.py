@@ -6,9 +6,7 @@ plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import math
 import threading
 import time
@@ -26,7 +24,6 @@ from specengine.errors import UnsupportedModelError, require
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
 from specengine.models.configs import (
     context_limit,
-    empty_model,
     family_of,
     kinds_of_layers,
     shape_of,
@@ -35,17 +32,16 @@ from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
 from specengine.models.extension import (
     extension,
     instruction_set,
-    is_plain,
     kinds_of,
     numerics_of,
     table_of,
     team,
     thread_count,
 )
-from specengine.models.families import Shape
-from specengine.models.huggingface import refuse_others, refuse_unsupported
+from specengine.models.families import Routes, Shape
 from specengine.models.kv_cache import (
     CachedTarget,
+    CacheLayout,
     HybridCache,
     KVCache,
     Logits,
@@ -53,7 +49,7 @@ from specengine.models.kv_cache import (
     in_own_dtype,
 )
 from specengine.models.loaded import ModelSource
-from specengine.models.twins import is_changed
+from specengine.models.refusals import refuse_loaded
 from specengine.models.weights import (
     KIND_OF,
     TINY_VOCABULARY,
@@ -77,18 +73,6 @@ TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
-# Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
-_WITHOUT_EFFECT = {
-    "training",
-    "gradient_checkpointing",
-    "attention_dropout",
-    "p",  # of a dropout
-    "padding_idx",
-    "vocab_size",
-    "num_embeddings",
-    "in_features",
-    "out_features",
-}
 
 
 class NativeLM:
@@ -115,20 +99,19 @@ class NativeLM:
                 f"native: weights of {source.dtype}, known are bfloat16 and float32"
             )
         self.source, self.config, self.quantize = source, source.config, quantize
-        self.name = source.name
-        self.dtype = source.dtype
-        whole = quantize is not None or not kinds_of("integer").keys().isdisjoint(source.blocks)
-        self.numerics = numerics_of(numerics, self.dtype, whole=whole)
+        self.numerics = numerics_of(
+            numerics,
+            self.dtype,
+            whole=quantize is not None or not kinds_of("integer").keys().isdisjoint(source.blocks),
+        )
         self.instruction_set = instruction_set(self.numerics)
         self.shape: Shape = shape_of(self.config)
         self.max_context = context_limit(self.config)
-        self.vocab_size = self.shape.vocabulary
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
         self.experts = (
             0  # distinct ones that the last forward read, over all layers; shared ones are left out
         )
-        self.routes = family_of(self.config).routes(self.config)
         self._turn = (
             threading.RLock()
         )  # forwards share one workspace, and engines in several threads may share this
@@ -146,6 +129,27 @@ class NativeLM:
         self.max_context = max(self.max_context, context)
 
     @property
+    def stored(self) -> str:
+        return self.packing.stored
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shape.vocabulary
+
+    @property
+    def routes(self) -> Routes:
+        """Return how many experts there are, over all layers."""
+        return family_of(self.config).routes(self.config)
+
+    @property
     def layers(self) -> int:
         return self.shape.layers
 
@@ -155,17 +159,16 @@ class NativeLM:
 
     @property
     def weight_bytes(self) -> int:
-        return int(self._packing.weights.bytes)
+        return int(self.packing.weights.bytes)
 
     def new_cache(self, capacity: int) -> KVCache:
         family = family_of(self.config)
-        (kind, layers), *others = self._packing.keeps.items()
-        sizes = family.attention_of(self.config).kept(layers), *kind, capacity
+        attention, keeps = family.attention_of(self.config), self.packing.keeps
+        slabs = tuple((attention.kept(count), *kind) for kind, count in keeps.items())
+        layout = CacheLayout(slabs, self.dtype)
         if not family.recurrence(self.config):
-            return KVCache(
-                *sizes, dtype=self.dtype, others=[(count, *heads) for heads, count in others]
-            )
-        return HybridCache(*sizes, dtype=self.dtype, memory=self.decoder.memory())
+            return KVCache(layout, capacity)
+        return HybridCache(layout, capacity, self.packing.decoder.memory())
 
     def require_same(self) -> None:
         """Raise UnsupportedModelError if a loaded model has changed in more than the values of its weights."""
@@ -181,7 +184,7 @@ class NativeLM:
         """
         self.require_same()
         with self._turn:
-            if self.source.state != self._state:
+            if self.source.state != self.packing.state:
                 self._take()
                 self.version += 1
 
@@ -197,21 +200,21 @@ class NativeLM:
         rows = states.float().contiguous()
         logits = torch.empty(rows.shape[0], self.vocab_size, dtype=torch.float32, device="cpu")
         with self._turn:
-            self.decoder.read(rows, logits, thread_count())
+            self.packing.decoder.read(rows, logits, thread_count())
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return token embeddings, float32 [rows, hidden size]."""
         found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
-        self.decoder.embedding(tokens.contiguous(), found)
+        self.packing.decoder.embedding(tokens.contiguous(), found)
         return found
 
     def _embed_own(self, tokens: Tensor) -> Tensor | None:
         """Return the embeddings that are inputs of single layers, float32 [rows, layers * size], if there are any."""
-        if not (width := self.decoder.own_channels):
+        if not (width := self.packing.decoder.own_channels):
             return None
         found = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
-        self.decoder.own_embedding(tokens.contiguous(), found)
+        self.packing.decoder.own_embedding(tokens.contiguous(), found)
         return found
 
     def extend(
@@ -232,15 +235,9 @@ class NativeLM:
             rated.append(
                 torch.empty(int(count), self.vocab_size, dtype=torch.float32, device="cpu")
             )
-            after = self.run(
-                piece.tokens,
-                piece.positions,
-                cache,
-                piece.seen,
-                features=features,
-                logits=rated[-1] if count else None,
-            )
-            states += [] if after is None else [after]
+            piece.logits = rated[-1] if count else None
+            self.run(piece)
+            states += [] if piece.states is None else [piece.states]
             cache.length += rows
         return (
             torch.cat(rated) if rated and logits != "none" else None,
@@ -261,63 +258,45 @@ class NativeLM:
             live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu"
         )
         seen = int(rows.slot), int(rows.prefix), rows.words[:live]
-        states = self.run(
-            rows.tokens[:live],
-            rows.positions[:live],
-            cache,
-            seen,
-            features=features,
-            logits=logits if live else None,
-        )
-        return logits, states
+        tokens, positions = rows.tokens[:live], rows.positions[:live]
+        batch = RowBatch(self, tokens, positions, cache, seen, features, logits if live else None)
+        self.run(batch)
+        return logits, batch.states
 
-    def run(  # noqa: PLR0913
+    def run(
         self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        seen: tuple[int, int, Tensor | None],
+        batch: RowBatch,
         *,
-        features: tuple[int, ...] = (),
-        logits: Tensor | None = None,
-        best: Successors | None = None,
         layers: int | None = None,
         added: Tensor | None = None,
         routing: Tensor | None = None,
-    ) -> Tensor | None:
-        """Run rows in one C++ call.
+    ) -> None:
+        """Run rows of a text in one C++ call, and fill their results.
 
-        tokens, positions   int64 [rows]
-        seen                start, prefix and words: keys and values go to cache slots start to start + rows. All rows
-                            see the slots before `prefix`; bit j of a row's int64 words says whether it sees slot
-                            prefix + j. Without words each row sees all slots up to its own
-        logits              float32 [n, vocabulary], filled with those of the last n rows
-        best                [rows, count], filled with the largest finite logits and their tokens
-        layers              number of layers to run; all by default
-        added               int32 [rows], filled with the number of experts that each row uses and none before it does,
-                            over all layers; they add up to `experts`
-        routing             int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
-
-        Returns the hidden states `features`, numbered as in transformers, float32 [rows, features * hidden size].
+        layers   number of layers to run; all by default
+        added    int32 [rows], filled with the number of experts that each row uses and none before it does, over all
+                 layers; they add up to `experts`
+        routing  int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
         """
         began = time.perf_counter()
-        start, prefix, words = seen
-        width, states = len(features) * self.shape.hidden, None
+        (start, prefix, words), cache, best = batch.seen, batch.cache, batch.best
+        tokens, positions, features = batch.tokens, batch.positions, batch.features
         if features:
-            states = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
+            width = len(features) * self.shape.hidden
+            batch.states = torch.empty(len(tokens), width, dtype=torch.float32, device="cpu")
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
-            self.experts = self.decoder.forward(
+            self.experts = self.packing.decoder.forward(
                 positions.contiguous(),
                 prefix,
                 start,
                 None if words is None else words.contiguous(),
                 tokens.contiguous(),
-                cache.slabs if cache.more else cache.slab,
+                cache.slabs,
                 features,
-                states,
-                logits,
+                batch.states,
+                batch.logits,
                 None if best is None else best.tokens,
                 None if best is None else best.logits,
                 self.shape.layers if layers is None else layers,
@@ -328,7 +307,6 @@ class NativeLM:
                 routing,
             )
         self.seconds += time.perf_counter() - began
-        return states
 
     def run_from(
         self,
@@ -344,13 +322,13 @@ class NativeLM:
         start, prefix, words = seen
         states = torch.empty_like(inputs)
         with self._turn:
-            self.decoder.forward_from(
+            self.packing.decoder.forward_from(
                 positions.contiguous(),
                 prefix,
                 start,
                 None if words is None else words.contiguous(),
                 inputs,
-                cache.slabs if cache.more else cache.slab,
+                cache.slabs,
                 states,
                 team.get() or torch.get_num_threads(),
             )
@@ -391,7 +369,7 @@ class NativeLM:
         starts, prefixes, words = zip(*(rows.seen for rows in batch), strict=True)
         memories = [rows.cache.memory for rows in batch if rows.cache.memory is not None]
         with self._turn:
-            self.decoder.forward_lanes(
+            self.packing.decoder.forward_lanes(
                 tuple(rows.positions.clamp(max=self.max_context - 1) for rows in batch),
                 prefixes,
                 starts,
@@ -424,35 +402,25 @@ class NativeLM:
 
     def _take(self) -> None:
         """Pack the source's weights and try them; after a failure nothing counts as packed."""
-        self._state: Any = None
         state = self.source.state
-        self._packing = PackedModel(
+        self.packing = PackedModel(
             self.source,
             self.shape,
             numerics=self.numerics,
             instruction_set=self.instruction_set,
             quantize=self.quantize,
         )
-        self.decoder = self._packing.decoder
-        self.stored = self._packing.stored
-        self._check(self._checked_in_float32() if self._rounds or self._amplifies else self.source)
-        self._state = state
+        # Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does.
+        first = self._checked_layer() if self._rounds or self._amplifies else self.source
+        self._check(self.source if self.source.own_modules else first)
+        self.packing.state = state
 
     @property
     def _rounds(self) -> bool:
         return self.quantize is not None or self.numerics == "integer"
 
-    def _checked_in_float32(self) -> Source:
-        """Raise UnsupportedModelError if the first layer, in float32, differs from the model's own module.
-
-        Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does. Returns
-        what the packed weights are to be compared with.
-        """
-        first = self._checked_layer()
-        return self.source if self.source.own_modules else first
-
     def _check_other_layers(self) -> None:
-        """Try one layer of each other kind as `_checked_in_float32` tries the first."""
+        """Try one layer of each other kind, in float32."""
         kinds = kinds_of_layers(self.config)
         for number, kind in enumerate(kinds):
             if kinds.index(kind) == number > 0:
@@ -460,7 +428,10 @@ class NativeLM:
 
     @torch.inference_mode()
     def _checked_layer(self, number: int = 0) -> FirstLayer:
-        """Return a layer after its own module and the forward in float32 have run it, one after the other."""
+        """Return a layer after its own module and the forward in float32 have run it, one after the other.
+
+        Raise UnsupportedModelError if they differ.
+        """
         first = FirstLayer(self.source, *self._few_embeddings(), number)
         tokens, positions = self._checked_rows()
         first.states(tokens, positions, (), self.embed(tokens), self._embed_own(tokens))
@@ -490,17 +461,11 @@ class NativeLM:
         ids = (
             tuple(sorted({1, layers})) if whole else (self.layers,)
         )  # behind the first layer, and the final norm
-        ours = cast(
-            Tensor,
-            self.run(
-                tokens,
-                positions,
-                self.new_cache(len(tokens)),
-                (0, 0, None),
-                features=ids,
-                layers=layers,
-            ),
+        batch = RowBatch(
+            self, tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids
         )
+        self.run(batch, layers=layers)
+        ours = cast(Tensor, batch.states)
         theirs = source.states(tokens, positions, ids, self.embed(tokens), self._embed_own(tokens))
         self.seconds = spent
         for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
@@ -531,57 +496,6 @@ class NativeLM:
         if self.quantize is not None:
             return TOLERANCE_OF_INT8
         return (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
-
-
-def refuse_loaded(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
-    family = families.known().get(model.config.model_type)
-    (refuse_others if family is not None and family.kinds else refuse_unsupported)(
-        model
-    )  # its states take trees here
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not is_plain(tensor):
-            kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
-            raise UnsupportedModelError(
-                f"native: {name} is a {kind}, known are dense tensors of the CPU"
-            )
-    exact = family_of(model.config).exact
-    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {
-        model.dtype
-    }:
-        raise UnsupportedModelError("native: the weights have more than one dtype")
-    refuse_hooks(model)
-    plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
-    for name, module in model.named_modules():
-        _refuse_other_module(name, module, plain.get(name))
-
-
-def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
-    """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
-    if type(module) is not type(plain):
-        raise UnsupportedModelError(
-            f"native: module {name or 'model'} is a {type(module).__name__}"
-        )
-    for setting, value in vars(plain).items():
-        given = vars(module).get(setting)
-        if (
-            isinstance(value, int | float | str)
-            and setting not in _WITHOUT_EFFECT
-            and given != value
-        ):
-            raise UnsupportedModelError(
-                f"native: {name}.{setting} is {given!r}, the config makes it {value!r}"
-            )
-
-
-def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
-    for name, module in model.named_modules():
-        if is_changed(module):
-            raise UnsupportedModelError(
-                f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
-                "backend='huggingface'"
-            )
 
 
 def from_model(
@@ -642,7 +556,8 @@ class NativeHead(DraftHead):
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         refuse_head(config)
         self.config, self._target = config, target
-        self.cache = KVCache(1, config.num_kv_heads, config.head_dim, 1, dtype=target.dtype)
+        slab = 1, config.num_kv_heads, config.head_dim
+        self.cache = KVCache(CacheLayout((slab,), target.dtype), 1)
         part = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
         self.target_ids = None if part is None else part + columns
@@ -657,20 +572,18 @@ class NativeHead(DraftHead):
         }
         self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
-        sizes = [
-            config.hidden_size,
-            config.draft_vocab_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.sliding_window,
-        ]
-        flags = [config.norm_before_residual, config.norm_logits, config.norm_recurrent]
         self._head = extension().Eagle(
             target.instruction_set,
             table_of(target.numerics),
-            sizes,
-            flags,
+            [
+                config.hidden_size,
+                config.draft_vocab_size,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.sliding_window,
+            ],
+            [config.norm_before_residual, config.norm_logits, config.norm_recurrent],
             config.rms_norm_eps,
             self._weights,
             frequencies.tolist(),
@@ -685,7 +598,7 @@ class NativeHead(DraftHead):
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
         start = self.cache.length
         self._head.forward(
-            self._target.decoder,
+            self._target.packing.decoder,
             positions,
             start,
             start,
@@ -714,7 +627,7 @@ class NativeHead(DraftHead):
         out = states.new_empty(count, self.config.hidden_size)
         logits = states.new_empty(wanted, self.config.draft_vocab_size)
         self._head.forward(
-            self._target.decoder,
+            self._target.packing.decoder,
             rows.positions.contiguous(),
             int(rows.prefix),
             int(rows.slot),
@@ -753,7 +666,7 @@ class NativeHead(DraftHead):
             sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu"
         )
         self._head.forward_lanes(
-            self._target.decoder,
+            self._target.packing.decoder,
             tuple(own.positions.contiguous() for own in rows),
             [int(own.prefix) for own in rows],
             [int(own.slot) for own in rows],
@@ -888,24 +801,22 @@ class NativeTarget(CachedTarget):
         rows = self._rows(tree, greedy=greedy)
         if self.counts:
             self.experts = torch.empty(len(rows.tokens), dtype=torch.int32, device="cpu")
-        rows.states = self.lm.run(
-            rows.tokens,
-            rows.positions,
-            rows.cache,
-            rows.seen,
-            features=rows.features,
-            logits=rows.logits,
-            best=rows.best,
-            added=self.experts,
-        )
+        self.lm.run(rows, added=self.experts)
         return rows
 
 
 @dataclass(eq=False)
 class RowBatch(SharedRows):
-    """Rows of one text that a model is to run, and where its results go; fields as in NativeLM.run.
+    """Rows of one text that a model is to run, and where its results go.
 
-    logits  float32 [tokens, vocabulary]; states: those found, as `features` says
+    tokens, positions  int64 [rows]
+    seen               start, prefix and words: keys and values go to cache slots start to start + rows. All rows see
+                       the slots before `prefix`; bit j of a row's int64 words says whether it sees slot prefix + j.
+                       Without words each row sees all slots up to its own
+    features           hidden states that are asked for, numbered as in transformers
+    logits             float32 [n, vocabulary], filled with those of the last n rows
+    best               [rows, count], filled with the largest finite logits and their tokens
+    states             float32 [rows, features * hidden size], the hidden states found
     """
 
     model: NativeLM

@@ -18,17 +18,16 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from specengine.errors import SpecEngineError, UnsupportedModelError
 from specengine.models.configs import NO_MEMORY
-from specengine.models.huggingface import (
-    CausalLM,
-    HuggingFaceTarget,
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.kv_cache import CacheLayout, Logits
+from specengine.models.longrope import LongRopeTarget, switches
+from specengine.models.refusals import (
     NoTreesError,
-    _errors_named,
-    _name,
+    errors_named,
     mixing,
+    model_name,
     refuse_others,
 )
-from specengine.models.kv_cache import Logits
-from specengine.models.longrope import LongRopeTarget, switches
 from specengine.ops.tree import TokenTree
 
 CACHES = {  # the argument that takes each cache which a model returns
@@ -47,8 +46,6 @@ _UNSURE = dict.fromkeys(
 
 class OwnCache:
     """A model's own cache of one sequence. `tokens` are those that it has taken in."""
-
-    shapes = None
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -119,19 +116,19 @@ class OwnCacheLM(CausalLM):
         refuse_others(model)
 
     def _choose_attention(self) -> None:
-        self._layers, self._dense_mask = int(getattr(self.config, "num_hidden_layers", 0)), False
+        self._layout = CacheLayout((), self.dtype)  # its own cache has none that is known
         self.fault: str | None = "untried"
-        with _errors_named(self.model), torch.inference_mode():  # as answers run
+        with errors_named(self.model), torch.inference_mode():  # as answers run
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
-        self.mixes = mixing(self._twin)
+        self.mixes = mixing(self._twin.modules)
         unsure = next(
             (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None
         )
         self.fault = self.mixes or unsure or self._paths_fault()
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        return self.vocab_size, self.max_context, self.dtype, self.device, self._layers
+    def layers(self) -> int:
+        return int(getattr(self.config, "num_hidden_layers", 0))
 
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
@@ -139,14 +136,12 @@ class OwnCacheLM(CausalLM):
     @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        count = len(
-            getattr(self._twin(input_ids=token, output_hidden_states=True), "hidden_states", None)
-            or ()
-        )
-        if count != self._layers + 1 or not all(0 <= i < count for i in ids):
+        out = self._twin.modules(input_ids=token, output_hidden_states=True)
+        count = len(getattr(out, "hidden_states", None) or ())
+        if count != self.layers + 1 or not all(0 <= i < count for i in ids):
             raise UnsupportedModelError(
-                f"{_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
-                f"{', '.join(map(str, ids))} of {self._layers + 1}"
+                f"{model_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
+                f"{', '.join(map(str, ids))} of {self.layers + 1}"
             )
 
     def extend(  # type: ignore[override]
@@ -188,9 +183,10 @@ class OwnCacheLM(CausalLM):
 
     def _empty(self) -> dict[str, Any]:
         """Return an empty cache as `generate` makes it: the model may make its own."""
-        if not self._twin._supports_default_dynamic_cache():  # noqa: SLF001
+        modules = self._twin.modules
+        if not modules._supports_default_dynamic_cache():  # noqa: SLF001
             return {}
-        name = "cache_params" if "mamba" in type(self._twin).__name__.lower() else "past_key_values"
+        name = "cache_params" if "mamba" in type(modules).__name__.lower() else "past_key_values"
         return {name: DynamicCache(config=self.config)}
 
     def _forward(
@@ -206,14 +202,15 @@ class OwnCacheLM(CausalLM):
         """Run the last `count` of `given`, int64 [rows, tokens]; without `every`, logits are the last one's."""
         arguments: dict[str, Any] = {**held, "use_cache": True}
         seen = {"attention_mask": torch.ones_like(given)}
-        if "position_ids" in self._accepts:
-            place = self._twin._prepare_position_ids_for_generation  # noqa: SLF001
+        twin = self._twin
+        if "position_ids" in twin.accepts:
+            place = twin.modules._prepare_position_ids_for_generation  # noqa: SLF001
             arguments["position_ids"] = place(given, {**arguments, **seen})
-        if "attention_mask" in self._accepts:
+        if "attention_mask" in twin.accepts:
             arguments |= seen
-        if self._keeps_rows and not every:
+        if twin.keeps_rows and not every:
             arguments["logits_to_keep"] = 1
-        prepared = self._runs.prepare_inputs_for_generation(
+        prepared = twin.runs.prepare_inputs_for_generation(
             given,
             next_sequence_length=count if held else None,
             is_first_iteration=first,
@@ -223,7 +220,7 @@ class OwnCacheLM(CausalLM):
             prepared["logits_to_keep"] = 0  # all; some models' configs ask for the last
         if features:
             prepared["output_hidden_states"] = True
-        out = self._runs(**prepared, return_dict=True)
+        out = twin.runs(**prepared, return_dict=True)
         caches = {
             argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None
         }

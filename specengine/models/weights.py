@@ -360,6 +360,7 @@ class PackedModel:
     weights, decoder  the extension's
     stored            kinds that matrices are packed as, in words
     keeps             number of layers by their KV heads and the size of these
+    state             of the source, once the packed weights were tried
 
     UnsupportedModelError if a tensor belongs to no block of the family, or has another shape.
     """
@@ -376,6 +377,7 @@ class PackedModel:
         self.source = source
         self.config = source.config
         self.shape = shape
+        self.state: Any = None
         self.family = family_of(self.config)
         self.instruction_set = instruction_set
         shapes = self._shapes()
@@ -411,18 +413,17 @@ class PackedModel:
         self._add_value_norms(at)
         self._add_factors()
         keys = list(ropes)
-        sizes = [
-            shape.layers,
-            shape.hidden,
-            shape.vocabulary,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-        ]
         self.decoder = extension().Decoder(
             self.instruction_set,
             table_of(numerics),
-            sizes,
+            [
+                shape.layers,
+                shape.hidden,
+                shape.vocabulary,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+            ],
             activation_of(self.config),
             [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
             self.weights,

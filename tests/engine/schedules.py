@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specengine import Engine
-from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import provenance
 from specengine.cycle import result_of
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling

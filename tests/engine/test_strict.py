@@ -114,7 +114,7 @@ def test_bfloat16_answers_equal_plain_decoding_under_every_policy(
 
 def test_a_model_that_cannot_keep_it_is_refused() -> None:
     target = HuggingFaceTarget(bfloat16())
-    target.lm._dense_mask = True
+    target.lm._twin.dense = True
     with pytest.raises(
         UnsupportedModelError, match="strict: this model's attention runs with a dense mask"
     ):

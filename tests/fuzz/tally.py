@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import provenance
 from tests.fuzz.lives import drawn
 from tests.fuzz.running import FOUND, Ran
 

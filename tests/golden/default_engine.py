@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from specengine import Engine
-from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import provenance
 
 FILE = Path(__file__).with_suffix(".npz")
 PROVENANCE = FILE.with_suffix(".json")

@@ -18,7 +18,7 @@ from bench.short_models import first_layers
 from specengine import Engine, ops
 from specengine.drafters import RowDraft
 from specengine.errors import InputError
-from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
+from specengine.models.kv_cache import CacheLayout, KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
 from tests import toy
 from tests.graphs.engines import as_on_a_device
@@ -38,7 +38,7 @@ class Recording(RowDraft):
     name = "recording"
 
     def __init__(self) -> None:
-        super().__init__(KVCache(1, 1, 2, 1, dtype=torch.float32))
+        super().__init__(KVCache(CacheLayout(((1, 1, 2),), torch.float32), 1))
         self.given: list[tuple[Rows, PassRows]] = []
 
     def begin(self, prompt: list[int], features: Any = None, hints: Any = None) -> None:

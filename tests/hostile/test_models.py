@@ -138,7 +138,7 @@ def test_keys_and_values_of_any_shape_fit_one_slab() -> None:
     )
     attention.num_key_value_groups = 2
     lm = CausalLM(mixed)
-    assert lm.new_cache(1).shapes == (((4, 8), (4, 8)), ((2, 8), (2, 8)))
+    assert lm.new_cache(1).layout.shapes == (((4, 8), (4, 8)), ((2, 8), (2, 8)))
     assert lm.new_cache(1).slab.shape == (2, 2, 1, 256, 32)
     ids = torch.tensor([PROMPT])
     options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
-from specengine.models.huggingface import CausalLM, refuse_looking_ahead
+from specengine.models.huggingface import CausalLM
+from specengine.models.refusals import refuse_looking_ahead
 from tests.toy import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

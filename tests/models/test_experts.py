@@ -20,7 +20,7 @@ from specengine.models import families
 from specengine.models.extension import instruction_sets
 from specengine.models.families import Experts, Layer, Routing
 from specengine.models.families.mixtral import FAMILY
-from specengine.models.native import NativeLM, NativeTarget, from_model
+from specengine.models.native import NativeLM, NativeTarget, RowBatch, from_model
 from specengine.ops.tree import TokenTree
 from tests.checkpoints import gguf_files
 from tests.models.native_engines import INSTRUCTION_SETS, forced, needs_extension, plainly
@@ -404,13 +404,8 @@ def test_of_equal_scores_the_first_experts_are_taken(family: str) -> None:
     routing = torch.empty(
         lm.routes.layers, count, model.config.num_experts_per_tok, dtype=torch.int32
     )
-    lm.run(
-        torch.tensor(PROMPT),
-        torch.arange(count),
-        lm.new_cache(count),
-        (0, 0, None),
-        routing=routing,
-    )
+    cache, tokens = lm.new_cache(count), torch.tensor(PROMPT)
+    lm.run(RowBatch(lm, tokens, torch.arange(count), cache, (0, 0, None)), routing=routing)
     assert (routing == torch.arange(routing.shape[2])).all()
 
 
@@ -437,9 +432,8 @@ def counted(lm: NativeLM, tree: TokenTree) -> tuple[int, Tensor, Tensor]:
     added, (layers, each, _) = torch.full((rows,), -1, dtype=torch.int32), lm.routes
     routing = torch.full((layers, rows, each // layers), -1, dtype=torch.int32)
     where = len(PROMPT), len(PROMPT), tree.ancestors
-    lm.run(
-        tree.tokens, tree.depths + len(PROMPT), target.cache, where, added=added, routing=routing
-    )
+    batch = RowBatch(lm, tree.tokens, tree.depths + len(PROMPT), target.cache, where)
+    lm.run(batch, added=added, routing=routing)
     return lm.experts, added, routing
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specengine.models.kv_cache import GRANULE, KVCache
+from specengine.models.kv_cache import GRANULE, CacheLayout, KVCache
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, plainly
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_cache(length: int, scratch: int) -> KVCache:
-    cache = KVCache(2, 3, 4, length + scratch, dtype=torch.float32)
+    cache = KVCache(CacheLayout(((2, 3, 4),), torch.float32), length + scratch)
     cache.slab.normal_()
     cache.length = length
     return cache
@@ -45,7 +45,7 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
 
 
 def test_every_slab_keeps_the_path() -> None:
-    cache = KVCache(2, 3, 4, 40, dtype=torch.float32, others=[(1, 2, 8), (1, 1, 16)])
+    cache = KVCache(CacheLayout(((2, 3, 4), (1, 2, 8), (1, 1, 16)), torch.float32), 40)
     for slab in cache.slabs:
         slab.normal_()
     cache.length = 10

@@ -20,7 +20,14 @@ from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import weights
 from specengine.models.extension import WITH_PAIRS, instruction_sets
-from specengine.models.native import LONG_PROMPT, MARKED_BEFORE, NativeLM, NativeTarget, from_model
+from specengine.models.native import (
+    LONG_PROMPT,
+    MARKED_BEFORE,
+    NativeLM,
+    NativeTarget,
+    RowBatch,
+    from_model,
+)
 from specengine.models.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
@@ -342,7 +349,7 @@ def test_a_forward_that_was_broken_off_is_noticed() -> None:
     cache.mark()
     expected = lm.extend(cache, PROMPT[20:23], logits="all")[0]
     cache.crop(20)
-    lm.run(tokens, torch.arange(20, 23), cache, (20, 20, None), layers=1)
+    lm.run(RowBatch(lm, tokens, torch.arange(20, 23), cache, (20, 20, None)), layers=1)
     with pytest.raises(InputError, match="memory: a forward was broken off"):
         lm.extend(cache, PROMPT[20:23])
     assert [cache.reach(length) for length in (20, 19)] == [20, 0]
@@ -382,9 +389,10 @@ def first_states(lm: NativeLM) -> torch.Tensor:
     """Hidden states behind the first layer, float32 [tokens, hidden size], at the places that are tried."""
     far, tokens = lm.max_context - 1, torch.tensor([1, 2, 3, 5, 7])
     positions = torch.tensor([0, 1, 2, far // 2, far])
-    found = lm.run(tokens, positions, lm.new_cache(5), (0, 0, None), features=(1,))
-    assert found is not None
-    return found
+    batch = RowBatch(lm, tokens, positions, lm.new_cache(5), (0, 0, None), features=(1,))
+    lm.run(batch)
+    assert batch.states is not None
+    return batch.states
 
 
 def test_a_token_that_rounding_moves_far_is_no_other_model() -> None:

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
 from specengine.models import twins
-from specengine.models.huggingface import CausalLM, mixing
+from specengine.models.huggingface import CausalLM
+from specengine.models.refusals import mixing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [5, 17, 33, 2, 90, 41]

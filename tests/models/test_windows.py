@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
-from specengine.models.attention import attend_near, dense, near_prompt, note_places
+from specengine.models.attention import attend_near, dense, note_places, prompt_mask
 from specengine.models.configs import window_of
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget, NoTreesError
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.kv_cache import Rows
+from specengine.models.refusals import NoTreesError
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import CONTEXT_SOURCES
 from tests.toy import near_copy, policy_for, random_tree, tiny
@@ -85,7 +86,7 @@ def test_a_mask_is_by_position() -> None:
         seen |= {slot for slot in path if 40 + depths[slot - 40] > position - WINDOW}
         assert set(mask[node].nonzero()[:, 0].tolist()) == seen
     assert torch.equal(
-        near_prompt(5, 40, WINDOW, torch.device("cpu")).sum(1), torch.full((5,), WINDOW)
+        prompt_mask(5, 40, torch.device("cpu"), WINDOW).sum(1), torch.full((5,), WINDOW)
     )
 
 

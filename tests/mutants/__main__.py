@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specengine.benchmark.provenance import provenance
+from specengine.benchmark.records import provenance
 from specengine.files import atomic
 from tests.mutants.copies import Copy, compiler
 from tests.mutants.running import Runner

@@ -245,7 +245,7 @@ def reason(message: str) -> str:
 def main() -> None:
     from importlib.metadata import version
 
-    from specengine.benchmark.provenance import provenance
+    from specengine.benchmark.records import provenance
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=10_000, help="schemas")

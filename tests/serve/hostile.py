@@ -232,7 +232,7 @@ def of_process(pid: int) -> dict[str, int]:
 
 
 def main() -> None:
-    from specengine.benchmark.provenance import provenance
+    from specengine.benchmark.records import provenance
     from tests.serve.processes import free_port, running
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

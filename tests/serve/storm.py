@@ -279,7 +279,7 @@ def settled(address: str, seconds: float = 30) -> Counter[str]:
 
 def main() -> None:
     from specengine import Engine
-    from specengine.benchmark.provenance import provenance
+    from specengine.benchmark.records import provenance
     from tests.serve.processes import free_port, running
     from tests.serve.tiny_model import save
 

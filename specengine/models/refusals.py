@@ -1,0 +1,268 @@
+"""Loaded models that are refused, with the reason: by class and config, by their modules, and by what a try shows."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.models import families
+from specengine.models.attention import NeedsDenseMask
+from specengine.models.configs import NO_MEMORY, empty_model, family_of
+from specengine.models.extension import is_plain
+from specengine.models.twins import is_changed
+
+
+class NoTreesError(UnsupportedModelError):
+    """This model cannot run trees in one forward; on its own cache it may answer all the same (own_cache.py)."""
+
+
+@contextmanager
+def errors_named(model: PreTrainedModel) -> Iterator[None]:
+    """Raise UnsupportedModelError for what its own modules raise: those of any kind may raise anything."""
+    try:
+        yield
+    except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"{model_name(model)}: its forward fails on a few tokens ({type(error).__name__}: {text:.300})"
+        ) from error
+
+
+# Types of layers whose state cannot be taken back, in words.
+_ATTENTION = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+_STATES = {
+    "linear_attention": "recurrent state",
+    "mamba": "recurrent state",
+    "hybrid": "recurrent state",
+    "conv": "convolution state",
+    "chunked_attention": "attention in chunks",
+    "recurrent": "recurrent state",
+}
+
+
+def refuse_others(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for what is no language model that goes on with a text."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{model_name(model)}: encoder-decoder models are not supported, only causal LMs"
+        )
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{model_name(model)}: has no language-model head, pass a ...ForCausalLM model"
+        )
+    if not hasattr(model.get_input_embeddings(), "weight"):
+        raise UnsupportedModelError(f"{model_name(model)}: has no single table of token embeddings")
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where the model's class or config says that it cannot be a target or draft.
+
+    NoTreesError where it can answer, but not run a tree in one forward.
+    """
+    refuse_others(model)
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = set(types or ()) - _ATTENTION
+    if kinds or (types is None and getattr(model, "_is_stateful", False)):
+        what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
+        raise NoTreesError(
+            f"{model_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be "
+            "cropped"
+        )
+    if (
+        getattr(config, "alibi", False)
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
+        raise NoTreesError(
+            f"{model_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be "
+            "placed by depth (its forward reads no position_ids)"
+        )
+    reasons = {
+        "attention_layers": "its attention masks by cache slot, and nodes of a tree stand in other slots",  # GPT-Neo
+        "index_topk": "sparse attention: an indexer chooses the keys that a token sees",
+        "keep_window_size": "dynamic mask: its attention chooses the keys that a token sees",  # Doge
+        "attn_temperature_tuning": "its queries are scaled by their place in the cache",  # Llama 4
+    }
+    for field, reason in reasons.items():
+        if getattr(config, field, None):
+            raise NoTreesError(f"{model_name(model)}: {reason}")
+
+
+def refuse_absent(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where weights are elsewhere: offloaded, or not loaded at all."""
+    absent = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if absent:
+        raise UnsupportedModelError(
+            f"{model_name(model)}: {len(absent)} of its tensors are on the meta device, {absent[0]} for one "
+            "(offloaded, or never loaded); load it whole into one device's memory"
+        )
+
+
+@torch.no_grad()  # no inference mode: layers that convert their weights in the first forward do so here, for good
+def refuse_looking_ahead(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where a token changes the logits of those before it, in the model's own forward.
+
+    A tree's mask would make a causal model of an encoder, whose answers are not its own. A model whose layers mix rows
+    (see `mixing`) is none of these.
+    """
+    device, size = (
+        model.get_input_embeddings().weight.device,
+        model.get_input_embeddings().weight.shape[0],
+    )
+    rated = []
+    with _evaluating(model):
+        for last in (4, 5):
+            tokens = torch.tensor(
+                [[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device
+            )
+            logits = model(input_ids=tokens, use_cache=False)[0][0]
+            rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
+        changed = (rated[0] - rated[1]).abs().amax(dim=-1)
+        rounding = 1e-4 if model.dtype == torch.float32 else 0.05
+        ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
+    if ahead:
+        encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
+        hint = (
+            "; its config says is_decoder=False: set it where the model was trained to go on"
+            if encoder
+            else ""
+        )
+        raise UnsupportedModelError(
+            f"{model_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
+        )
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put the model itself in evaluation mode within the context, with results by name, which `return_dict` decides."""
+    configs = {
+        id(own): own
+        for part in model.modules()
+        for own in vars(part).values()
+        if hasattr(own, "return_dict")
+    }
+    settings = [(part, "training", False) for part in model.modules()]
+    settings += [(config, "return_dict", True) for config in configs.values()]
+    before = [getattr(*setting[:2]) for setting in settings]
+    try:
+        for setting in settings:
+            setattr(*setting)
+        yield
+    finally:
+        for (owner, name, _), value in zip(settings, before, strict=True):
+            setattr(owner, name, value)
+
+
+@torch.no_grad()
+def mixing(model: nn.Module) -> str:
+    """Return how a linear layer computes a row from those run with it, as some quantised ones do; empty if none does.
+
+    Products of one shape give a row the same bits, whatever the other rows hold. torch's own layers are not tried.
+    """
+    for layer in model.modules():
+        known = type(layer) is nn.Linear and not is_changed(layer)
+        size, parameter = getattr(layer, "in_features", None), next(layer.parameters(), None)
+        if known or size is None or parameter is None or not hasattr(layer, "out_features"):
+            continue
+        dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
+        rows = (
+            torch.arange(4 * int(size), dtype=torch.int64, device=parameter.device)
+            .sin()
+            .to(dtype)
+            .view(1, 4, -1)
+        )
+        scale = torch.tensor([1.0, 100.0, 100.0, 100.0], dtype=dtype, device=rows.device)[
+            None, :, None
+        ]
+        try:
+            first, second = (layer(given)[0, 0].nan_to_num(0.0) for given in (rows, rows * scale))
+        except NO_MEMORY:
+            raise
+        except Exception:  # a layer of another kind, which the tries of trees are left for
+            continue
+        if not torch.equal(first, second):
+            if type(layer).__name__ == "Linear8bitLt":
+                return "8-bit layers of bitsandbytes choose outliers over all rows"
+            return f"its layers of type {type(layer).__name__} compute a row from those that are run with it"
+    return ""
+
+
+def model_name(model: PreTrainedModel) -> str:
+    return model.config._name_or_path or type(model).__name__
+
+
+# ---- of the native forward
+
+# Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
+_WITHOUT_EFFECT = {
+    "training",
+    "gradient_checkpointing",
+    "attention_dropout",
+    "p",  # of a dropout
+    "padding_idx",
+    "vocab_size",
+    "num_embeddings",
+    "in_features",
+    "out_features",
+}
+
+
+def refuse_loaded(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
+    family = families.known().get(model.config.model_type)
+    (refuse_others if family is not None and family.kinds else refuse_unsupported)(
+        model
+    )  # its states take trees here
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not is_plain(tensor):
+            kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
+            raise UnsupportedModelError(
+                f"native: {name} is a {kind}, known are dense tensors of the CPU"
+            )
+    exact = family_of(model.config).exact
+    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {
+        model.dtype
+    }:
+        raise UnsupportedModelError("native: the weights have more than one dtype")
+    refuse_hooks(model)
+    plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
+    for name, module in model.named_modules():
+        _refuse_other_module(name, module, plain.get(name))
+
+
+def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
+    """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
+    if type(module) is not type(plain):
+        raise UnsupportedModelError(
+            f"native: module {name or 'model'} is a {type(module).__name__}"
+        )
+    for setting, value in vars(plain).items():
+        given = vars(module).get(setting)
+        if (
+            isinstance(value, int | float | str)
+            and setting not in _WITHOUT_EFFECT
+            and given != value
+        ):
+            raise UnsupportedModelError(
+                f"native: {name}.{setting} is {given!r}, the config makes it {value!r}"
+            )
+
+
+def refuse_hooks(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
+    for name, module in model.named_modules():
+        if is_changed(module):
+            raise UnsupportedModelError(
+                f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
+                "backend='huggingface'"
+            )
