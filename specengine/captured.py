@@ -80,6 +80,50 @@ class Sent(NamedTuple):
         return Seconds(draft=draft, verify=verify, total=total, model=draft + verify, captured=True)
 
 
+class DeviceSampler:
+    """The settings of a sampler where graphs read them, and the choices of tokens by them.
+
+    draws      whether tokens are drawn; else the most likely one is taken
+    truncates  whether draws leave out unlikely tokens
+    couples    whether drafts know the noise of the draws
+    scale      float32 [1]: the divisor of that noise
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.draws = self.truncates = self.couples = False
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.scale = torch.ones(1, device=device, dtype=torch.float32)
+        self.temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
+        shares = torch.ones(2, device=device, dtype=torch.float32).split(1)
+        self._truncation = ops.Truncation(torch.ones(1, dtype=torch.int64, device=device), *shares)
+
+    def take(self, sampler: Sampler, drafter: Drafter | None, *, chooses: bool) -> None:
+        """Take over a sampler's settings. drafter: the one to couple; chooses: whether tokens are chosen in graphs."""
+        self.draws = sampler.seed is not None and chooses
+        self.couples = sampler.couples and drafter is not None
+        row_filter = sampler.row_filter if self.draws else None
+        self.truncates = row_filter is not None and row_filter.truncates
+        if sampler.seed is not None:
+            self.seed.fill_(signed(sampler.seed))
+            self.temperature.fill_(sampler.temperature)
+        if row_filter is not None:
+            for tensor, value in zip(self._truncation, row_filter[1:], strict=True):
+                tensor.fill_(value)
+        if self.couples and drafter is not None:
+            self.scale.fill_(
+                Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
+            )
+
+    def choose(self, logits: Tensor, depths: Tensor, length: Tensor) -> Tensor:
+        """Return the token after each row; length: int32 [1], tokens before the root, whose depth is 0."""
+        if not self.draws:
+            return ops.choose_tokens(logits)
+        divisor = self.temperature
+        if self.truncates:
+            logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
+        return ops.choose_tokens(logits, depths + (length + 1), self.seed, divisor)
+
+
 class CapturedDriver(EagerDriver):
     """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
@@ -97,7 +141,6 @@ class CapturedDriver(EagerDriver):
             isinstance(drafter, CapturedDrafter) and states_sizes(policy)
         )
         self.graphs = Graphs(target.device)
-        self.running = sharing(target.device, target.running)
         device = target.device
         self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
@@ -114,12 +157,7 @@ class CapturedDriver(EagerDriver):
         self.notes: list[str] = []  # for the user, in the statistics of each answer
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
-        self._sampled = self._truncated = self._coupled = False
-        self._scale = torch.ones(1, device=device, dtype=torch.float32)
-        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
-        shares = torch.ones(2, device=device, dtype=torch.float32).split(1)
-        self._truncation = ops.Truncation(torch.ones(1, dtype=torch.int64, device=device), *shares)
+        self._sampler = DeviceSampler(device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
@@ -129,34 +167,35 @@ class CapturedDriver(EagerDriver):
 
     # ---- the functions of a cycle
 
-    def _first(self) -> None:
+    @property
+    def _rule(self) -> TreePolicy:
+        """Return the policy, which is there wherever trees grow."""
         assert self.policy is not None
-        self._go_on(cycle.first(self.policy, self.tree, Seconds()))
+        return self.policy
+
+    def _first(self) -> None:
+        self._go_on(cycle.first(self._rule, self.tree, Seconds()))
 
     def _root(self) -> None:
-        assert self.policy is not None
-        asked = self.policy.plan().patience
+        asked = self._rule.plan().patience
         found = (
             Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
         )
-        self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
+        self._go_on(cycle.root(self._source(), self._rule, self.tree, found, Seconds()))
 
     def _level(self) -> None:
-        assert self.policy is not None
-        self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
+        self._go_on(cycle.level(self._source(), self._rule, self.tree, self.frontier, Seconds()))
 
     def _tree(self) -> None:
         """Grow a tree, each pass only where the rule goes on."""
-        assert self.policy is not None
-        if self.policy.plan().patience:
+        if self._rule.plan().patience:
             self._first()
         self._passes_from(0)
 
     def _passes_from(self, number: int) -> None:
         if number == self.passes:
             return
-        assert self.policy is not None
-        ends = self.policy.ends_early if number else self.policy.plan().patience
+        ends = self._rule.ends_early if number else self._rule.plan().patience
         with only_if(self.frontier.live > 0) if ends else nullcontext():
             if number:
                 self._level()
@@ -166,11 +205,10 @@ class CapturedDriver(EagerDriver):
 
     def _source(self) -> Drafter:
         """Return the drafter that trees grow from."""
-        assert self.drafter is not None
-        if not self._coupled:
-            return self.drafter
-        length = self.target.cache.filled
-        return Coupled(self.drafter, self._seed, self._scale, lambda: length + 1)
+        if not self._sampler.couples:
+            return cast(Drafter, self.drafter)
+        filled, sampler = self.target.cache.filled, self._sampler
+        return Coupled(cast(Drafter, self.drafter), sampler.seed, sampler.scale, lambda: filled + 1)
 
     def _go_on(self, found: Nodes) -> None:
         width = min(len(found.ids), len(self.frontier.ids))
@@ -189,13 +227,7 @@ class CapturedDriver(EagerDriver):
         verified = tree.subtree(kept)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
-        if self._sampled:
-            divisor = self._temperature
-            if self._truncated:
-                logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
-            chosen = ops.choose_tokens(logits, verified.depths + (length + 1), self._seed, divisor)
-        else:
-            chosen = ops.choose_tokens(logits)
+        chosen = self._sampler.choose(logits, verified.depths, length)
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
@@ -260,11 +292,12 @@ class CapturedDriver(EagerDriver):
 
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
+        sampler = self._sampler
         if name == "finish":
             return name + (
-                " truncated" if self._truncated else " sampled" if self._sampled else " greedy"
+                " truncated" if sampler.truncates else " sampled" if sampler.draws else " greedy"
             )
-        return name + " coupled" if self._coupled and name in ("tree", "root", "level") else name
+        return name + " coupled" if sampler.couples and name in ("tree", "root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
         return self.target.cache.slab, *(
@@ -358,20 +391,8 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
-        self._sampled = sampler.seed is not None and self.serves(sampler)
-        self._coupled = sampler.couples and self.drafter is not None and self.grows_there
-        row_filter = sampler.row_filter if self._sampled else None
-        self._truncated = row_filter is not None and row_filter.truncates
-        if sampler.seed is not None:
-            self._seed.fill_(signed(sampler.seed))
-            self._temperature.fill_(sampler.temperature)
-        if row_filter is not None:
-            for tensor, value in zip(self._truncation, row_filter[1:], strict=True):
-                tensor.fill_(value)
-        if self._coupled and self.drafter is not None:
-            self._scale.fill_(
-                Coupled.scale(self.drafter, sampler.temperature, truncated=sampler.truncates)
-            )
+        coupled = self.drafter if self.grows_there else None
+        self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
         if self.branched and self._missing(["tree"]):
@@ -417,7 +438,7 @@ class CapturedDriver(EagerDriver):
 
     def _rehearsal(self) -> Iterator[tuple[str, Mark, Mark]]:
         """Yield the parts of one cycle, as `_grow` and `_start` launch them, with marks before and behind them."""
-        (ids, live), device, policy = self.frontier, self._record.device, self.policy
+        (ids, live), device, policy = self.frontier, self.tree.device, self.policy
         reads = policy is not None and policy.ends_early and not self.branched
         began = ended = Mark(device)
         if policy is not None:
@@ -496,9 +517,7 @@ class CapturedDriver(EagerDriver):
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, lane.history.length)
-                kept = 0
-                while kept < record.accepted:
-                    kept += 1
+                for kept in range(1, record.accepted + 1):
                     if lane.commit(record.tokens[kept - 1]):
                         break
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
@@ -536,8 +555,8 @@ class CapturedDriver(EagerDriver):
 
     def _start(self, number: int) -> Sent:
         """Launch a cycle."""
-        device = self._record.device
-        with self.running():  # on its device, if there are several
+        device = self.tree.device
+        with sharing(device, self.target.running)():  # on its device, if there are several
             began = Mark(device)
             self._grow()
             drafted = Mark(device)
@@ -556,8 +575,7 @@ class CapturedDriver(EagerDriver):
         )
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
-            assert self.policy is not None
-            raise policies.named(self.policy, overfull(self.tree.capacity, grown))
+            raise policies.named(self._rule, overfull(self.tree.capacity, grown))
         nodes, parents, depths, *sums = (array[:kept].clone() for array in arrays)
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)

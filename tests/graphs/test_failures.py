@@ -223,7 +223,7 @@ def waiting(self: CapturedDriver) -> None:
     """Stand for the forward of a model that waits for the device, after it has changed what lasts."""
     for tensor in self._lasting():
         tensor.add_(1)
-    float(self._temperature)
+    float(self._sampler.temperature)
 
 
 def loaded(policy: Any, **options: Any) -> Engine:

@@ -198,7 +198,6 @@ def _fit(
     generator = torch.Generator().manual_seed(options.seed)
     epochs = []
     for epoch in range(1, options.epochs + 1):
-        loss = torch.zeros((), dtype=torch.float32, device="cpu")
         for batch in _balanced(rows.labels, options, generator).split(options.batch):
             loss = binary_cross_entropy_with_logits(
                 net.logits(rows.inputs[batch]), rows.labels[batch].float()

@@ -29,7 +29,7 @@ from specengine.train.draft.losses import Report, check_fit, loss_of
 from specengine.train.draft.new_heads import new_head, start_from_text
 from specengine.train.draft.options import Loss, TrainOptions, make_loss
 from specengine.train.draft.teacher import HeadTeacher, StoredTeacher, Teacher
-from specengine.train.draft.validation import Validation, autocasting, fit_temperatures, validate
+from specengine.train.draft.validation import autocasting, fit_temperatures, validate
 from specengine.train.text.corpus import Corpus, Text
 
 STATE, LOG = "training.pt", "log.jsonl"
@@ -79,6 +79,20 @@ def train_draft(  # noqa: PLR0913
     return out
 
 
+class _Learner(NamedTuple):
+    """A head, and what learns its weights; average: of them over the steps, if `average` is set."""
+
+    head: EagleHead
+    weights: list[torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    average: AveragedModel | None
+
+    @property
+    def result(self) -> EagleHead:
+        """The head so far, with averaged weights if there are any."""
+        return self.head if self.average is None else cast(EagleHead, self.average.module)
+
+
 class _Run:
     def __init__(
         self,
@@ -103,59 +117,68 @@ class _Run:
                 f"data: the text was written by {corpus.manifest.get('target')!r} with a vocabulary of "
                 f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
             )
-        self.out, self.loss, self.progress = out, loss, progress
-        self.name, self.log = name, out / LOG
+        self.out, self.name, self.loss, self.progress = out, name, loss, progress
         saved = self._read_state()
         if seconds is not None and saved is not None:
             options = replace(options, steps=saved["options"]["steps"])
         self.options = options
         self.begun_as = {"options": _settings(options), "loss": asdict(loss)}
-        if saved is not None:
-            self._require_same(saved)
+        self._require_same(saved, *self.begun_as)
         self.epochs = Epochs(corpus, options, None if saved is None else saved["shards"])
         self.begun_as["text"] = _fingerprint(self.epochs.batches)
-        if saved is not None:
-            self._require_same(saved, "text")
+        self._require_same(saved, "text")
         counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         for batch in self.epochs.batches:
             counts += batch.tokens[batch.answers].bincount(minlength=vocab_size)
-        self.head = new_head(model, options, loss, counts)
-        check_fit(loss, self.head)
-        require_fit(self.head.config, self.target.lm)
-        ids = self.head.target_ids()
-        self.coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
-        self.teacher = self._teacher(model, corpus)
-        if saved is None and options.start == "target" and self.head.config.version == 1:
+        head = new_head(model, options, loss, counts)
+        check_fit(loss, head)
+        require_fit(head.config, self.target.lm)
+        ids = head.target_ids()
+        coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
+        self.teacher = self._teacher(model, corpus, head)
+        if saved is None and options.start == "target" and head.config.version == 1:
             start_from_text(
-                self.head,
+                head,
                 self.teacher,
                 [batch.tokens for batch in self.epochs.batches[:START_BATCHES]],
             )
-        self.learns = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.learns,
-            lr=options.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=options.weight_decay,
+        weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        self.learner = _Learner(
+            head,
+            weights,
+            torch.optim.AdamW(
+                weights,
+                lr=options.learning_rate,
+                betas=(0.9, 0.95),
+                weight_decay=options.weight_decay,
+            ),
+            _average(head, options.average),
         )
-        self.average = _average(self.head, options.average)
         self.step, self.seconds = 0, 0.0
-        self.temperatures: tuple[float, ...] = ()  # not yet fitted
         if saved is not None:
             self._restore(saved)
         elif seconds is not None:
             self._choose_steps(seconds)
+        if self.step == 0:
+            tokens = sum(batch.tokens.numel() for batch in self.epochs.batches)
+            self.progress(
+                f"EAGLE-{head.config.version} head, {sum(p.numel() for p in weights) / 1e6:.1f}M parameters, "
+                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary covers {coverage:.1%} "
+                "of the answers"
+            )
 
-    def _teacher(self, model: PreTrainedModel | NativeLM, corpus: Corpus) -> HeadTeacher:
+    def _teacher(
+        self, model: PreTrainedModel | NativeLM, corpus: Corpus, head: EagleHead
+    ) -> HeadTeacher:
         """Return what the head learns from: states that were kept, or the target on transformers' modules."""
-        ids = self.head.config.feature_ids(self.target.lm.layers)
+        ids = head.config.feature_ids(self.target.lm.layers)
         if not isinstance(model, NativeLM):
             return Teacher(model, ids)
         states, along_text = (
             corpus.manifest.get("features"),
             not (self.loss.width or self.loss.regression),
         )
-        if states == list(ids) and along_text and self.head.vocabulary_head() is not None:
+        if states == list(ids) and along_text and head.vocabulary_head() is not None:
             return StoredTeacher(self.target, ids)
         why = (
             f"was kept with states {states}, {list(ids)} are needed"
@@ -182,44 +205,38 @@ class _Run:
         )
 
     def train(self, until: int) -> None:
-        options = self.options
-        if self.step == 0:
-            tokens = sum(batch.tokens.numel() for batch in self.epochs.batches)
-            self.progress(
-                f"EAGLE-{self.head.config.version} head, {sum(p.numel() for p in self.learns) / 1e6:.1f}M parameters, "
-                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary covers {self.coverage:.1%} "
-                "of the answers"
-            )
+        options, learner = self.options, self.learner
         began, before = time.perf_counter(), self.seconds
         for batch in itertools.islice(self.epochs, self.step, until):
             rate = self._set_rate()
             measure = self.step % MEASURE_EVERY == 0
             report = self._backward(batch, measure=measure)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.learns, options.clip))
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update_parameters(self.head)
+            norm = float(torch.nn.utils.clip_grad_norm_(learner.weights, options.clip))
+            learner.optimizer.step()
+            if learner.average is not None:
+                learner.average.update_parameters(learner.head)
             self.step += 1
             self.seconds = before + time.perf_counter() - began
             last = self.step == until
             if measure or last:
                 self._log(loss=float(report.loss.detach()), rate=rate, norm=norm, hits=report.hits)
             if self.step % options.validate_every == 0 or last:
-                self._log_validation(self._validate())
+                self._validate()
             if self.step % options.save_every == 0 and not last:
                 self.save()
         self._finish()
 
     def _finish(self) -> None:
         """Fit temperatures to the trained head, and save it."""
+        temperatures: tuple[float, ...] = ()
         if self.options.temperatures and self.epochs.held_back:
             texts = self.epochs.held_back
-            self.temperatures = fit_temperatures(
-                self.result, self.teacher, texts, autocast=self.options.autocast
+            temperatures = fit_temperatures(
+                self.learner.result, self.teacher, texts, autocast=self.options.autocast
             )
-            self._log(temperatures=self.temperatures)
-            self.progress(f"temperatures by depth: {', '.join(map(str, self.temperatures))}")
-        self.save()
+            self._log(temperatures=temperatures)
+            self.progress(f"temperatures by depth: {', '.join(map(str, temperatures))}")
+        self.save(temperatures)
 
     def _backward(self, batch: Batch, *, measure: bool) -> Report:
         """Compute the gradients of one batch. Raise InputError if the loss is not finite."""
@@ -231,7 +248,7 @@ class _Run:
         with autocasting(device, enabled=self.options.autocast):
             report = loss_of(
                 self.loss,
-                self.head,
+                self.learner.head,
                 self.teacher,
                 reading,
                 batch.answers.to(device),
@@ -243,7 +260,7 @@ class _Run:
             raise InputError(
                 f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate"
             )
-        self.optimizer.zero_grad(set_to_none=True)
+        self.learner.optimizer.zero_grad(set_to_none=True)
         report.loss.backward()
         return report
 
@@ -254,28 +271,31 @@ class _Run:
         factor = (
             (self.step + 1) / warm if self.step < warm else 0.5 * (1 + math.cos(math.pi * share))
         )
-        for group in self.optimizer.param_groups:
+        for group in self.learner.optimizer.param_groups:
             group["lr"] = options.learning_rate * factor
         return options.learning_rate * factor
 
-    @property
-    def result(self) -> EagleHead:
-        """The head so far, with averaged weights if `average` is set."""
-        return self.head if self.average is None else cast(EagleHead, self.average.module)
-
-    def _validate(self) -> Validation:
+    def _validate(self) -> None:
         texts = self.epochs.held_back or self.epochs.texts
-        return validate(self.result, self.teacher, texts, autocast=self.options.autocast)
+        validation = validate(
+            self.learner.result, self.teacher, texts, autocast=self.options.autocast
+        )
+        self._log(held_back=validation._asdict())
+        ahead = " / ".join(f"{share:.0%}" for share in validation.hits)
+        self.progress(
+            f"step {self.step}: agreement 1 to {len(validation.hits)} tokens ahead {ahead}, "
+            f"{validation.tokens_per_cycle:.2f} tokens per cycle of a chain"
+        )
 
     # ---- on disk
 
-    def save(self) -> None:
-        dtype = self.target.lm.dtype
+    def save(self, temperatures: tuple[float, ...] = ()) -> None:
+        dtype, (head, _, optimizer, average) = self.target.lm.dtype, self.learner
         state = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self.result.state_dict().items()
+            for name, tensor in self.learner.result.state_dict().items()
         }
-        config = replace(self.head.config, temperatures=self.temperatures)
+        config = replace(head.config, temperatures=temperatures)
         save_head(config, state, self.out, verifier=Verifier(self.name or None))
         likeness.write(self.out, self.target.lm, self.name)
         with atomic(self.out / STATE) as temporary:
@@ -285,9 +305,9 @@ class _Run:
                     "step": self.step,
                     "seconds": self.seconds,
                     "shards": self.epochs.shards,
-                    "head": self.head.state_dict(),
-                    "average": None if self.average is None else self.average.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
+                    "head": head.state_dict(),
+                    "average": None if average is None else average.state_dict(),
+                    "optimizer": optimizer.state_dict(),
                 },
                 temporary,
             )
@@ -303,52 +323,45 @@ class _Run:
                 f"out: {file} is damaged ({why_not_loaded(error)}); delete it to start again"
             ) from error
 
-    def _require_same(self, saved: dict[str, Any], *names: str) -> None:
-        for field in names or self.begun_as:
-            if saved[field] != self.begun_as[field]:
+    def _require_same(self, saved: dict[str, Any] | None, *names: str) -> None:
+        for field in names:
+            if saved is not None and saved[field] != self.begun_as[field]:
                 raise InputError(
                     f"out: the training in {self.out} was begun with {field} {saved[field]}, got "
                     f"{self.begun_as[field]}; use the same, or another folder"
                 )
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self.head.load_state_dict(saved["head"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if self.average is not None:
-            self.average.load_state_dict(saved["average"])
+        head, _, optimizer, average = self.learner
+        head.load_state_dict(saved["head"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if average is not None:
+            average.load_state_dict(saved["average"])
         self.step, self.seconds = saved["step"], saved["seconds"]
-        lines = (
-            self.log.read_text(encoding="utf-8").splitlines(keepends=True)
-            if self.log.is_file()
-            else []
-        )
+        log = self.out / LOG
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.is_file() else []
         valid = [
             line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step
         ]
-        write_whole(self.log, "".join(valid))
+        write_whole(log, "".join(valid))
         self.progress(f"resuming at step {self.step} of {self.options.steps}")
 
     def _log(self, **values: Any) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        cpu = round(
-            time.process_time(), 1
-        )  # of this process, independent of other work on the machine
-        entry = {"step": self.step, "seconds": round(self.seconds, 1), "cpu_seconds": cpu, **values}
-        with self.log.open("a", encoding="utf-8") as log:
+        entry = {
+            "step": self.step,
+            "seconds": round(self.seconds, 1),
+            # of this process, independent of other work on the machine
+            "cpu_seconds": round(time.process_time(), 1),
+            **values,
+        }
+        with (self.out / LOG).open("a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")
         if "loss" in values and self.step % 50 == 1:
             remaining = (self.options.steps - self.step) * self.seconds / self.step
             self.progress(
                 f"step {self.step}: loss {values['loss']:.3f}, {remaining / 60:.0f} min left"
             )
-
-    def _log_validation(self, validation: Validation) -> None:
-        self._log(held_back=validation._asdict())
-        ahead = " / ".join(f"{share:.0%}" for share in validation.hits)
-        self.progress(
-            f"step {self.step}: agreement 1 to {len(validation.hits)} tokens ahead {ahead}, "
-            f"{validation.tokens_per_cycle:.2f} tokens per cycle of a chain"
-        )
 
 
 def _average(head: EagleHead, decay: float) -> AveragedModel | None:

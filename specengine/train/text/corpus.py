@@ -91,9 +91,9 @@ class ShardFolder:
         try:
             return read(load_file(file))
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            redo = f"delete it and {self.contents.redo.split()[0]} it again"
             raise InputError(
-                f"{self.contents.field}: {file} is damaged ({error}); {redo}"
+                f"{self.contents.field}: {file} is damaged ({error}); delete it and "
+                f"{self.contents.redo.split()[0]} it again"
             ) from error
 
 
