@@ -152,8 +152,8 @@ class TwinModules:
 
     def take(self, contents: Any) -> None:
         """Take in weights that were changed to these contents."""
-        self.contents = contents
         self.runs: Any = self.modules if self.packed is None else self.packed.model(contents)
+        self.contents = contents  # only now: what failed is taken in by the next call
 
     def run(
         self,
