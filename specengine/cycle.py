@@ -27,7 +27,7 @@ from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
-REST = Plan(rests=True)  # of plain decoding
+REST = Plan(rests=True)  # of plain decoding, and of trees that are their root alone
 MOST_REPEATED = 32  # tokens
 MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
@@ -497,7 +497,7 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
         lane.room = min(lane.limit, 2 * lane.history.length)
         make_room(driver, lane.room)
     seconds = Seconds(captured=driver.captured)
-    plan = REST if driver.policy is None else driver.policy.plan()
+    plan = REST if driver.policy is None or driver.budget == 1 else driver.policy.plan()
     if plan.rests or lane.source is None:
         draft = draft_tree(lane.root, None, None, seconds, driver.device)
     else:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine import policies
 from specengine.cycle import walk
 from specengine.engine import Engine
 from specengine.errors import InputError, require_minimum
+from specengine.ops import Nodes
+from specengine.ops.tree import TokenTree
+from specengine.policies.baselines.eagle import Eagle
 from specengine.records import Cycle
 from specengine.train.classifier.trees import MIN_PROMPT
 from specengine.train.text.corpus import Contents, ShardFolder
@@ -110,6 +112,13 @@ def _candidates(tensors: dict[str, Tensor]) -> list[Candidates]:
     return [Candidates(*part) for part in parts]
 
 
+class RootAlone(Eagle):
+    """EAGLE's beam, of which the root alone is verified. Its budget is not 1, as no such tree would be grown."""
+
+    def keep(self, tree: TokenTree) -> Nodes:
+        return tree.best_of_all(1)
+
+
 def log_candidates(
     engine: Engine,
     prompts: Sequence[list[int]],
@@ -134,9 +143,8 @@ def log_candidates(
         raise InputError(f"prompts: number {short or 1} has fewer than {MIN_PROMPT} tokens")
     recorded = {"target": name, "draft": engine.drafter.name, **asdict(options)}
     trees = CandidateTrees.create(folder, recorded)
-    beam = policies.make(
-        "eagle", width=options.width, expansions=options.expansions, budget=options.verified
-    )
+    kind = RootAlone if options.verified == 1 else Eagle
+    beam = kind(options.width, options.expansions, max(options.verified, 2))
     growing = Engine(engine.target, engine.drafter, beam, engine.tokenizer)
     new, began = 0, time.perf_counter()
     for number, prompt in enumerate(prompts):

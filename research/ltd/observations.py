@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import ops
 from specengine.errors import InputError
-from specengine.policies._ltd import REPEATS, LtdShape, Networks
-from specengine.policies.ltd import CONTEXT_UNIT, EXPANSIONS_UNIT
+from specengine.policies._ltd import FACTS, REPEATS, LtdShape, Networks
 
 
 def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
@@ -22,9 +23,7 @@ def laid_out(scores: Tensor, depths: Tensor, shape: LtdShape) -> Tensor:
         raise InputError(
             "best_first: logged trees hold candidates in the order of creation, accepted networks trained on that"
         )
-    window = ops.Window(
-        shape.width, False, shape.candidates, shape.pad, 0, (CONTEXT_UNIT, EXPANSIONS_UNIT)
-    )
+    window = ops.Window(shape.width, False, shape.candidates, shape.pad, 0, (1.0, 1.0))
     expansions = int(depths[-1]) - 1 if len(depths) else 0
     count, done = torch.tensor([[len(depths)], [expansions]], dtype=torch.int32, device="cpu")
     return ops.beam_observation(
@@ -45,7 +44,7 @@ def depth_observation(
     level = pad(
         level, (0, shape.inputs["depth"] - 2 * REPEATS["depth"] - level.shape[-1]), value=shape.pad
     )
-    return _with_facts(level, context, expansions, REPEATS["depth"])
+    return _with_facts(level, context, expansions, "depth", shape)
 
 
 def size_observation(
@@ -61,15 +60,18 @@ def size_observation(
         if expansions == shape.expansions
         else pad(laid[..., :grown], (0, shape.candidates - grown), value=shape.pad)
     )
-    return _with_facts(shown, context, expansions, REPEATS["size"])
+    return _with_facts(shown, context, expansions, "size", shape)
 
 
-def _with_facts(values: Tensor, context: Tensor | int, expansions: int, repeats: int) -> Tensor:
-    """Append each fact `repeats` times, so that it weighs among many inputs."""
-    lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device) / CONTEXT_UNIT
-    counts = torch.full_like(lengths, expansions / EXPANSIONS_UNIT)
-    spread = (*values.shape[:-1], repeats)
-    return torch.cat([values, *(fact[..., None].expand(spread) for fact in (lengths, counts))], -1)
+def _with_facts(
+    values: Tensor, context: Tensor | int, expansions: int, which: str, shape: LtdShape
+) -> Tensor:
+    """Append each fact REPEATS times, so that it weighs among many inputs; 0 for one that the shape does not see."""
+    lengths = torch.as_tensor(context, dtype=torch.float32, device=values.device)
+    length, depth = (unit if fact in shape.sees else math.inf for fact, unit in FACTS.items())
+    shown = lengths / length, torch.full_like(lengths, expansions / depth)
+    spread = (*values.shape[:-1], REPEATS[which])
+    return torch.cat([values, *(fact[..., None].expand(spread) for fact in shown)], -1)
 
 
 def best_actions(networks: Networks, name: str, observations: Tensor) -> Tensor:

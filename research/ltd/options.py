@@ -48,6 +48,10 @@ class PolicyOptions:
         help="what stands in an observation for candidates that there are not, 0 or less; log-probabilities below "
         "a negative one count as that",
     )
+    sees: tuple[str, ...] = option(
+        default=("length", "depth"),
+        help="length, depth: facts that the networks see besides the candidates, for the ablation of Table 6",
+    )
     reward: RewardName = option(
         default="table",
         help="table or wallclock: throughput, under a cost table or as it is measured; accept, time: the ablations",

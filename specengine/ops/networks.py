@@ -90,7 +90,8 @@ def classify_row(
 
 class Window(NamedTuple):
     """A network's view of a beam of `width`: the last level alone (`last`), or all; at most `room` candidates,
-    then the context's length over units[0] and the expansions over units[1], `repeats` times each.
+    then the context's length over units[0] and the expansions over units[1], `repeats` times each; over an infinite
+    unit nothing is shown but 0.
 
     pad: in vacant places, 0 or less; lower scores count as a negative pad, as -1e4 where it is 0.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.errors import InputError, number, reader, whole
+from specengine.errors import TRUTH, InputError, number, reader, whole
 from specengine.files import atomic
 from specengine.policies import PerDevice
 
@@ -112,23 +112,29 @@ def disco_features(top_probs: Tensor, entropies: Tensor, depths: Tensor, depth_b
 
 
 class ClassifierKind(NamedTuple):
-    """features: their names, in order; make: the network, from the file's facts; sizes: facts that `make` reads."""
+    """features: their names, in order; make: the network, from the file's facts; sizes: facts of the kind, with what
+    holds in files that do not record them. entropy: whether the network sees it; if not, its feature is 0."""
 
     features: tuple[str, ...]
     make: Callable[[Mapping[str, Any]], nn.Module]
-    sizes: tuple[str, ...] = ()
+    sizes: Mapping[str, Any]
 
 
 KINDS = {
-    "c2t": ClassifierKind(("path probability", "entropy", "depth"), lambda facts: Mlp(3, 48)),
+    "c2t": ClassifierKind(
+        ("path probability", "entropy", "depth"),
+        lambda facts: Mlp(3, facts.get("units", 48)),
+        {"units": 48, "entropy": True},
+    ),
     "disco": ClassifierKind(
         (*(f"probability {rank}" for rank in range(1, TOP_PROBS + 1)), "entropy", "depth"),
-        lambda facts: Mlp(12, 128),
+        lambda facts: Mlp(12, facts.get("units", 128)),
+        {"units": 128},
     ),
     "specdecpp": ClassifierKind(
         ("hidden state",),
         lambda facts: AcceptanceHead(facts["hidden_size"], facts["width"], facts["blocks"]),
-        ("hidden_size", "width", "blocks"),
+        {"hidden_size": None, "width": None, "blocks": None},
     ),
 }
 
@@ -223,10 +229,10 @@ def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
         "depth_base": whole(0),
         "top": whole(1),
         "beta": number(0, 1, "0 to 1"),
-        **{name: whole(1) for name in KINDS[kind].sizes},
+        **{name: TRUTH if name == "entropy" else whole(1) for name in KINDS[kind].sizes},
     }
     for name, each in readers.items():
-        each.check(f"{where} records {name}", facts.get(name))
+        each.check(f"{where} records {name}", facts.get(name, KINDS[kind].sizes.get(name)))
 
 
 def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:

@@ -32,6 +32,7 @@ REPEATS = {
     "depth": 14,
     "size": 29,
 }  # of the context's length and of the number of expansions in an observation
+FACTS = {"length": 1000.0, "depth": 10.0}  # in an observation, in this order, and their units
 STOP, GO_ON = 0, 1
 
 
@@ -48,6 +49,8 @@ class LtdShape:
                  one count as that
     best_first   whether the children of a level's likeliest parent stand first in an observation, as in EAGLE's code,
                  instead of the children of the parent that was created first
+    sees         the facts that the networks see besides the candidates; 0 stands for the others. Source: Table 6, whose
+                 entropies and hidden states are not built: it finds both no better than none
     """
 
     width: int = 10
@@ -57,6 +60,7 @@ class LtdShape:
     check_every: int = 1
     pad: float = -20.0
     best_first: bool = False
+    sees: tuple[str, ...] = tuple(FACTS)
 
     def __post_init__(self) -> None:
         require_minimum("ltd", self, width=1, expansions=1, least=0, check_every=1)
@@ -75,6 +79,7 @@ class LtdShape:
             bool(self.sizes) and all(a < b for a, b in pairwise((0, *self.sizes))),
         )
         require("ltd", "pad", self.pad, "0 or less", self.pad <= 0)
+        require("ltd", "sees", self.sees, ", ".join(FACTS), set(self.sees) <= set(FACTS))
 
     @property
     def candidates(self) -> int:
@@ -218,7 +223,12 @@ def load(networks: str) -> Trained:
         state, facts = read(file)
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
-        shape = LtdShape(**{**facts["shape"], "sizes": tuple(facts["shape"]["sizes"])})
+        shape = LtdShape(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in dict(facts["shape"]).items()
+            }
+        )
         made = Networks(shape, facts["hidden"], facts["activation"])
     except UNREADABLE as error:
         raise InputError(

@@ -12,16 +12,22 @@ from specengine import ops
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import TreePolicy, _classifier, require, require_minimum
+from specengine.policies import (
+    TreePolicy,
+    _classifier,
+    require,
+    require_minimum,
+    require_minimum_or_none,
+)
 
 
 @dataclass
 class C2t(TreePolicy):
     """Each parent's best `children` are classified by path probability, entropy of the parent's distribution and depth.
 
-    Candidates with a confidence of at least `beta` enter the tree, of these the `layer` most confident per layer; all
-    of them are drafted from next and verified. With `children` 1 the tree is a chain that ends before the first token
-    of low confidence.
+    Candidates with a confidence of at least `beta` enter the tree, of these the `layer` most confident per layer, but
+    none of probability 0; all of them are drafted from next and verified. With `children` 1 the tree is a chain that
+    ends before the first token of low confidence.
 
     classifier  `auto`: the one that ships; or the path of a file that `specengine train classifier` wrote
     beta        confidence in 0 to 1; none: the one that the classifier's file was calibrated to
@@ -46,17 +52,15 @@ class C2t(TreePolicy):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"beta": 0.5, "min_level1": 0},
-        "beta-0.65": {"beta": 0.65, "max_depth": 6},
-        "beta-0.85": {"beta": 0.85, "max_depth": 6},
-        "chain": {"beta": 0.85, "children": 1, "layer": None},
+        "beta-0.65": {"beta": 0.65, "max_depth": 6, "min_level1": 0},
+        "beta-0.85": {"beta": 0.85, "max_depth": 6, "min_level1": 0},
+        "chain": {"beta": 0.85, "children": 1, "layer": None, "min_level1": 0},
         "cpu": {"beta": 0.2, "children": 4, "layer": 6, "max_depth": 2},
     }
 
     def __post_init__(self) -> None:
-        beta, layer = self.beta, self.layer
-        require("c2t", "beta", beta, "0 to 1, or none", beta is None or 0 <= beta <= 1)
-        require("c2t", "layer", layer, "1 or more, or none", layer is None or layer >= 1)
-        require("c2t", "top", self.top, "1 or more, or none", self.top is None or self.top >= 1)
+        require("c2t", "beta", self.beta, "0 to 1, or none", 0 <= (self.beta or 0) <= 1)
+        require_minimum_or_none("c2t", self, "layer", "top")
         require_minimum("c2t", self, children=1, max_depth=1, hard_cap=1, min_level1=0)
         self._learned = _classifier.load("c2t", self.classifier)
 
@@ -86,17 +90,19 @@ class C2t(TreePolicy):
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
         passes, parts = ops.number(tree.passes), self._learned.parts[tree.device]
         depth = ops.held(passes + (self._learned.facts["depth_base"] - 1))
-        entropy = step.entropy(int(self.top or self._learned.facts["top"]))
+        entropy = (
+            step.entropy(int(self.top or self._learned.facts["top"]))
+            if self._learned.facts.get("entropy", True)
+            else paths.new_zeros(paths.shape[0])
+        )
         confidence = ops.classify_paths(paths, entropy, depth, parts)
-        if step.normalized:  # only such rows are sparse, as in Step.add_best_children
-            confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
-        children = tokens.shape[1]
+        confidence = confidence.masked_fill(log_probs == -math.inf, -math.inf)
         proposed, room = (
-            ops.held(ops.number(frontier.live) * children),
+            ops.held(ops.number(frontier.live) * tokens.shape[1]),
             ops.held(self.hard_cap - ops.number(tree.size)),
         )
         kept = self.select(confidence.reshape(-1), proposed, tree.passes, room)
-        parents = frontier.ids.index_select(0, kept.ids // children)
+        parents = frontier.ids.index_select(0, kept.ids // tokens.shape[1])
         tokens, log_probs = (
             part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs)
         )

@@ -19,12 +19,8 @@ from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 if TYPE_CHECKING:
     from specengine.records import Outcome
 
-LEAST_HISTORY = 5  # cycles
-DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE = (
-    2,
-    (0.5, 0.95),
-    (0.3, 0.8),
-)  # where the history may move its three settings
+# where the history may move its settings; `low` stays as far below `high` as it stays above 0
+DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE, LOW_FLOOR = 2, (0.5, 0.95), (0.3, 0.8), 0.05
 
 
 @dataclass
@@ -40,10 +36,14 @@ class DynaTree(TreePolicy):
     prune          leaf: no nodes below the path probability `least`; expand: they stay, as leaves; none
     root           known: the tree branches at the known last token; paper: it hangs from the draft's best guess of
                    the next token, which alone has depth 0
-    history        move base_depth, high and deep by the mean of accepted tokens / tree height of the last `window`
-                   cycles, at most once per window, when it is more than `band` from `target`
-    step           by which `high` and `deep` move; base_depth moves by 1
-    law            banded, as in the published code, or proportional to the distance, as in the paper's supplement
+    history        move base_depth, high and `moves` by the mean acceptance of the last `window` cycles, once per
+                   window, when it is more than `band` from `target`
+    statistic      acceptance of a cycle: height, accepted tokens / tree height; drafted, accepted / drafted tokens,
+                   which is the paper's
+    step           by which the thresholds move; base_depth moves by 1
+    law            banded: by these steps, as in the published code; proportional: by these steps times the distance
+                   from `target`, as in the code's supplement, which has no band
+    moves          the threshold that moves with `high`: deep, as in the published code, or low, as in the paper
 
     Source: DynaTree, section 3 and appendices A and D; what the text leaves open as in algorithms of its code.
     """
@@ -67,9 +67,17 @@ class DynaTree(TreePolicy):
     band: float = 0.1
     step: float = 0.05
     law: Literal["banded", "proportional"] = "banded"
+    statistic: Literal["height", "drafted"] = "height"
+    moves: Literal["deep", "low"] = "deep"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"root": "paper"},
+        "paper": {  # which states no target: this is the share that it measured
+            "root": "paper",
+            "least": 0.03,
+            "statistic": "drafted",
+            "moves": "low",
+            "target": 0.38,
+        },
         "pg19": {"max_depth": 9},
         "breadth": {"history": False, "stop": 0.0, "deep": 0.0, "max_depth": 6},
         "breadth-depth": {"history": False},
@@ -78,10 +86,11 @@ class DynaTree(TreePolicy):
 
     def __post_init__(self) -> None:
         self._check()
-        self._base_depth, self._high, self._deep = float(self.base_depth), self.high, self.deep
+        self._base_depth, self._high = float(self.base_depth), self.high
+        self._deep, self._low = self.deep, self.low
         self._rates = deque[float](maxlen=self.window)
         self._since = 0  # cycles after the last adjustment
-        # float32 [] each: the whole base depth, the logarithms of high and deep
+        # float32 [] each: the whole base depth, the logarithms of high, deep and low
         self._moved = PerDevice(
             lambda device: torch.tensor(self._settings, device=device, dtype=torch.float32).unbind()
         )
@@ -117,10 +126,9 @@ class DynaTree(TreePolicy):
             0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0,
         )
         require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
-        require_minimum("dynatree", self, nodes=1, window=LEAST_HISTORY)
+        require_minimum("dynatree", self, nodes=1, window=1)
         for name in ("target", "band", "step"):
-            value = getattr(self, name)
-            require("dynatree", name, value, "0 to 1", 0 <= value <= 1)
+            require("dynatree", name, getattr(self, name), "0 to 1", 0 <= getattr(self, name) <= 1)
 
     @property
     def capacity(self) -> int:
@@ -137,13 +145,19 @@ class DynaTree(TreePolicy):
         return self.max_depth + 1
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        base_depth, high, deep = self._moved[tree.device]
+        base_depth, high, deep, low = self._moved[tree.device]
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        chosen = self._chosen(log_probs, paths, high, ops.number(tree.passes) == 1)
+        chosen = self._chosen(log_probs, paths, high, low, ops.number(tree.passes) == 1)
         # by parent, best first: the order of the paper's queue
-        room = ops.held(self.capacity - ops.number(tree.size))
-        nodes = tree.add_children(frontier, tokens, log_probs, chosen, self.nodes, room)
+        nodes = tree.add_children(
+            frontier,
+            tokens,
+            log_probs,
+            chosen,
+            self.nodes,
+            ops.held(self.capacity - ops.number(tree.size)),
+        )
         depths, paths = (
             part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs)
         )
@@ -159,9 +173,11 @@ class DynaTree(TreePolicy):
         height = int(cycle.tree.depths.max())
         if not self.history or not height:
             return
-        self._rates.append(cycle.accepted / height)
+        self._rates.append(
+            cycle.accepted / (height if self.statistic == "height" else len(cycle.tree) - 1)
+        )
         self._since += 1
-        if self._since >= self.window and len(self._rates) >= LEAST_HISTORY:
+        if self._since >= self.window:
             self._since = 0
             self._adjust(sum(self._rates) / len(self._rates) - self.target)
 
@@ -170,11 +186,13 @@ class DynaTree(TreePolicy):
         """Return the path probability below which no node is drafted from."""
         return max(self.stop, self.least) if self.prune == "expand" else self.stop
 
-    def _chosen(self, log_probs: Tensor, paths: Tensor, high: Tensor, first: Flag) -> Tensor:
+    def _chosen(
+        self, log_probs: Tensor, paths: Tensor, high: Tensor, low: Tensor, first: Flag
+    ) -> Tensor:
         """Return which of the best children become nodes, bool [rows, places], by log-probabilities of their edges and
-        paths; high: the logarithm of its present value, []; first: whether the root is their parent."""
+        paths; high, low: logarithms of their present values, []; first: whether the root is their parent."""
         place = torch.arange(log_probs.shape[1], device=log_probs.device, dtype=torch.int64)
-        sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < math.log(self.low)
+        sure, unsure = log_probs[:, :1] >= high, log_probs[:, :1] < low
         counts = torch.full_like(sure, self.branch_mid, dtype=torch.int64)
         counts = counts.masked_fill(sure, self.branch_min).masked_fill(unsure, self.branch_max)
         chosen = (place < counts) & (log_probs > -math.inf)
@@ -186,21 +204,27 @@ class DynaTree(TreePolicy):
         return chosen
 
     def _adjust(self, excess: float) -> None:
-        if self.law == "banded":
-            sign = 0 if abs(excess) <= self.band else int(math.copysign(1, excess))
-            by_depth, by_threshold = float(sign), sign * self.step
+        if abs(excess) <= self.band:
+            return
+        by = math.copysign(1, excess) if self.law == "banded" else excess
+        self._base_depth = _clip(self._base_depth + by, DEPTH_FLOOR, self.max_depth - 1)
+        self._high = _clip(self._high - by * self.step, *HIGH_RANGE)
+        if self.moves == "deep":
+            self._deep = _clip(self._deep - by * self.step, *DEEP_RANGE)
         else:
-            by_depth, by_threshold = excess, 0.1 * excess  # the supplement gives no step sizes
-        self._base_depth = _clip(self._base_depth + by_depth, DEPTH_FLOOR, self.max_depth - 1)
-        self._high = _clip(self._high - by_threshold, *HIGH_RANGE)
-        self._deep = _clip(self._deep - by_threshold, *DEEP_RANGE)
+            self._low = _clip(self._low - by * self.step, LOW_FLOOR, self._high - LOW_FLOOR)
         for moved in self._moved.values():
             for held, value in zip(moved, self._settings, strict=True):
                 held.fill_(value)
 
     @property
     def _settings(self) -> list[float]:
-        return [float(round(self._base_depth)), math.log(self._high), _log(self._deep)]
+        return [
+            float(round(self._base_depth)),
+            math.log(self._high),
+            _log(self._deep),
+            math.log(self._low),
+        ]
 
 
 def _log(probability: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -15,13 +16,11 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require, require_minimum_or_none
 from specengine.policies._beam import Beam
-from specengine.policies._ltd import REPEATS, LtdShape, Networks
+from specengine.policies._ltd import FACTS, REPEATS, LtdShape, Networks
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
     from specengine.records import Outcome
-
-CONTEXT_UNIT, EXPANSIONS_UNIT = 1000.0, 10.0
 
 
 class Decisions(Protocol):
@@ -117,8 +116,12 @@ class Ltd(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         done, shape = ops.number(tree.passes) - 1, self._shape
-        asked = (done >= shape.least) & (done < shape.expansions) & (done % shape.check_every == 0)
-        asked = asked & (self.depth is None)
+        asked = (
+            (done >= shape.least)
+            & (done < shape.expansions)
+            & (done % shape.check_every == 0)
+            & (self.depth is None)
+        )
         if is_down(asked):
             return asked
         expansions = ops.held(done)
@@ -146,14 +149,13 @@ def observed(
     """Return the input of network `which` for a running beam: float32 [shape.inputs[which]].
 
     The depth network sees the last level's candidates, the size network all, level by level in the shape's order; then
-    the context's length and the number of expansions, REPEATS times each. context: int64 [1], tokens committed;
-    expansions: int32 [1]. Source: Learning to Draft, equation 3.
+    the context's length and the number of expansions, REPEATS times each, or 0 for what it does not see. context: int64
+    [1], tokens committed; expansions: int32 [1]. Source: Learning to Draft, equation 3.
     """
     repeats = REPEATS[which]
     room = shape.inputs[which] - 2 * repeats
-    window = ops.Window(
-        shape.width, which == "depth", room, shape.pad, repeats, (CONTEXT_UNIT, EXPANSIONS_UNIT)
-    )
+    length, depth = (unit if fact in shape.sees else math.inf for fact, unit in FACTS.items())
+    window = ops.Window(shape.width, which == "depth", room, shape.pad, repeats, (length, depth))
     order = _best_parents_first(tree) if shape.best_first else None
     scores = tree.path_log_probs if order is None else tree.path_log_probs.index_select(0, order)
     return ops.beam_observation(scores, tree.depths, tree.size, expansions, context, window)

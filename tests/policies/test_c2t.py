@@ -241,6 +241,22 @@ def test_a_chain_ends_before_the_first_token_of_low_confidence() -> None:
     assert len(tree) == next((i for i, c in enumerate(confidence) if c < 0.6), len(longer))
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("least", [0, 3])
+def test_no_token_of_probability_0_stays(normalized: bool, least: int) -> None:
+    """However confident the classifier is, and although something must stay at level 1."""
+    policy = C2t(beta=0.0, children=4, layer=None, max_depth=2, min_level1=least)
+    for seed in range(20):
+        draft = ToyDrafter(Tables(6, seed, exact=1.0), normalized=normalized)
+        tree = grown(policy, draft)
+        assert bool(tree.log_probs.isfinite().all())
+
+
+def test_presets_of_the_papers_tables_keep_nothing_that_is_not_confident() -> None:
+    for name in ("paper", "beta-0.65", "beta-0.85", "chain"):
+        assert C2t.presets[name]["min_level1"] == 0
+
+
 def test_the_calibrated_beta_is_the_files(tmp_path: Path) -> None:
     file = written(tmp_path, beta=0.37)
     assert C2t(classifier=file).threshold == 0.37
@@ -323,6 +339,17 @@ def test_files_that_say_something_else_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=rf"policy {kind}\.classifier: .*{message}"):
         policies.make(kind, classifier=damaged(written(tmp_path, kind), **facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [({"units": 0}, "records units: got 0"), ({"entropy": 0}, "records entropy: got 0, accepted")],
+)
+def test_facts_of_c2t_alone_are_checked(
+    facts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        policies.make("c2t", classifier=written(tmp_path, **facts))
 
 
 @pytest.mark.parametrize("kind", KINDS)

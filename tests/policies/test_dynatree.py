@@ -151,11 +151,78 @@ def test_the_next_tree_follows_what_has_moved(
 
 
 def test_the_proportional_law_follows_the_distance() -> None:
-    policy = DynaTree(law="proportional")
+    policy = DynaTree(law="proportional", step=0.2)
     for _ in range(policy.window):
         policy.learn(Outcome.of(cycle(9, 10)))
     assert policy._base_depth == pytest.approx(5.2)
-    assert (policy._high, policy._deep) == (pytest.approx(0.88), pytest.approx(0.48))
+    assert (policy._high, policy._deep) == (pytest.approx(0.86), pytest.approx(0.46))
+
+
+@pytest.mark.parametrize("law", ["banded", "proportional"])
+def test_within_the_band_nothing_moves(law: Any) -> None:
+    policy = DynaTree(law=law, band=0.25)
+    for _ in range(policy.window):
+        policy.learn(Outcome.of(cycle(9, 10)))
+    assert (policy._base_depth, policy._high, policy._deep) == (5, 0.9, 0.5)
+
+
+@pytest.mark.parametrize(("statistic", "base"), [("height", 6), ("drafted", 4)])
+def test_the_papers_statistic_is_the_share_of_drafted_tokens(statistic: Any, base: int) -> None:
+    """Section 3.3: the fraction of drafted tokens committed in an iteration. Half of the tree's width is lost here."""
+    tree = TokenTree.root(0, 5)
+    tree.add(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.zeros(2))
+    tree.add(torch.tensor([1, 1]), torch.tensor([1, 2]), torch.zeros(2))
+    policy = DynaTree(statistic=statistic, window=3)
+    for _ in range(3):
+        policy.learn(Outcome.of(Cycle(tree, [1, 1, 9], [0, 1, 3], Seconds())))
+    assert policy._base_depth == base
+
+
+@pytest.mark.parametrize(
+    ("accepted", "moved"), [(10, (0.85, 0.5, 0.35)), (0, (0.95, 0.5, 0.45)), (7, (0.9, 0.5, 0.4))]
+)
+def test_the_paper_moves_the_lower_threshold(
+    accepted: int, moved: tuple[float, float, float]
+) -> None:
+    """Algorithm 1, line 7: tau_l, tau_h and D_0; the published code moves rho_deep instead."""
+    limits: dict[str, Any] = {"stop": 0.0, "least": 0.0, "nodes": 60, "max_depth": 6}
+    policy = DynaTree(moves="low", **limits)
+    for _ in range(policy.window):
+        policy.learn(Outcome.of(cycle(accepted, 10)))
+    high, deep, low = moved
+    assert (policy._high, policy._deep, policy._low) == pytest.approx(moved)
+    base = {10: 5, 0: 4, 7: 5}[accepted]
+    fresh = DynaTree(base_depth=base, high=high, deep=deep, low=low, **limits)
+    for seed in range(8):
+        grown = [slow.paths(slow.grow(each, slow.drafter(5, seed))) for each in (policy, fresh)]
+        assert list(grown[0]) == list(grown[1])
+
+
+def test_the_lower_threshold_stays_between_0_and_the_upper_one() -> None:
+    for accepted in (0, 10):
+        policy = DynaTree(moves="low", window=1, step=0.2)
+        for _ in range(9):
+            policy.learn(Outcome.of(cycle(accepted, 10)))
+            assert 0.05 <= policy._low <= policy._high - 0.05
+
+
+def test_a_window_may_be_of_one_cycle() -> None:
+    policy = DynaTree(window=1)
+    policy.learn(Outcome.of(cycle(10, 10)))
+    assert policy._base_depth == 6
+    policy.learn(Outcome.of(cycle(0, 10)))
+    assert policy._base_depth == 5
+
+
+def test_the_papers_settings() -> None:
+    paper = policies.make("dynatree/paper")
+    assert isinstance(paper, DynaTree)
+    assert (paper.root, paper.least, paper.statistic, paper.moves) == (
+        "paper",
+        0.03,
+        "drafted",
+        "low",
+    )
 
 
 def test_without_history_nothing_moves_and_empty_trees_do_not_count() -> None:
@@ -175,7 +242,7 @@ def test_without_history_nothing_moves_and_empty_trees_do_not_count() -> None:
         ({"stop": 0.6}, "stop, deep"),
         ({"least": 1.0}, "least"),
         ({"nodes": 0}, "nodes"),
-        ({"window": 2}, "window"),
+        ({"window": 0}, "window"),
         ({"target": 1.5}, "target"),
         ({"root": "unknown"}, "root"),
         ({"prune": "all"}, "prune"),

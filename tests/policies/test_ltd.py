@@ -163,6 +163,34 @@ def test_layout_against_a_slow_one() -> None:
     assert seen.tolist() == pytest.approx([*laid, *[0.25] * 29, *[0.3] * 29])
 
 
+@pytest.mark.parametrize("sees", [(), ("length",), ("depth",), ("depth", "length")])
+def test_facts_that_are_not_seen_are_0(sees: tuple[str, ...]) -> None:
+    """In the running policy and in training; Table 6 of the paper leaves one or the other out."""
+    decisions = Constant(3, 2)
+    policy = steered_policy(replace(SMALL, sees=sees), decisions)
+    policy.begin(250)
+    _, tree = grown(policy, drafter(7))
+    length, depth = 0.25 * ("length" in sees), 0.3 * ("depth" in sees)
+    (size,) = decisions.sized
+    assert size[-58:].tolist() == pytest.approx([*[length] * 29, *[depth] * 29])
+    expansions, level = decisions.asked[-1]
+    depth = expansions / 10 * ("depth" in sees)
+    assert level[-28:].tolist() == pytest.approx([*[length] * 14, *[depth] * 14])
+    shape = replace(SMALL, sees=sees)
+    assert torch.equal(size_observation(laid(tree, SMALL), 250, 3, shape), size)
+    everything = size_observation(laid(tree, SMALL), 250, 3, SMALL)
+    assert torch.equal(everything, size) == (len(sees) == 2)
+
+
+def test_files_without_newer_facts_of_the_shape_load(tmp_path: Path) -> None:
+    """The shipped ones do not say what their networks see, nor in which order."""
+    shape = replace(SMALL, sees=("depth",))
+    _ltd.save(tmp_path / "pair.safetensors", constant_networks(shape, 1, 1), {})
+    assert _ltd.load(str(tmp_path / "pair.safetensors")).networks.shape == shape
+    assert not {"sees", "best_first"} & set(_ltd.load("cpu").facts["shape"])
+    assert _ltd.load("cpu").networks.shape.sees == ("length", "depth")
+
+
 def levels_of_eagle(draft: ToyDrafter, shape: LtdShape, expansions: int) -> list[list[float]]:
     """The cumulative log-probabilities of each level as EAGLE's code lays them out: a row per node of the beam, and
     the beam sorted, best first."""
@@ -502,6 +530,7 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"sizes": (4, 4)}, "ascending"),
         ({"least": 4}, "a depth that is asked about"),
         ({"pad": 1.0}, "pad: got 1.0"),
+        ({"sees": ("depth", "entropy")}, "sees: got .*, accepted length, depth"),
     ],
 )
 def test_shapes_out_of_range(wrong: dict[str, Any], message: str) -> None:

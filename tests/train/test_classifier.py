@@ -16,8 +16,10 @@ from specengine.cli import main
 from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
+from specengine.ops.select import Step
 from specengine.policies import _classifier
 from specengine.policies._classifier import TOP_PROBS
+from specengine.policies.c2t import C2t
 from specengine.records import Seconds
 from specengine.train.classifier import trees as collecting
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
@@ -299,6 +301,38 @@ def test_a_classifier_is_learnt_and_serves(kind: str, trees: Trees, tmp_path: Pa
     assert answer.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("units", [2, 48])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_units_and_entropy_are_the_files(
+    units: int, entropy: bool, trees: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network without the entropy is shown 0 for it, in training and in serving, where none is computed."""
+    options = replace(SETTINGS["c2t"], epochs=1, held_back=0.25, units=units, entropy=entropy)
+    file = train_classifier("c2t", trees, tmp_path / "it.safetensors", options)
+    policy = policies.make("c2t", classifier=str(file), beta=0.0, children=3, layer=3, max_depth=2)
+    assert isinstance(policy, C2t)
+    assert policy._learned.net.hidden.weight.shape == (units, 3)
+    computed: list[int] = []
+    inner = Step.entropy
+    monkeypatch.setattr(Step, "entropy", lambda *args: (computed.append(1), inner(*args))[1])
+    drafter = engine().drafter
+    assert drafter is not None
+    drafter.begin(PROMPTS[0][:-1])
+    draft_tree(PROMPTS[0][-1], drafter, policy, Seconds(), CPU)
+    assert bool(computed) == entropy
+    rows = rows_of("c2t", next(iter(trees)), entropy)
+    assert bool(rows.inputs[:, 1].any()) == entropy
+    assert rows.inputs[:, [0, 2]].equal(rows_of("c2t", next(iter(trees))).inputs[:, [0, 2]])
+
+
+def test_only_c2t_does_without_the_entropy(trees: Trees, tmp_path: Path) -> None:
+    for kind in ("disco", "specdecpp"):
+        with pytest.raises(InputError, match=f"entropy: got False, accepted True for {kind}"):
+            train_classifier(
+                kind, trees, tmp_path / "it.safetensors", replace(SETTINGS[kind], entropy=False)
+            )
+
+
 def test_trees_with_one_label_are_refused(trees: Trees, tmp_path: Path) -> None:
     rejected = [
         tree._replace(accepted=torch.arange(len(tree.tokens)) == 0) for tree in list(trees)[:4]
@@ -320,6 +354,7 @@ def test_trees_with_one_label_are_refused(trees: Trees, tmp_path: Path) -> None:
         ({"negatives": 0}, "negatives: got 0, accepted above 0"),
         ({"held_back": 1.0}, "held_back: got 1.0, accepted above 0, below 1"),
         ({"recall": 1.5}, "recall: got 1.5"),
+        ({"units": 0}, "units: got 0, accepted 1 or more"),
         ({"optimizer": "sgd"}, "optimizer: got 'sgd', accepted adam, adamw"),
     ],
 )
@@ -379,7 +414,10 @@ def test_the_command_trains_from_a_model_alone(tmp_path: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["-o", "tree=5"], "option: unknown option 'tree', known are batch, blocks, epochs, "),
+        (
+            ["-o", "tree=5"],
+            "option: unknown option 'tree', known are batch, blocks, entropy, epochs, ",
+        ),
         (["-o", "trees=many"], r"option.trees: got 'many'"),
         (["-o", "epochs=0"], "epochs: got 0"),
         ([], "data: nowhere is not a folder of training text"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specengine.errors import ABOVE_0, Checked, at_least, number, one_of, option
+from specengine.errors import ABOVE_0, TRUTH, Checked, at_least, number, one_of, option
 
 if TYPE_CHECKING:
     from specengine.policies import TreePolicy
@@ -114,6 +114,16 @@ class ClassifierOptions(Checked):
         default=1,
         help="layers of SpecDec++'s head, 1 or more; no effect for the other kinds",
     )
+    units: int = option(
+        at_least(1),
+        default=48,
+        help="hidden units of C2T's and Disco's networks, 1 or more; no effect for SpecDec++",
+    )
+    entropy: bool = option(
+        TRUTH,
+        default=True,
+        help="false, for C2T: its network does not see the entropy, as in Learning to Draft",
+    )
     seed: int = option(
         at_least(0),
         default=0,
@@ -125,7 +135,7 @@ class ClassifierOptions(Checked):
 SETTINGS = {
     "c2t": ClassifierOptions(),
     "disco": ClassifierOptions(
-        epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0
+        epochs=50, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0, units=128
     ),
     "specdecpp": ClassifierOptions(
         epochs=5, batch=64, learning_rate=1e-4, optimizer="adamw", negatives=1.0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specengine import ops
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.policies import _classifier
 from specengine.policies._classifier import KINDS, c2t_features, disco_features
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions
@@ -47,20 +47,24 @@ class LabelledRows(NamedTuple):
     labels: Tensor
 
 
-def rows_of(kind: str, logged: LoggedTree) -> LabelledRows:
-    """Return the training rows of one tree.
+def rows_of(kind: str, logged: LoggedTree, entropy: bool = True) -> LabelledRows:
+    """Return the training rows of one tree. entropy: false: C2T's rows have a 0 instead of it.
 
     c2t        each node but the root: whether it is on the accepted path
     disco      each level: whether it has an accepted node; features of the parent of the level's best node
     specdecpp  each node drafted from, except the root: whether the target chose its token after its parent
     """
-    return {"c2t": _c2t_rows, "disco": _disco_rows, "specdecpp": _specdecpp_rows}[kind](logged)
+    return {
+        "c2t": lambda logged: _c2t_rows(logged, entropy),
+        "disco": _disco_rows,
+        "specdecpp": _specdecpp_rows,
+    }[kind](logged)
 
 
-def _c2t_rows(logged: LoggedTree) -> LabelledRows:
+def _c2t_rows(logged: LoggedTree, entropy: bool) -> LabelledRows:
     tree = logged.tree
     features = c2t_features(
-        tree.path_log_probs[1:], parent_entropies(logged), tree.depths[1:], DEPTH_BASE
+        tree.path_log_probs[1:], parent_entropies(logged) * entropy, tree.depths[1:], DEPTH_BASE
     )
     return LabelledRows(features, logged.accepted[1:])
 
@@ -114,23 +118,24 @@ def train_classifier(
     """Train the classifier of policy `kind` on `trees`. Write the file `out`, which the policy reads, and return it.
 
     Whole trees are held back, so no tree is used for both training and measuring. Raise InputError for too few trees,
-    or if all nodes have the same label.
+    if all nodes have the same label, or for another kind than C2T without the entropy.
     """
     options = options or SETTINGS[kind]
-    logged = list(trees)
-    learnt, held_back = _split(logged, options)
-    rows = _joined([rows_of(kind, tree) for tree in learnt])
-    sizes: dict[str, Any] = {}
-    if kind == "specdecpp":
-        sizes = {
-            "hidden_size": rows.inputs.shape[1],
-            "width": options.head_width,
-            "blocks": options.blocks,
-        }
+    require("entropy", options.entropy, f"True for {kind}", options.entropy or kind == "c2t")
+    learnt, held_back = _split(list(trees), options)
+    rows = _joined([rows_of(kind, tree, options.entropy) for tree in learnt])
+    facts_of_kinds = {
+        "units": options.units,
+        "entropy": options.entropy,
+        "hidden_size": rows.inputs.shape[1],
+        "width": options.head_width,
+        "blocks": options.blocks,
+    }
+    sizes = {name: facts_of_kinds[name] for name in KINDS[kind].sizes}
     torch.manual_seed(options.seed)
     net = KINDS[kind].make(sizes)
     measure = _measure_c2t if kind == "c2t" else _measure_stop
-    held_rows = [rows_of(kind, tree) for tree in held_back]
+    held_rows = [rows_of(kind, tree, options.entropy) for tree in held_back]
     _require_both(rows, "training")
     _require_both(_joined(held_rows), "held-out")
     epochs = _fit(net, rows, options, lambda: measure(net, held_back, held_rows, options), progress)
@@ -193,8 +198,9 @@ def _fit(
     progress: Progress,
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Train, and return the figures on held-out trees and the weights after every epoch."""
-    kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
-    optimizer = kind(net.parameters(), lr=options.learning_rate)
+    optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer](
+        net.parameters(), lr=options.learning_rate
+    )
     generator = torch.Generator().manual_seed(options.seed)
     epochs = []
     for epoch in range(1, options.epochs + 1):
