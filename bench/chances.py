@@ -4,6 +4,9 @@ The default engine answers each prompt once under `auto`, greedily and at temper
 not skip draft passes, so that every source is seen everywhere. These counts never decay.
 
     python -m bench.chances --prompts FILE --out bench/results/chances.jsonl --prior PRIOR.safetensors
+
+With `--draft recycling` the counts are those of drafts without a head; they replace these groups of PRIOR alone. Each
+`--model` answers all prompts, and their outcomes count alike.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench import provenance, workloads
@@ -28,6 +32,8 @@ from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
 from specengine.policies.auto import Auto
 from specengine.records import Outcome
 
+UNTRAINED = 2  # groups, greedy and sampled, before those of drafts without a head
+GROUPS = 2 * UNTRAINED
 KINDS = ("draft", "copied", "recycled", "copied and recycled")
 DOUBT = 12.0  # tries that a broader cell counts for in a narrower one
 
@@ -38,7 +44,7 @@ class Watched(Auto):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.hits, self.tries = torch.zeros(
-            2, 2 * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64
+            2, GROUPS * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64
         ).unbind()
         self.seen: list[
             tuple[int, float, float, bool]
@@ -47,7 +53,9 @@ class Watched(Auto):
 
     def _first(self, tree: TokenTree, state: Any) -> Nodes:
         free = tree.free
-        if self._random.random() < 0.5:  # without free continuations nothing makes up for a pass
+        if (
+            tree.origin == "draft" and self._random.random() < 0.5
+        ):  # without free continuations nothing makes up for a pass
             tree.free = None
         frontier = super()._first(tree, state)
         tree.free = free
@@ -80,45 +88,57 @@ def main() -> None:
     parser.add_argument(
         "--prior", type=Path, help="write the counts as the initial counts of new engines"
     )
+    parser.add_argument("--model", action="append", help="another model than the default one")
+    parser.add_argument("--draft", help="another draft than the model's default one")
     args = parser.parse_args()
     prompts = (
         json.loads(args.prompts.read_text())
         if args.prompts
         else [w.text for w in workloads.read(None, 99)]
     )
-    policy = Watched()
-    engine = Engine.from_pretrained(policy=policy)
-    for number, prompt in enumerate(prompts):
-        for temperature in (0.0, 1.0):
-            engine.generate(
-                prompt, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=number
-            )
-        if number % 10 == 9:
-            print(
-                f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes", flush=True
-            )
-    records = [
-        {"record": "chances", "prompts": len(prompts), **row} for row in calibration(policy.seen)
-    ]
+    given: dict[str, Any] = {} if args.draft is None else {"draft": args.draft}
+    policies = [Watched() for _ in args.model or [None]]
+    for model, policy in zip(args.model or [None], policies, strict=True):
+        engine = Engine.from_pretrained(model, policy=policy, **given)
+        for number, prompt in enumerate(prompts):
+            for temperature in (0.0, 1.0):
+                engine.generate(
+                    prompt, max_new_tokens=args.max_new_tokens, temperature=temperature, seed=number
+                )
+            if number % 10 == 9:
+                print(
+                    f"{number + 1} of {len(prompts)} prompts, {len(policy.seen):,} outcomes",
+                    flush=True,
+                )
+    seen = [outcome for policy in policies for outcome in policy.seen]
+    records = [{"record": "chances", "prompts": len(prompts), **row} for row in calibration(seen)]
     provenance.show(records, args.out)
     if args.prior:
-        counts = policy._state[torch.device("cpu")].counts
-        found = {
-            "table": smoothed(policy.hits, policy.tries).float(),
-            "profile": counts.profile.clone(),
-        }
-        with atomic(args.prior) as part:
-            save_file(
-                found,
-                part,
-                metadata={"outcomes": str(len(policy.seen)), "prompts": str(len(prompts))},
-            )
+        write(args.prior, policies, {"outcomes": str(len(seen)), "prompts": str(len(prompts))})
+
+
+def write(file: Path, policies: Sequence[Watched], about: dict[str, str]) -> None:
+    """Write the groups of the policies' draft, and with a head the profile; keep what else the file holds."""
+    table = smoothed(
+        *(sum(getattr(policy, name) for policy in policies) for name in ("hits", "tries"))
+    )
+    state = policies[0]._state[torch.device("cpu")]
+    found = {"table": table.float(), "profile": state.counts.profile.clone()}
+    if file.exists():
+        known = load_file(file)
+        half = len(table) // 2
+        if state.trained:
+            found["table"][half:] = known["table"][half:]
+        else:
+            found["table"][:half], found["profile"] = known["table"][:half], known["profile"]
+    with atomic(file) as part:
+        save_file(found, part, metadata=about)
 
 
 def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, Any]]:
     """Return calibration errors of stated and counted probabilities, over ten equal bins, by group and source."""
     rows = []
-    for group, name in enumerate(("greedy", "temperature 1")):
+    for group, name in enumerate(("greedy", "temperature 1") * 2):
         for source in range(SOURCES):
             own = [
                 (stated, counted, hit)
@@ -128,6 +148,7 @@ def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, An
             if not own:
                 continue
             label = KINDS[source % 4] + (", without a pass" if source >= 4 else "")
+            label += ", without a head" if group >= UNTRAINED else ""
             stated, counted = (_error([(item[i], item[2]) for item in own]) for i in (0, 1))
             errors = {"stated_error": stated, "counted_error": counted}
             rows.append({"sampling": name, "source": label, "outcomes": len(own), **errors})
@@ -150,7 +171,7 @@ def _error(pairs: list[tuple[float, bool]]) -> float:
 
 def smoothed(hits: Tensor, tries: Tensor) -> Tensor:
     """Smooth the chances by cell and knot: from a source at large, then by rank, then by depth, as evidence allows."""
-    shape = (2, SOURCES, DEPTHS, RANKS, KNOTS)
+    shape = (GROUPS, SOURCES, DEPTHS, RANKS, KNOTS)
     hits, tries = hits.view(shape), tries.view(shape)
     found = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)
     for dims in ((2, 3), (2,), ()):

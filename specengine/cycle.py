@@ -213,7 +213,7 @@ def grow(
     shared: yield the rows of draft passes that other lanes' can join; settle: run before the first pass, if any is.
     """
     tree = TokenTree.root(token, policy.capacity, device)
-    tree.free = drafter.free
+    tree.free, tree.origin = drafter.free, drafter.about.origin
     frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
     if plan.patience and not drafter.about.passes:
         frontier = frontier.where(False)

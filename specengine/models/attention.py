@@ -276,8 +276,7 @@ def _on_device(rows: Rows, slots: int, window: int) -> Tensor:
     )
     named = (bits & 1).bool() & (node < rows.seen) & (node < WORD_BITS * rows.words.shape[1])
     near = rows.places[:slots] > rows.positions[:, None] - window
-    own = place == (rows.slot + place[: len(rows)])[:, None]
-    return (((node < 0) | named) & near) | own
+    return (((node < 0) | named) & near) | (place == (rows.slot + place[: len(rows)])[:, None])
 
 
 AttentionInterface.register(ATTENTION, tree_attention_forward)

@@ -278,8 +278,9 @@ class OwnCacheLM(CausalLM):
             ):
                 return "it has no cache of a kind that is known to be copied whole"
             tokens = [ids[4], ids[5], ids[0], ids[2]]
-            tree = TokenTree.of_lists(tokens, [-1, 0, 0, 1], self.device)
-            logits, _, paths = self.verify(cache, tree)
+            logits, _, paths = self.verify(
+                cache, TokenTree.of_lists(tokens, [-1, 0, 0, 1], self.device)
+            )
             expected = torch.cat(
                 [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]
             )
@@ -406,8 +407,11 @@ class OwnCacheTarget(HuggingFaceTarget):
         self.tokens, self._waiting = [*self.tokens, *waiting], []
         if len(tree) == 1:
             self._paths = None
-            given = [*waiting, *tree.tokens.tolist()]
-            logits, states = self.lm.extend(cache, given, self._features)  # type: ignore[arg-type]
+            logits, states = self.lm.extend(
+                cache,  # type: ignore[arg-type]
+                [*waiting, *tree.tokens.tolist()],
+                self._features,
+            )
             assert logits is not None
             return logits, None if states is None else states[-1:]
         self.lm.extend(cache, waiting, logits="none")  # type: ignore[arg-type]

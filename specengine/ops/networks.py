@@ -132,8 +132,7 @@ def beam_observation(
     before = torch.searchsorted(
         depths.masked_fill(place >= live, torch.iinfo(torch.int64).max), depths.contiguous()
     )
-    starts = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2
-    at = starts + place - before - first
+    at = (depths > 1) * width + (depths - 2).clamp(min=0) * width**2 + place - before - first
     shown = (depths > 0) & (place < live) & (at >= 0) & (at < window.room)
     values = scores.clamp(min=window.pad if window.pad < 0 else LOWEST)
     laid = torch.full((window.room + 1,), window.pad, device=device, dtype=torch.float32)

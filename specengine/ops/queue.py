@@ -149,8 +149,7 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     drafted = (
         (place < nodes) & (queues.scores > after.accepted[-1:]) & inner
     )  # -inf where G is not full
-    mass = (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True)
-    drafted &= mass >= search.threshold
+    drafted &= (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True) >= search.threshold
     expanded = drafted.sum(0, keepdim=True).int()
     expand = (
         place.masked_fill(~drafted, budget)

@@ -116,8 +116,8 @@ def best_candidates(
     paths_of_all = (defined(scores)[:, None] + log_probs).reshape(-1)
     passes = paths_of_all > -math.inf
     if paths_of_all.numel() and log_gate is not None:
-        least = paths_of_all.max() + log_gate.to(device)
-        passes &= ~(paths_of_all < least)  # no gate where inf - inf has no value
+        # no gate where inf - inf has no value
+        passes &= ~(paths_of_all < paths_of_all.max() + log_gate.to(device))
     if bound is not None:
         passes &= paths_of_all > bound.to(device)
     order = (

@@ -404,8 +404,9 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     count = agreed.sum(0, keepdim=True)
     path = node.masked_fill(~agreed, n).sort().values
     last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
-    bonus = chosen[last].masked_fill(count == 0, -1)
-    return Walked(path.masked_fill(node >= count, 0), count.int(), bonus)
+    return Walked(
+        path.masked_fill(node >= count, 0), count.int(), chosen[last].masked_fill(count == 0, -1)
+    )
 
 
 @op
@@ -612,6 +613,7 @@ class TokenTree:
     ancestors                  int64 [capacity, ceil(capacity / 64)]; bit j of row i: node j is i or an ancestor of i
     size, passes, overflow     int32 [1]; nodes; draft passes spent; whether nodes were refused, as they had no room
     free                       returns continuations that need no draft pass, see Drafter.free; None without a source
+    origin                     source of the draft's own proposals, as About.origin
     arrays, counters           the first six and the last three tensors, as ops take them
     memory                     int64, what all tensors of a tree made on a device are parts of, so that one copy moves
                                it; None for others
@@ -627,6 +629,7 @@ class TokenTree:
         "free",
         "log_probs",
         "memory",
+        "origin",
         "overflow",
         "parents",
         "passes",
@@ -650,6 +653,7 @@ class TokenTree:
     device: torch.device
     free: Continuations | None
     memory: Tensor | None
+    origin: str
     staged: TokenTree | None
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
@@ -883,6 +887,7 @@ def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
     tree.size, tree.passes, tree.overflow = counters
     tree.capacity, tree.device, tree.free = tree.tokens.shape[0], tree.tokens.device, None
     tree.memory = tree.staged = None
+    tree.origin = "draft"
     return tree
 
 

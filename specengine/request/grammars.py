@@ -321,8 +321,7 @@ class Constraint:
         if agreed < len(self._tokens):
             self._matcher.rollback(len(self._tokens) - agreed)
             del self._tokens[agreed:]
-        taken = self._matcher.try_consume_tokens(tokens[agreed:])
-        self._tokens += tokens[agreed : agreed + taken]
+        self._tokens += tokens[agreed:][: self._matcher.try_consume_tokens(tokens[agreed:])]
         return not self._gave_up() and len(self._tokens) == len(tokens)
 
     def _gave_up(self) -> bool:

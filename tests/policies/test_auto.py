@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from specengine import Engine, ops, policies
 from specengine.costs import PassCosts
-from specengine.drafters import Drafter
+from specengine.drafters import About, Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
-from specengine.ops.select import FREE
+from specengine.ops.select import FREE, RECYCLED
 from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES
 from specengine.policies.auto.auto import MEASURED, REPRICED, Auto
@@ -420,3 +420,37 @@ def test_answers_are_those_of_plain_decoding(
         assert found.token_ids == wanted.token_ids
         accepted += found.stats.num_accepted_draft_tokens
     assert accepted > 0
+
+
+class Recalled(Lawful):
+    """The same law from a draft without a model of its own."""
+
+    about = About(origin="recycled")
+
+
+def test_drafts_without_a_model_have_chances_of_their_own() -> None:
+    """The target agrees in half of all cases; what that teaches is none of a head's, nor of drawn answers'."""
+    policy, stated = auto(), HELD[4]
+    before = state_of(policy).counts.hits.clone()
+    world = World(policy, Recalled([[stated]] * LEVELS), lambda tree, node: 0.5)
+    for _ in range(400):
+        world.cycle()
+    assert abs(read(policy, stated) - 0.5) < 4 * math.sqrt(0.25 / ops.worth.WINDOW)
+    changed = (state_of(policy).counts.hits != before).any(1).view(4, -1).any(1)
+    assert changed.tolist() == [False, False, True, False]
+    policy.begin(30, sampled=True)
+    assert state_of(policy).counts.group.tolist() == [3]
+    assert math.isclose(read(policy, stated), stated, abs_tol=1e-3)
+    policy.begin(30)
+    World(policy, Lawful([[stated]] * LEVELS), lambda tree, node: 0.5).cycle()
+    assert state_of(policy).counts.group.tolist() == [0]
+    assert math.isclose(read(policy, stated), stated, abs_tol=0.05)
+
+
+def test_recycled_tokens_are_thought_less_sure_without_a_head() -> None:
+    """As was counted of greedy answers: a successor seen last is no distribution of what comes now."""
+    policy = policies.make("auto", costs=CHEAP)
+    assert isinstance(policy, Auto)
+    table = state_of(policy).counts.table.view(4, ops.worth.SOURCES, -1, KNOTS)
+    sure = table[:, FREE | RECYCLED, :, KNOTS // 2 + 2 :].mean((1, 2))
+    assert sure[2] < sure[0]

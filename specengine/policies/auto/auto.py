@@ -137,7 +137,7 @@ class Auto(TreePolicy):
         self._pace.begin()
         self.reprice()
         for state in self._state.values():
-            state.counts.group.fill_(self._group)
+            state.enter(self._group, state.trained)
 
     def learn_with(self, other: Auto) -> None:
         """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
@@ -152,6 +152,8 @@ class Auto(TreePolicy):
 
     def _first(self, tree: TokenTree, state: SearchState) -> Nodes:
         """Return the root if its pass pays or is due, else nothing."""
+        if (trained := tree.origin == "draft") is not state.trained:
+            state.enter(self._group, trained)
         free = _source(tree) if ops.is_free(tree.size) else None
         bounds = self.budget, math.log(SURE)
         pays = (
@@ -263,7 +265,7 @@ class Auto(TreePolicy):
         state = SearchState(
             self.capacity, widths, costs.price(), costs.base.overhead, costs.expert_prices(), device
         )
-        state.counts.group.fill_(self._group)
+        state.enter(self._group, trained=True)
         if self._together is not None:
             state.share(self._together[device])
         return state

@@ -25,7 +25,7 @@ PRIOR_TRIES = 8.0  # tries that a prior counts for
 
 
 class SearchState:
-    """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass."""
+    """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass; trained: as in `enter`."""
 
     def __init__(
         self,
@@ -52,6 +52,15 @@ class SearchState:
         )
         ops.update_throughput(self.throughput, self.none)
         self.books = self.counts, self.notes, self.throughput
+
+    def enter(self, group: int, trained: bool) -> None:
+        """Count by the chances of such answers and drafts.
+
+        group: 0 of greedy answers, 1 of sampled ones; trained: whether a head or a model drafts, so that what is copied
+        and recycled only comes on top. Their groups come before those of other drafts.
+        """
+        self.trained = trained
+        self.counts.group.fill_(group + 2 * (not trained))
 
     def price(self, tables: CostTable, overhead: float, experts: Sequence[float]) -> None:
         """Bring prices up to date. experts: what prices nodes by their relation, as Throughput has it."""
@@ -81,7 +90,7 @@ def _prior() -> tuple[Tensor, Tensor]:
 
 
 def _counts(device: torch.device) -> Counts:
-    """Return the counts of a fresh engine: two groups, for greedy and sampled answers."""
+    """Return the counts of a fresh engine: four groups, for greedy and sampled answers, by each kind of draft."""
     table, profile = _prior()
     tries, passes = (
         torch.full_like(table, PRIOR_TRIES),
