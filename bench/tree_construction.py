@@ -330,7 +330,7 @@ def _classifier() -> Mlp:
 
 @lru_cache(maxsize=1)
 def _networks() -> _ltd.Networks:
-    return _ltd.load("paper").networks
+    return _ltd.load("a100").networks
 
 
 # ---------------------------------------------------------------------------------------------------- data
