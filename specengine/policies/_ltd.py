@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,10 +224,13 @@ def load(networks: str) -> Trained:
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
         shape = LtdShape(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in dict(facts["shape"]).items()
-            }
+            **cast(
+                "dict[str, Any]",
+                {
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in dict(facts["shape"]).items()
+                },
+            )
         )
         made = Networks(shape, facts["hidden"], facts["activation"])
     except UNREADABLE as error:
