@@ -123,16 +123,16 @@ def write(file: Path, policies: Sequence[Watched], about: dict[str, str]) -> Non
         *(sum(getattr(policy, name) for policy in policies) for name in ("hits", "tries"))
     )
     state = policies[0]._state[torch.device("cpu")]
-    found = {"table": table.float(), "profile": state.counts.profile.clone()}
+    prior = {"table": table.float(), "profile": state.counts.profile.clone()}
     if file.exists():
         known = load_file(file)
         half = len(table) // 2
         if state.trained:
-            found["table"][half:] = known["table"][half:]
+            prior["table"][half:] = known["table"][half:]
         else:
-            found["table"][:half], found["profile"] = known["table"][:half], known["profile"]
+            prior["table"][:half], prior["profile"] = known["table"][:half], known["profile"]
     with atomic(file) as part:
-        save_file(found, part, metadata=about)
+        save_file(prior, part, metadata=about)
 
 
 def calibration(seen: list[tuple[int, float, float, bool]]) -> list[dict[str, Any]]:
@@ -173,11 +173,11 @@ def smoothed(hits: Tensor, tries: Tensor) -> Tensor:
     """Smooth the chances by cell and knot: from a source at large, then by rank, then by depth, as evidence allows."""
     shape = (GROUPS, SOURCES, DEPTHS, RANKS, KNOTS)
     hits, tries = hits.view(shape), tries.view(shape)
-    found = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)
+    chances = torch.linspace(-ODDS, ODDS, KNOTS, dtype=torch.float64).sigmoid().expand(shape)
     for dims in ((2, 3), (2,), ()):
         own, all_tries = (part.sum(dims, keepdim=True) if dims else part for part in (hits, tries))
-        found = (own + DOUBT * found) / (all_tries + DOUBT)
-    return found.reshape(-1, KNOTS)
+        chances = (own + DOUBT * chances) / (all_tries + DOUBT)
+    return chances.reshape(-1, KNOTS)
 
 
 if __name__ == "__main__":

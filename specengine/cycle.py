@@ -28,7 +28,7 @@ from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding, and of trees that are their root alone
-MOST_REPEATED = 32  # tokens
+MAX_REPEATED = 32  # tokens
 MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
 
@@ -598,10 +598,10 @@ def commit(
 
 
 def repeated(tokens: Tensor) -> int:
-    """Return how many of the last tokens, at most MOST_REPEATED, stand before, in this order. tokens: int64 [n]"""
+    """Return the length of the longest suffix that occurs earlier too, at most MAX_REPEATED. tokens: int64 [n]"""
     text = tokens.cpu().numpy()
     count, ends = 0, (text[:-1] == text[-1]).nonzero()[0]
-    while len(ends) and count < MOST_REPEATED:
+    while len(ends) and count < MAX_REPEATED:
         count += 1
         ends = ends[ends >= count]
         ends = ends[text[ends - count] == text[-1 - count]]

@@ -261,7 +261,7 @@ def test_the_last_tokens_that_stand_before_are_counted(text: list[int]) -> None:
         )
 
     counts = [count for count in range(1, len(text)) if stands(count)]
-    expected = min(max(counts, default=0), cycle.MOST_REPEATED)
+    expected = min(max(counts, default=0), cycle.MAX_REPEATED)
     assert cycle.repeated(torch.tensor(text)) == expected
 
 
@@ -271,7 +271,7 @@ def test_a_long_text_is_counted_in_a_small_part_of_a_forward() -> None:
         took = []
         for _ in range(20):
             began = time.perf_counter()
-            assert cycle.repeated(text) == cycle.MOST_REPEATED
+            assert cycle.repeated(text) == cycle.MAX_REPEATED
             took.append(time.perf_counter() - began)
         assert min(took) < 0.005
 

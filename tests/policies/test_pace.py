@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specengine import Engine
 from specengine.costs import PassCosts
 from specengine.costs.measuring import stored
-from specengine.cycle import MOST_REPEATED, repeated
+from specengine.cycle import MAX_REPEATED, repeated
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
@@ -162,7 +162,7 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(
 def test_a_rest_ends_where_the_text_repeats_itself_for_long_enough(length: int) -> None:
     """Beyond that nothing is told by less of a repetition, and a longer rest takes a longer one."""
     least = length // REPEATED
-    assert 0 < least <= MOST_REPEATED
+    assert 0 < least <= MAX_REPEATED
     for count, state in ((least - 1, PaceState.RESTING), (least, PaceState.RETURNING)):
         pace = Pace(PaceState.RESTING, length, _length=length)
         pace.observe(1, 0.01, 0.01, repeated=count)
