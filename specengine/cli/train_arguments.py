@@ -203,7 +203,7 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# What `specengine train` trains: how its arguments are added, what it does, and what its folder holds.
+# For each kind of `specengine train`: its arguments, its function, and the content of its folder.
 PARTS = {
     "data": (
         _add_data,
