@@ -174,7 +174,7 @@ class CapturedDriver(EagerDriver):
         return self.policy
 
     def _first(self) -> None:
-        self._go_on(cycle.first(self._rule, self.tree, Seconds()))
+        self._go_on(cycle.first(self._source(), self._rule, self.tree, Seconds()))
 
     def _root(self) -> None:
         asked = self._rule.plan().patience

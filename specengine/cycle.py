@@ -7,10 +7,12 @@ stops where rows can be run with those of other lanes, so that one lane is the p
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from specengine.errors import DrafterError, InputError, NumericalError, PolicyEr
 from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes
 from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows
@@ -98,22 +100,17 @@ class Draft(NamedTuple):
         return len(self.grown) - 1
 
 
-def first(policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
+def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     """Return the nodes of a new tree to draft from: the root, or none if the policy skips drafting."""
-    began = time.perf_counter()
-    frontier = policy.grow(tree, tree.root_alone().where(False), Step(tree.log_probs[:0, None]))
-    if not isinstance(frontier, Nodes):
-        raise policies.no_nodes(policy, "grow", frontier)
-    seconds.policy += time.perf_counter() - began
-    return frontier
+    return _grown(drafter, policy, tree, tree.root_alone().where(False), seconds, "first")
 
 
 def root(
     drafter: Drafter, policy: TreePolicy, tree: TokenTree, frontier: Nodes, seconds: Seconds
 ) -> Nodes:
     """Run the first draft pass and append the first level; return the nodes to draft from next."""
-    began = time.perf_counter()
-    return _grown(policy, tree, frontier, drafter.root(tree), began, seconds)
+    tree.passes += frontier.live > 0
+    return _grown(drafter, policy, tree, frontier, seconds, "root")
 
 
 def level(
@@ -123,25 +120,44 @@ def level(
 
     On a device an empty frontier appends nothing.
     """
-    if ops.is_free(frontier.live):
-        frontier = Nodes(frontier.alive(), frontier.live)
-        if not len(frontier.ids):
-            return frontier
-    began = time.perf_counter()
-    return _grown(policy, tree, frontier, drafter.step(tree, frontier), began, seconds)
+    tree.passes += frontier.live > 0
+    return _grown(drafter, policy, tree, frontier, seconds, "step")
 
 
 def _grown(
+    drafter: Drafter,
     policy: TreePolicy,
     tree: TokenTree,
     frontier: Nodes,
-    found: Step,
-    began: float,
     seconds: Seconds,
+    method: Literal["first", "root", "step"],
 ) -> Nodes:
-    drafted = time.perf_counter()
-    tree.passes += frontier.live > 0
-    grown = policy.grow(tree, frontier, found)
+    """Run a pass by this method of the drafter, none at first, and have the policy append what comes of it."""
+    began = time.perf_counter()
+    step = Step(tree.log_probs[:0, None]) if method == "first" else None
+    try:
+        if method == "root":
+            step = drafter.root(tree)
+        elif step is None:
+            if ops.is_free(frontier.live):
+                frontier = Nodes(frontier.alive(), frontier.live)
+                if not len(frontier.ids):
+                    return frontier
+            step = drafter.step(tree, frontier)
+        drafted = time.perf_counter()
+        grown = policy.grow(tree, frontier, step)
+    except Exception as error:
+        is_seen = ops.is_free(tree.size) and not says_enough(
+            error
+        )  # else looking waits for a device
+        if is_seen:
+            policies.require_frontier(policy, frontier, tree)
+        if step is None:
+            blame(drafter, method, error)
+        elif is_seen:
+            drafters.require_step(drafter, step, frontier.ids.shape[0], sys.maxsize)
+        blame(policy, "grow", error)
+        raise
     if not isinstance(grown, Nodes):
         raise policies.no_nodes(policy, "grow", grown)
     seconds.draft += drafted - began
@@ -152,11 +168,18 @@ def _grown(
 def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
     """Select the nodes of the drafted tree to verify. Synchronises with the device if the tree is on one."""
     clock = time.perf_counter()
-    kept = policy.keep(grown)
+    try:
+        kept = policy.keep(grown)
+    except Exception as error:
+        blame(policy, "keep", error)
+        raise
     if not isinstance(kept, Nodes):
         raise policies.no_nodes(policy, "keep", kept)
     kept = Nodes(kept.alive(), kept.live)
-    verified = grown.subtree(kept)
+    try:
+        verified = grown.subtree(kept)
+    except InputError as error:
+        raise PolicyError(f"{policies.name_of(policy)}: keep returned {error}") from error
     seconds.policy += time.perf_counter() - clock
     return Draft(verified, grown.trimmed(), kept.ids)
 
@@ -214,7 +237,7 @@ def grow(
     """
     tree = TokenTree.root(token, policy.capacity, device)
     tree.free, tree.origin = drafter.free, drafter.about.origin
-    frontier = first(policy, tree, seconds) if plan.patience else tree.root_alone()
+    frontier = first(drafter, policy, tree, seconds) if plan.patience else tree.root_alone()
     if plan.patience and not drafter.about.passes:
         frontier = frontier.where(False)
     if drafted := int(frontier.live):
@@ -247,6 +270,45 @@ def _shared_pass(
         seconds.draft += rows.seconds
 
 
+def blame(part: TreePolicy | Drafter, method: str, error: Exception) -> None:
+    """Raise the error that names the policy or the drafter whose method has raised this one, unless it says enough.
+
+    To be called in a handler: a context manager would be entered ten times in a cycle.
+    """
+    text = str(error)
+    if (
+        isinstance(part, TreePolicy)
+        and isinstance(error, PolicyError)
+        and text.startswith(CAPACITY)
+    ):
+        raise policies.named(part, error) from error
+    named = isinstance(error, InputError) and text.startswith(("policy ", "draft"))
+    if named or says_enough(error):
+        return
+    if not isinstance(error, InputError):
+        text = f"raised {type(error).__name__}: {text}"
+    if isinstance(part, TreePolicy):
+        raise PolicyError(f"{policies.name_of(part)}: {method}: {text}") from error
+    raise DrafterError(f"{drafters.name_of(part)}: {method}: {text}") from error
+
+
+def says_enough(error: Exception) -> bool:
+    """Return whether this is an error of specengine that is more than of an input, or one of the machine."""
+    if isinstance(error, SpecEngineError):
+        return type(error) is not InputError
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+@contextmanager
+def blaming(part: TreePolicy | Drafter, method: str) -> Iterator[None]:
+    """Have errors within the context name this part, as `blame` does."""
+    try:
+        yield
+    except Exception as error:
+        blame(part, method, error)
+        raise
+
+
 def result_of(steps: Generator[Any, None, Any]) -> Any:
     """Run a generator that yields nothing, and return its result."""
     try:
@@ -270,13 +332,11 @@ class Inspected(Wrapped):
         return self._checked(self.inner.root(tree), 1)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        if (fault := policies.fault_of_nodes(frontier, tree)) is not None:
-            raise PolicyError(f"{policies.name_of(self._policy)}: grow returned {fault}")
+        policies.require_frontier(self._policy, frontier, tree)
         return self._checked(self.inner.step(tree, frontier), frontier.ids.shape[0])
 
     def _checked(self, step: Step, rows: int) -> Step:
-        if (fault := drafters.fault_of_step(step, rows, self._vocab_size)) is not None:
-            raise DrafterError(f"{drafters.name_of(self.inner)}: step returned {fault}")
+        drafters.require_step(self.inner, step, rows, self._vocab_size)
         return step
 
 
@@ -349,7 +409,8 @@ class EagerDriver:
         """Hand the drafter what was put off."""
         cycles, self._put_off = self._put_off, []
         if cycles and self.drafter is not None:
-            self.drafter.accept(joined(cycles, self.device))
+            with blaming(self.drafter, "accept"):
+                self.drafter.accept(joined(cycles, self.device))
 
     def forget(self) -> None:
         """Drop what was put off: its text has ended early."""
@@ -382,11 +443,13 @@ def walk(
     tree: TokenTree,
     choose: Callable[[int], int | None],
     commit: Callable[[int], bool],
+    policy: TreePolicy | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return accepted node ids (root first) and committed tokens (those of the path below the root, then one more).
 
     choose  the target's token after a node, given the tokens committed so far; None where its logits are not finite
     commit  takes a chosen token, in order; True ends the walk, and the token is the last one committed
+    policy  that shaped the tree, named in errors
 
     At each node the target chooses once. While a child carries the chosen token, the walk moves there; the first
     token that no child carries is the bonus token. Lossless for any tree where the noise of a choice is a function of
@@ -400,7 +463,7 @@ def walk(
         for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
     }
     if len(child) < len(tokens):
-        raise policies.twins(tokens, parents)
+        raise policies.twins(policy, tokens, parents)
     path: list[int] = [0]
     committed: list[int] = []
     token = choose(0)
@@ -525,7 +588,11 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
     seconds.total += now - began
     seconds.model += driver.model_seconds - model_seconds
     if driver.policy is not None and plan.learns and driver.learns:
-        driver.policy.learn(Outcome.of(cycle))
+        try:
+            driver.policy.learn(Outcome.of(cycle))
+        except Exception as error:
+            blame(driver.policy, "learn", error)
+            raise
         seconds.policy += (learnt := time.perf_counter() - now)
         seconds.total += learnt
     lane.count(cycle)
@@ -552,7 +619,7 @@ def verify(
         successors = Successors.of(logits, wanted) if wanted else None
         choose = lane.sampler.chooser_of_tree(logits, lane.history, tree.depths)
     seconds.verify += -clock + (clock := time.perf_counter())
-    path, tokens = walk(tree, choose, lane.commit)
+    path, tokens = walk(tree, choose, lane.commit, driver.policy)
     seconds.walk = time.perf_counter() - clock
     if not tokens:
         raise NumericalError(
@@ -592,7 +659,11 @@ def commit(
         if plan.rests:
             driver.put_off(lane.root, cycle)
         else:
-            driver.drafter.accept(cycle)
+            try:
+                driver.drafter.accept(cycle)
+            except Exception as error:
+                blame(driver.drafter, "accept", error)
+                raise
     lane.root = tokens[-1]
     return cycle
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.errors import InputError, kind_of
+from specengine.errors import DrafterError, InputError, kind_of
 from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
@@ -340,6 +340,12 @@ def name_of(drafter: Drafter) -> str:
     """Return the name of a draft in messages: its own, else that of its class."""
     name = getattr(drafter, "name", None)
     return f"draft {name if isinstance(name, str) else type(drafter).__name__}"
+
+
+def require_step(drafter: Drafter, step: Any, rows: int, vocab_size: int) -> None:
+    """Raise DrafterError where a drafter returned a wrong step over so many nodes."""
+    if (fault := fault_of_step(step, rows, vocab_size)) is not None:
+        raise DrafterError(f"{name_of(drafter)}: step returned {fault}")
 
 
 def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:

@@ -1,31 +1,26 @@
 """The drivers of an engine's cycles, by policy: what each has learnt and captured, and how they begin an answer.
 
-Errors that name the policy or the drafter that broke its contract stand here too. The contracts stand beside the
-interfaces. The first tree of an engine is checked closely (cycle.Inspected), later ones where that costs no time.
+The first tree of an engine is checked closely (cycle.Inspected), later ones where that costs no time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import traceback
-from collections.abc import Generator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from specengine import drafters, policies
+from specengine import policies
 from specengine.captured import CapturedDriver
 from specengine.costs.measuring import stored
 from specengine.cuda_graphs import CaptureError, Graphs, sharing
-from specengine.cycle import EagerDriver, Lane, make_room
+from specengine.cycle import EagerDriver, Lane, blaming, make_room
 from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, innermost
 from specengine.drafters._wrappers import Coupled, Guided, Origins
-from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, shown
+from specengine.errors import InputError, shown
 from specengine.models import Target
-from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import TreePolicy
 from specengine.registry import plain
 from specengine.request.grammars import Constraint
@@ -35,7 +30,6 @@ from specengine.request.sampling import History, Sampler, signed
 if TYPE_CHECKING:
     from specengine.engine import Engine
 
-PASSED_ON = (MemoryError, torch.OutOfMemoryError)  # errors of the machine
 PLAIN = "plain"
 DEFAULT_WARMUP_TOKENS = 2048
 MIN_ROOM = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are
@@ -249,12 +243,14 @@ def _begin(engine: Engine, drivers: Drivers, request: Request) -> Generator[Any,
         cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
     if policy is not None:
         costs = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
-        policy.begin(
-            len(request.prompt),
-            request.sampler.seed is not None,
-            costs if pool is None else lambda: pool.costs(engine, costs()),
-        )
-        plan = policy.plan()
+        with blaming(policy, "begin"):
+            policy.begin(
+                len(request.prompt),
+                request.sampler.seed is not None,
+                costs if pool is None else lambda: pool.costs(engine, costs()),
+            )
+        with blaming(policy, "plan"):
+            plan = policy.plan()
         rests = plan.rests
         stats.policy, stats.plain_reason = repr(policy), plan.reason
         if plan.reads_costs and costs().doubt:
@@ -288,7 +284,8 @@ def _begin(engine: Engine, drivers: Drivers, request: Request) -> Generator[Any,
     )
     if drafter is not None:
         waits = drivers.captured is None and (pool is None or rests) and len(before) <= MAX_WAITING
-        drafter.begin(before, features, hints._replace(waits=waits))
+        with blaming(drafter, "begin"):
+            drafter.begin(before, features, hints._replace(waits=waits))
         inner = innermost(drafter)
         drivers.eager.late = inner if waits and isinstance(inner, RowDraft) else None
     if pool is not None:
@@ -338,94 +335,3 @@ def _coupled(drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
         dtype=torch.float32,
     )
     return Coupled(drafter, seed, scale, lambda: history.length)
-
-
-def blamed(error: BaseException) -> BaseException:
-    """Return the error that names the policy or the drafter behind this one, or the same one if neither is.
-
-    Errors of specengine that say enough, those of a machine without memory, and interrupts are returned as they are.
-    """
-    unsigned = type(error) is PolicyError and str(error).startswith((CAPACITY, policies.TREE))
-    known = isinstance(error, SpecEngineError) and type(error) is not InputError
-    if not isinstance(error, Exception) or isinstance(error, PASSED_ON) or (known and not unsigned):
-        return error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    calls = [(owner, frame) for frame in frames if (owner := _owner(frame)) is not None]
-    if unsigned:
-        drivers = [
-            getattr(frame.f_locals.get("driver"), "policy", None) for frame in frames
-        ]  # of the engine's cycle
-        seen = [
-            policy
-            for policy in (*drivers, *(owner for owner, _ in calls))
-            if isinstance(policy, TreePolicy)
-        ]
-        return policies.named(seen[-1], error) if seen else error
-    if (fault := _handed_over(frames, error)) is not None:
-        return fault
-    if not calls or (isinstance(error, InputError) and str(error).startswith(("policy ", "draft"))):
-        return error
-    owner = calls[-1][0]
-    method = next(_method(found, frame) for found, frame in calls if found is owner)
-    kind = PolicyError if isinstance(owner, TreePolicy) else DrafterError
-    what = (
-        str(error) if isinstance(error, InputError) else f"raised {type(error).__name__}: {error}"
-    )
-    name = policies.name_of(owner) if isinstance(owner, TreePolicy) else drafters.name_of(owner)
-    return kind(f"{name}: {method}: {what}")
-
-
-_CALLERS = (
-    "specengine.cycle",
-    "specengine.captured",
-    "specengine.engine.drivers",
-)
-
-
-def _owner(frame: FrameType) -> TreePolicy | Drafter | None:
-    """Return the policy or the drafter whose method runs in this frame; None in other functions."""
-    code = frame.f_code
-    if not code.co_argcount or frame.f_globals.get("__name__") in _CALLERS:
-        return None
-    first = frame.f_locals.get(code.co_varnames[0])
-    return first if isinstance(first, TreePolicy | Drafter) else None
-
-
-def _method(owner: object, frame: FrameType) -> str:
-    """Return the name by which the class of `owner` knows the function that runs in this frame."""
-    members = (member for kind in type(owner).__mro__ for member in vars(kind).items())
-    code = frame.f_code
-    names = (
-        name
-        for name, value in members
-        if getattr(getattr(value, "fget", value), "__code__", None) is code
-    )
-    return next(names, code.co_name)
-
-
-def _handed_over(
-    frames: Sequence[FrameType], error: Exception
-) -> PolicyError | DrafterError | None:
-    """Return the error of a value that one part of a cycle handed to another, or None."""
-    for frame in frames:
-        held = frame.f_locals
-        policy, tree = held.get("policy"), held.get("tree")
-        if frame.f_globals.get("__name__") != "specengine.cycle" or not isinstance(
-            policy, TreePolicy
-        ):
-            continue
-        if (
-            isinstance(tree, TokenTree)
-            and "frontier" in held
-            and (fault := policies.fault_of_nodes(held["frontier"], tree)) is not None
-        ):
-            return PolicyError(f"{policies.name_of(policy)}: grow returned {fault}")
-        if "kept" in held and isinstance(error, InputError):  # of the subtree
-            return PolicyError(f"{policies.name_of(policy)}: keep returned {error}")
-        if "found" in held and (
-            fault := drafters.fault_of_step(
-                held["found"], held["frontier"].ids.shape[0], sys.maxsize
-            )
-        ):
-            return DrafterError(f"draft: its step returned {fault}")
-    return None

@@ -12,7 +12,7 @@ from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.cuda_graphs import sharing
 from specengine.cycle import run_eager
 from specengine.drafters._wrappers import Origins
-from specengine.engine.drivers import Drivers, begin, blamed, source_of
+from specengine.engine.drivers import Drivers, begin, source_of
 from specengine.engine.pool import slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require
@@ -55,7 +55,7 @@ class PreparedAnswer(NamedTuple):
 
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[None]:
-    """Hold the engine for one answer. An error clears its caches and is raised, or the one that names who made it."""
+    """Hold the engine for one answer. An error clears its caches."""
     with engine.hold(
         "this engine is generating for another caller; finish or close that stream first (one left by break or an "
         "error stays open: use `with engine.stream(...) as stream:` or close()), or make an Engine for each thread "
@@ -65,11 +65,9 @@ def serving(engine: Engine) -> Iterator[None]:
             yield
         except (GeneratorExit, GivenUpError):
             raise  # the caller has had enough; the caches are as after the last cycle
-        except BaseException as error:
+        except BaseException:
             engine.reset()
-            if (named := blamed(error)) is error:
-                raise
-            raise named from error
+            raise
 
 
 def run_cycles(

@@ -14,7 +14,7 @@ from specengine import errors, registry
 from specengine.errors import InputError as InputError
 from specengine.errors import PolicyError, did_you_mean, kind_of, shown
 from specengine.ops import Nodes
-from specengine.ops.tree import CAPACITY, TokenTree
+from specengine.ops.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
@@ -225,8 +225,6 @@ class PerDevice(dict[torch.device, T]):
 
 # ---- the contract of a policy, and errors of policies that break it
 
-TREE = "tree: "  # how the error of a tree begins, before it is said whose
-
 
 def name_of(policy: TreePolicy) -> str:
     """Return the name of a policy in messages: the one for users, else that of its class."""
@@ -274,15 +272,16 @@ def endless(policy: TreePolicy) -> PolicyError:
     )
 
 
-def twins(tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
+def twins(policy: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
     """Return the error of a tree in which two siblings carry the same token."""
     seen: dict[tuple[int, int], int] = {}
     for node, edge in enumerate(zip(parents, tokens, strict=True)):
         if edge in seen:
             break
         seen[edge] = node
+    name = "" if policy is None else f"{name_of(policy)}: "
     return PolicyError(
-        f"{TREE}nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
+        f"{name}tree: nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
         "siblings must carry distinct tokens, as must the columns of a Step"
     )
 
@@ -308,6 +307,12 @@ def require_kept(policy: TreePolicy, kept: Tensor | None, grown: TokenTree) -> N
         raise PolicyError(f"{name_of(policy)}: keep returned {fault}")
 
 
+def require_frontier(policy: TreePolicy, frontier: Any, tree: TokenTree) -> None:
+    """Raise PolicyError where `grow` returned nodes that the tree does not have."""
+    if (fault := fault_of_nodes(frontier, tree)) is not None:
+        raise PolicyError(f"{name_of(policy)}: grow returned {fault}")
+
+
 def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
     """Return what is wrong with nodes of this tree, in words; None for nothing."""
     if not isinstance(nodes, Nodes):
@@ -323,8 +328,5 @@ def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
 
 
 def named(policy: TreePolicy, error: Exception) -> PolicyError:
-    """Return the error of a tree, a full one or one with twins, as that of the policy that grew it."""
-    text = str(error)
-    return PolicyError(
-        f"{name_of(policy)}.{text}" if text.startswith(CAPACITY) else f"{name_of(policy)}: {text}"
-    )
+    """Return the error of a full tree as that of the policy that grew it."""
+    return PolicyError(f"{name_of(policy)}.{error}")

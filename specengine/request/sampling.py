@@ -79,7 +79,8 @@ class Sampler:
     Greedy if `seed` is None: the processors' argmax, the lowest id winning ties. Otherwise the Gumbel-max draw
     whose noise is a pure function of (seed, absolute position, token): a tree around the position cannot change it.
     logprobs: the number of likeliest tokens to report log-probabilities of, besides those of the chosen tokens; None:
-    report none. coupled: whether drafts may know the noise, which changes no choice.
+    report none. coupled: whether drafts may know the noise, which changes no choice. takes_largest: whether a choice is
+    the largest logit, and nothing else of the logits is read.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Sampler:
     ) -> None:
         self.processors = list(processors)
         self.seed, self.logprobs, self.coupled = seed, logprobs, coupled
+        self.takes_largest = seed is None and not self.processors and logprobs is None
 
     @property
     def couples(self) -> bool:
@@ -132,11 +134,6 @@ class Sampler:
     def truncates(self) -> bool:
         """Return whether only the likely tokens can be drawn."""
         return any(isinstance(item, TRUNCATIONS) for item in self.processors)
-
-    @property
-    def takes_largest(self) -> bool:
-        """Return whether a choice is the largest logit, and nothing else of the logits is read."""
-        return self.seed is None and not self.processors and self.logprobs is None
 
     def chooser_of_tree(
         self, logits: Tensor, history: History, depths: Tensor

@@ -230,10 +230,9 @@ def _answer(
 class WatchingSampler(Sampler):
     """A greedy sampler that stores the logits."""
 
-    takes_largest = False  # so that it gets the logits
-
     def __init__(self) -> None:
         super().__init__()
+        self.takes_largest = False  # so that it gets the logits
         self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
