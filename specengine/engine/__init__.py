@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import os
 import threading
@@ -14,16 +12,17 @@ import torch
 
 from specengine import loading
 from specengine.drafters import Drafter, innermost
-from specengine.engine.drivers import Drivers, KeptDrivers, WarmUp, warm_up
 from specengine.engine.generation import (
     SCORED_ROWS,
     Session,
     TextGeneration,
+    WarmUp,
+    cycles,
     prepare,
-    run_cycles,
     score,
+    warm_up,
 )
-from specengine.engine.pool import Pool, parallel_of
+from specengine.engine.parts import Drivers, EngineState, Pool, parallel_of
 from specengine.engine.scheduler import (
     AsyncTextGeneration,
     Client,
@@ -32,14 +31,13 @@ from specengine.engine.scheduler import (
     Streams,
     Ticket,
 )
-from specengine.errors import EngineBusyError, InputError, require
+from specengine.errors import require
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, GenerationResult, TokenLogprob
 from specengine.request.custom_generate import CustomGenerate
-from specengine.request.grammars import Constraint, Vocabularies, compiled
 from specengine.request.options import GenerationOptions, Request
 from specengine.request.text import decoder
 
@@ -65,7 +63,7 @@ __all__ = [
 ]
 
 
-class Engine:
+class Engine(EngineState):
     """A target with a draft and a policy, and the caches of one sequence.
 
     An engine serves one generation at a time; a second caller, from whatever thread, gets EngineBusyError. Engines
@@ -79,23 +77,7 @@ class Engine:
         policy: TreePolicy | None,
         tokenizer: Any = None,
     ) -> None:
-        if (drafter is None) != (policy is None):
-            raise InputError("policy, draft: give both, or neither for plain decoding")
-        self.target = target
-        self.drafter = drafter
-        self.drivers = KeptDrivers(target, drafter, policy)
-        self.tokenizer = tokenizer
-        self.notes: list[str] = []  # what a user should know about these parts; in the statistics
-        self.pool: Pool | None = None  # that it belongs to
-        self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
-        self.watch = loading.ModelWatch(
-            tuple(
-                model
-                for part in (target, drafter)
-                if (model := getattr(part, "lm", None)) is not None
-            )
-        )
-        self._busy = threading.Lock()
+        super().__init__(target, drafter, policy, tokenizer)
         self._making = threading.Lock()
         self._streams: tuple[tuple[Any, ...], Streams] | None = None  # what answers `astream`
 
@@ -103,26 +85,6 @@ class Engine:
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"
-
-    @functools.cached_property
-    def vocabularies(self) -> Vocabularies:
-        """Return the tokenizer as grammars read it."""
-        return Vocabularies(self.tokenizer, self.target.vocab_size)
-
-    @property
-    def policy(self) -> TreePolicy | None:
-        """Return the policy of calls that name no other. It can be replaced between generations."""
-        return self.drivers.own.policy
-
-    @policy.setter
-    def policy(self, policy: TreePolicy | None) -> None:
-        if policy is not None and self.drafter is None:
-            raise InputError(
-                "policy: this engine was loaded without a draft, so a policy has no effect"
-            )
-        self.drivers.own = self.drivers.of(policy)
-        if self.watch.recipe is not None:
-            self.watch.recipe = dataclasses.replace(self.watch.recipe, policy=policy)
 
     @classmethod
     def from_pretrained(
@@ -206,11 +168,6 @@ class Engine:
             self._streams[1], functools.partial(TextGeneration, prompt=prompt, options=options)
         )
 
-    @property
-    def is_busy(self) -> bool:
-        """Return whether an answer is under way."""
-        return self._busy.locked()
-
     def holds(self, tokens: list[int]) -> int:
         """Return how many of the first `tokens` the target's cache holds. May be called from any thread."""
         return common_prefix(self.target.tokens, tokens)
@@ -251,9 +208,7 @@ class Engine:
         Cycle. ticket: says until when the answer waits for room among others; None: as long as it takes. There are no
         cycles where it is given up before the prompt is taken in.
         """
-        ticket = ticket or Ticket()
-        steps = run_cycles(self, request, drivers, origins, ticket)
-        return steps if self.pool is None else self.pool.scheduler.add(steps, ticket)
+        return cycles(self, request, drivers, origins, ticket)
 
     def answer(
         self, prompt: list[int], sampler: Sampler | None = None, **options: Any
@@ -267,12 +222,6 @@ class Engine:
             options, self.target.generation_config, len(prompt), self.target.max_context
         )
         return prepare(self, prompt, checked, decoder(None), sampler=sampler).cycles
-
-    def constraint(self, asked: GenerationOptions) -> Constraint | None:
-        """Return a new constraint made from these options, or None. May be called from any thread."""
-        if (given := asked.constrains) is None:
-            return None
-        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
 
     @torch.inference_mode()
     def warmup(
@@ -288,7 +237,7 @@ class Engine:
         caches means captures again for those before it. InputError where the engine was loaded without graphs. Where
         the model cannot be captured and graphs were not asked for, nothing is, and statistics have the reason.
         """
-        return warm_up(self, tokens, policy, policy_options)
+        return warm_up(self, tokens, self.drivers.asked(policy, policy_options))
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -302,34 +251,3 @@ class Engine:
         with self.hold("this engine is generating; refresh it after that stream has ended"):
             self._follow()
             self.watch.refresh()
-
-    @torch.inference_mode()
-    def follow(self) -> None:
-        """Refresh all but changed numbers, which are checked when an answer begins. Does nothing during an answer."""
-        with contextlib.suppress(EngineBusyError), self.hold(""):
-            self._follow()
-
-    def _follow(self) -> None:
-        if (parts := self.watch.follow(self.tokenizer)) is not None:
-            self.target = parts.target
-            self.drafter = parts.drafter
-            self.notes = parts.notes
-            self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
-            vars(self).pop("vocabularies", None)
-
-    @torch.inference_mode()
-    def reset(self) -> None:
-        """Forget all cached tokens."""
-        self.target.reset()
-        if self.drafter is not None:
-            self.drafter.reset()
-
-    @contextlib.contextmanager
-    def hold(self, refusal: str) -> Iterator[None]:
-        """Keep other callers out meanwhile; EngineBusyError with this text where one is in."""
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(refusal)
-        try:
-            yield
-        finally:
-            self._busy.release()

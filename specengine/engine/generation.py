@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
 from specengine.captured import GUIDED_NOTE, CapturedDriver
-from specengine.cuda_graphs import sharing
-from specengine.cycle import run_eager
-from specengine.drafters._wrappers import Origins
-from specengine.engine.drivers import Drivers, begin, source_of
-from specengine.engine.pool import slots_of
+from specengine.costs.measuring import stored
+from specengine.cuda_graphs import CaptureError, Graphs, sharing
+from specengine.cycle import Lane, blaming, make_room, run_eager
+from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, innermost
+from specengine.drafters._wrappers import Coupled, Guided, Origins
+from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require
 from specengine.models import Target
@@ -29,13 +32,19 @@ from specengine.registry import plain
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions, Request
 from specengine.request.prompts import Prompt, predicted_ids, token_ids
-from specengine.request.sampling import Sampler, cut_after_stop, of_rows, refuse_no_choice
+from specengine.request.sampling import (
+    History,
+    Sampler,
+    cut_after_stop,
+    of_rows,
+    refuse_no_choice,
+    signed,
+)
 from specengine.request.text import TextStream, decoder
 
-if TYPE_CHECKING:
-    from specengine.engine import Engine
-
 SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
+DEFAULT_WARMUP_TOKENS = 2048
+MIN_ROOM = 1024  # tokens of an answer that room is made for at once; then for twice as many tokens as there are
 
 
 class PreparedAnswer(NamedTuple):
@@ -54,7 +63,7 @@ class PreparedAnswer(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(engine: Engine) -> Iterator[None]:
+def serving(engine: EngineState) -> Iterator[None]:
     """Hold the engine for one answer. An error clears its caches."""
     with engine.hold(
         "this engine is generating for another caller; finish or close that stream first (one left by break or an "
@@ -70,8 +79,150 @@ def serving(engine: Engine) -> Iterator[None]:
             raise
 
 
+def run_eagerly(engine: EngineState, error: CaptureError) -> None:
+    """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""
+    recipe = engine.watch.recipe
+    if recipe is None or recipe.options.graphs:
+        raise error
+    engine.target.captured = False
+    engine.drivers.forget_graphs()
+    engine.notes = [*engine.notes, f"{error}; cycles run without graphs"]
+    engine.reset()
+
+
+def want(target: Target, drafter: Drafter | None) -> None:
+    """Ask the target for the features and successors that the draft reads."""
+    traits = Traits() if drafter is None else drafter.traits
+    target.want(traits.features, traits.successors)
+
+
+def begin(
+    engine: EngineState, drivers: Drivers, request: Request
+) -> Generator[Any, Any, tuple[Lane, CapturedDriver | None]]:
+    """Take in the prompt; return the lane, and the captured driver, None where graphs are done without."""
+    try:
+        if drivers.captured is None or engine.target.captured:
+            return (yield from _begin(engine, drivers, request)), drivers.captured
+    except CaptureError as error:
+        run_eagerly(
+            engine, error
+        )  # and begin again below, as the error holds memory of the capture
+    return (
+        yield from _begin(
+            engine,
+            drivers._replace(captured=None),
+            dataclasses.replace(request, reuse_cache=False),
+        )
+    ), None
+
+
+@torch.inference_mode()
+def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator[Any, Any, Lane]:
+    target, pool = engine.target, engine.pool
+    drafter, policy = drivers.drafter, drivers.policy
+    stats = request.stats
+    hints = _hints_for(drafter, request)
+    rests = False
+    if engine.ring is not None and drafter is not None:
+        cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
+    if policy is not None:
+        costs = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
+        with blaming(policy, "begin"):
+            policy.begin(
+                len(request.prompt),
+                request.sampler.seed is not None,
+                costs if pool is None else lambda: pool.costs(engine, costs()),
+            )
+        with blaming(policy, "plan"):
+            plan = policy.plan()
+        rests = plan.rests
+        stats.policy, stats.plain_reason = repr(policy), plan.reason
+        if plan.reads_costs and costs().doubt:
+            stats.notes.append(f"costs are provisional: {costs().doubt} while they were measured")
+    if not request.reuse_cache and pool is None:  # a pool's caches are what its texts share
+        engine.reset()
+    stats.num_prompt_tokens = len(request.prompt)
+    stats.draft = drafter.name if drafter is not None else ""
+    # processors and criteria read it there
+    on_device = request.sampler.reads_history or bool(request.stopper.criteria)
+    most = len(request.prompt) + request.stopper.left
+    driver = drivers.eager if drivers.captured is None else drivers.captured
+    room = min(most, len(request.prompt) + MIN_ROOM) if drivers.captured is None else most
+    history = History(request.prompt, room, target.device if on_device else torch.device("cpu"))
+    lane = Lane(
+        driver, request.sampler, request.stopper, history, stats, request.prompt[-1], room, most
+    )
+    make_room(driver, room)
+    before = request.prompt[:-1]
+    want(target, drafter)
+    if pool is not None:
+        yield from pool.share(engine, before, drafter)
+    cached = min(
+        target.cached(before), drafter.cached(before) if drafter is not None else len(before)
+    )
+    stats.num_cached_prompt_tokens = cached
+    features = (
+        target.prefill(before, cached)
+        if pool is None
+        else (yield from pool.prefill(engine, before, cached))
+    )
+    if drafter is not None:
+        waits = drivers.captured is None and (pool is None or rests) and len(before) <= MAX_WAITING
+        with blaming(drafter, "begin"):
+            drafter.begin(before, features, hints._replace(waits=waits))
+        inner = innermost(drafter)
+        drivers.eager.late = inner if waits and isinstance(inner, RowDraft) else None
+    if pool is not None:
+        pool.read(engine)
+    driver.prepare(request.sampler)
+    stats.notes += engine.notes + target.notes
+    stats.notes += [] if drivers.captured is None else drivers.captured.notes
+    return lane
+
+
+def _hints_for(drafter: Drafter | None, request: Request) -> Hints:
+    """Return the hints for a drafter. Raises InputError if there is a prediction and the drafter has no use for it."""
+    if request.prediction and (drafter is None or not drafter.traits.copies):
+        reason = (
+            "plain decoding has no draft that copies"
+            if drafter is None
+            else f"draft {drafter.name!r} copies nothing"
+        )
+        raise InputError(f"prediction: {reason}; accepted with ngram and with lookup")
+    return Hints(
+        [request.prompt[-1], *request.prediction] if request.prediction else (),
+        0.0 if request.sampler.couples else request.sampler.temperature,
+    )
+
+
+def source_of(
+    drafter: Drafter | None, lane: Lane, constraint: Constraint | None, origins: Origins | None
+) -> Drafter | None:
+    """Return the drafter wrapped in what an answer asks for."""
+    if drafter is None:
+        return None
+    source = _coupled(drafter, lane.sampler, lane.history) if lane.sampler.couples else drafter
+    if constraint is not None:
+        source = Guided(source, constraint, lane.stopper.tokens)
+    if origins is None or not origins.wanted:
+        return source
+    lane.origins = origins
+    return origins.around(source)
+
+
+def _coupled(drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
+    assert sampler.seed is not None
+    seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
+    scale = torch.tensor(
+        [Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)],
+        device=drafter.device,
+        dtype=torch.float32,
+    )
+    return Coupled(drafter, seed, scale, lambda: history.length)
+
+
 def run_cycles(
-    engine: Engine,
+    engine: EngineState,
     request: Request,
     drivers: Drivers | None,
     origins: Origins | None,
@@ -114,8 +265,21 @@ def run_cycles(
             stats.notes += eager.drafter.notes
 
 
+def cycles(
+    engine: EngineState,
+    request: Request,
+    drivers: Drivers | None = None,
+    origins: Origins | None = None,
+    ticket: Ticket | None = None,
+) -> Generator[Cycle, None, None] | SteppedAnswer:
+    """Return the cycles of one generation; see `Engine.cycles`."""
+    ticket = ticket or Ticket()
+    steps = run_cycles(engine, request, drivers, origins, ticket)
+    return steps if engine.pool is None else engine.pool.scheduler.add(steps, ticket)
+
+
 def prepare(
-    engine: Engine,
+    engine: EngineState,
     prompt: list[int],
     options: GenerationOptions,
     decode: Callable[[list[int]], str],
@@ -142,7 +306,7 @@ def prepare(
         constraint=constraint,
     )
     return PreparedAnswer(
-        engine.cycles(request, drivers, origins, ticket), request, drivers.policy, origins
+        cycles(engine, request, drivers, origins, ticket), request, drivers.policy, origins
     )
 
 
@@ -157,7 +321,7 @@ class TextGeneration:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineState,
         prompt: Prompt,
         options: Mapping[str, Any] | GenerationOptions,
         *,
@@ -331,7 +495,7 @@ class TextGeneration:
         return text
 
 
-def score(engine: Engine, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
+def score(engine: EngineState, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
     """Return the log-probabilities of a text's tokens; see `Engine.score`."""
     top = plain(top)
     require("top", top, "0 or more", type(top) is int and top >= 0)
@@ -347,7 +511,7 @@ def score(engine: Engine, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
     return _scored(engine, ids, top)
 
 
-def _scored(engine: Engine, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
+def _scored(engine: EngineState, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
     with serving(engine):
         target = engine.target
         with torch.inference_mode():
@@ -369,10 +533,57 @@ def _rated(target: Target, tokens: list[int], first: int, end: int, top: int) ->
     return of_rows(logits, tokens[first + 1 : end + 1], top)
 
 
+@dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """The result of `Engine.warmup`: captured functions by name, seconds, and bytes of graphs and caches."""
+
+    captured: tuple[str, ...]
+    seconds: float
+    graph_bytes: int
+    cache_bytes: int
+
+    def __str__(self) -> str:
+        graphs, caches = self.graph_bytes / 2**20, self.cache_bytes / 2**20
+        return f"{len(self.captured)} graphs in {self.seconds:.2f} s, {graphs:.0f} MiB, caches {caches:.0f} MiB"
+
+
+def warm_up(engine: EngineState, tokens: int | None, drivers: Drivers) -> WarmUp:
+    """Capture all graphs of a policy; see `Engine.warmup`."""
+    target = engine.target
+    captured = drivers.captured
+    tokens = min(DEFAULT_WARMUP_TOKENS, target.max_context) if tokens is None else plain(tokens)
+    if captured is None:
+        raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
+    if not 1 <= tokens <= target.max_context:
+        raise InputError(f"tokens: got {tokens}, accepted 1 to {target.max_context}")
+    graphs = captured.graphs
+    with engine.hold(
+        "this engine is generating; warm it up before, or after that stream has ended"
+    ):
+        try:
+            with sharing(target.device, target.running)():
+                want(target, drivers.drafter)
+                captured.warm_up(tokens)
+        except CaptureError as error:
+            run_eagerly(engine, error)
+            graphs = Graphs(target.device)
+    caches = [
+        cache
+        for part in (target, engine.drafter)
+        if (cache := getattr(part, "cache", None)) is not None
+    ]
+    return WarmUp(
+        captured=tuple(str(name) for name in graphs.captures),
+        seconds=graphs.seconds,
+        graph_bytes=graphs.bytes,
+        cache_bytes=sum(cache.nbytes for cache in caches),
+    )
+
+
 class Session:
     """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
 
-    def __init__(self, engine: Engine, messages: list[dict[str, str]] | None = None) -> None:
+    def __init__(self, engine: EngineState, messages: list[dict[str, str]] | None = None) -> None:
         self.engine = engine
         self.messages = list(messages or [])
 

@@ -19,15 +19,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from specengine.cycle import Lane, result_of, run_eager
 from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.records import Cycle, GenerationResult, StreamPiece
-
-if TYPE_CHECKING:
-    from specengine.engine import Engine
 
 PIECE, NEAR, LEAST = (
     64,
@@ -466,7 +463,7 @@ class AsyncTextGeneration:
 class Streams:
     """Answers what is submitted on these engines, in a thread that is there for as long as there is something to do."""
 
-    def __init__(self, engines: list[Engine], scheduler: Scheduler | None = None) -> None:
+    def __init__(self, engines: list[Any], scheduler: Scheduler | None = None) -> None:
         self._engines, self._scheduler = engines, scheduler
         self._waiting = deque[tuple[Begin, Ticket, Callable[[Any], None]]]()
         self._guard = threading.Lock()
@@ -484,7 +481,7 @@ class Streams:
         for _ in run_tasks(self._engines, self._scheduler, self._take):
             pass
 
-    def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+    def _take(self, idle: list[Any], wait: bool) -> tuple[Any, Task] | None:
         with self._guard:
             if self._waiting:
                 return idle[0], _send_pieces(idle[0], *self._waiting.popleft())
@@ -492,7 +489,7 @@ class Streams:
             return None
 
 
-def _send_pieces(engine: Engine, begin: Begin, ticket: Ticket, send: Callable[[Any], None]) -> Task:
+def _send_pieces(engine: Any, begin: Begin, ticket: Ticket, send: Callable[[Any], None]) -> Task:
     last: GenerationResult | BaseException | None = None
     stream: Any = None
     try:

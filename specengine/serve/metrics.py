@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from specengine.engine import Engine
-from specengine.engine.pool import Pool, bytes_held, bytes_used
+from specengine.engine.parts import Pool, bytes_held, bytes_used
 from specengine.protocol.completion import Completion
 
 SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it

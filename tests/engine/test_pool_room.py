@@ -15,9 +15,8 @@ from specengine import Engine
 from specengine.drafters import cache_of
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
-from specengine.engine import Pool, TextGeneration, Ticket
-from specengine.engine import pool as pool_module
-from specengine.engine.pool import bytes_held, bytes_used
+from specengine.engine import Pool, TextGeneration, Ticket, parts
+from specengine.engine.parts import bytes_held, bytes_used
 from specengine.errors import InputError
 from specengine.models.native import LaneTarget, NativeHead, NativeTarget
 from tests.engine.lanes import engine_of, lm_of, until
@@ -251,7 +250,7 @@ def test_letting_an_answer_go_frees_its_engine_and_its_room() -> None:
 def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "PREFILL_ROWS", 64)
+    monkeypatch.setattr(parts, "PREFILL_ROWS", 64)
     pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(240)]
     ticket = Ticket()
@@ -273,7 +272,7 @@ def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(
 def test_a_prompt_that_waits_for_another_one_with_its_beginning_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "PREFILL_ROWS", 16)
+    monkeypatch.setattr(parts, "PREFILL_ROWS", 16)
     pool = Pool(engine_of(), 2)
     prompt = [(7 * i + 3) % VOCABULARY for i in range(90)]
     first = TextGeneration(pool.engines[0], prompt, {"max_new_tokens": 4})
@@ -295,7 +294,7 @@ def test_leaving_an_asynchronous_stream_that_waits_ends_it(
 ) -> None:
     engine = engine_of()
     room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
-    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
 
     def threads() -> int:
         return sum(thread.name == "specengine-astream" for thread in threading.enumerate())

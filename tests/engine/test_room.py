@@ -7,7 +7,7 @@ import torch
 
 from specengine import Engine
 from specengine.drafters.small_model import SmallModel
-from specengine.engine import drivers
+from specengine.engine import generation
 from specengine.errors import InputError
 from specengine.models import kv_cache
 from specengine.request.sampling import History
@@ -25,7 +25,7 @@ def stream_into(seen: list[int], made: Engine) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that hold hardly more than there is, so that every few tokens they grow."""
-    monkeypatch.setattr(drivers, "MIN_ROOM", 2)
+    monkeypatch.setattr(generation, "MIN_ROOM", 2)
     monkeypatch.setattr(kv_cache, "GRANULE", 1)
 
 
@@ -72,7 +72,7 @@ def test_a_large_limit_takes_no_memory_of_its_own(draft: str, backend: str) -> N
 
 
 def test_a_stream_goes_on_past_the_first_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "MIN_ROOM", 16)
+    monkeypatch.setattr(generation, "MIN_ROOM", 16)
     made = engine_of(draft="ngram")
     reserved: list[int] = []
     reserve = made.drivers.own.eager.reserve
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_past_the_first_room(monkeypatch: pytest.MonkeyPatch) -
 def test_no_memory_is_an_error_of_ours(
     error: Exception, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drivers, "MIN_ROOM", 8)
+    monkeypatch.setattr(generation, "MIN_ROOM", 8)
     made = engine_of(draft="ngram")
     seen: list[int] = []
 

@@ -10,7 +10,7 @@ that are put together from parts or read from a table, and that Python first imp
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Graph = dict[str, set[str]]
@@ -27,12 +27,15 @@ def _name(package: Path, file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def module_graph(package: Path) -> Graph:
-    """Return for each module but the public face those of the package that it imports."""
+def module_graph(package: Path, *, typed: bool = False) -> Graph:
+    """Return for each module but the public face those of the package that it imports.
+
+    typed: whether imports under TYPE_CHECKING count too: what a reader follows to know a module's names.
+    """
     known = modules(package)
     face = _Face(package, known)
     return {
-        name: _imports(name, file, known, face) - {name}
+        name: _imports(name, file, known, face, ast.walk if typed else _running) - {name}
         for name, file in known.items()
         if name != package.name
     }
@@ -84,13 +87,19 @@ class _Face:
         return self._functions.get(name, set()) & self._known.keys()
 
 
-def _imports(name: str, file: Path, known: dict[str, Path], face: _Face) -> set[str]:
+def _imports(
+    name: str,
+    file: Path,
+    known: dict[str, Path],
+    face: _Face,
+    nodes: Callable[[ast.AST], Iterator[ast.AST]],
+) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     inside = (
         name if file.name == "__init__.py" else name.rpartition(".")[0]
     )  # where relative imports begin
     found: set[str] = set()
-    for node in _running(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found |= {_nearest(alias.name, known) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -189,6 +198,7 @@ def measure(package: Path) -> dict[str, int]:
         "circles of rooms": len(circles(rooms)),
         "circles of modules": len(circles(parts)),
         "modules in circles": sum(map(len, circles(parts))),
+        "circles of modules, types counted": len(circles(module_graph(package, typed=True))),
     }
 
 

@@ -54,7 +54,17 @@ def test_arrows_of_all_kinds_are_seen(tmp_path: Path) -> None:
         "circles of rooms": 0,
         "circles of modules": 0,
         "modules in circles": 0,
+        "circles of modules, types counted": 1,
     }
+
+
+def test_a_circle_of_the_type_checker_alone_counts_apart(tmp_path: Path) -> None:
+    house = built(tmp_path)
+    (circle,) = imports.circles(imports.module_graph(house, typed=True))
+    assert {"house.engine", "house.ground"} < set(circle)
+    assert imports.circles(imports.module_graph(house)) == []
+    (house / "ground.py").write_text("import os\n")
+    assert imports.measure(house)["circles of modules, types counted"] == 0
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ import pytest
 from specengine import Engine
 from specengine.cycle import Lane
 from specengine.drafters.recycling import Recycling
-from specengine.engine import Pool, parallel_of
-from specengine.engine import pool as pool_module
-from specengine.engine.pool import slots_of
+from specengine.engine import Pool, parallel_of, parts
+from specengine.engine.parts import slots_of
 from specengine.engine.scheduler import Scheduler
 from specengine.errors import InputError
 from specengine.models.native import NativeTarget
@@ -250,7 +249,7 @@ def test_an_answer_without_room_counts_as_waiting(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
@@ -268,7 +267,7 @@ def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         first = many.submit(server.post, long, TEXTS)
@@ -290,7 +289,7 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     stream: bool, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(pool_module, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with (
         served(native_engine, parallel=2, max_seconds=0.4) as server,
@@ -462,7 +461,7 @@ def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(
     cache: Any = engine.target.cache  # type: ignore[attr-defined]
     each = cache.bytes_of(slots_of(engine.drivers.own.eager, 512)[0])  # the draft has no cache
     for free, expected in ((2.1 * each, 1), (6.5 * each, 3), (100 * each, 8), (0, 1)):
-        monkeypatch.setattr(pool_module, "free_memory", lambda free=free: int(free))
+        monkeypatch.setattr(parts, "free_memory", lambda free=free: int(free))
         assert parallel_of(engine) == expected
         with served(native_engine) as server:
             assert server.worker.jobs.parallel == expected

@@ -1,32 +1,245 @@
-"""Engines that answer at the same time, and the memory that their caches share."""
+"""What an engine is made of: its cycles' drivers by policy, and engines that share memory and answer at the same time.
+
+The first tree of an engine is checked closely (cycle.Inspected), later ones where that costs no time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
+import functools
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from specengine import drafters
+from specengine import drafters, loading, policies
+from specengine.captured import CapturedDriver
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
-from specengine.errors import InputError, require
-from specengine.models import common_prefix
+from specengine.errors import EngineBusyError, InputError, require, shown
+from specengine.models import Target, common_prefix
 from specengine.models.assistant import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
+from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
+from specengine.request.grammars import Constraint, Vocabularies, compiled
+from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
-    from specengine.engine import Engine
 
+PLAIN = "plain"
+MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
 MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
+
+
+class Drivers(NamedTuple):
+    """The drivers of one policy: eager, and captured if the target is."""
+
+    eager: EagerDriver
+    captured: CapturedDriver | None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.eager.drafter
+
+    @property
+    def policy(self) -> TreePolicy | None:
+        return self.eager.policy
+
+
+class KeptDrivers:
+    """An engine's drivers by policy, with what each policy has learnt and captured.
+
+    Those of a policy's name and options are kept from the first call that asks for them, those of a TreePolicy until a
+    call brings another one. A name and options that give what the engine was loaded with mean its own policy. Graphs
+    take memory: of the policies by name the MAX_CAPTURED asked for last keep theirs.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
+        self._target, self._drafter = target, drafter
+        self._named: dict[tuple[str, ...], Drivers] = {}
+        self._brought: Drivers | None = None
+        self.own = self.of(policy)
+
+    def asked(
+        self, policy: str | TreePolicy | None, options: Mapping[str, Any] | None = None
+    ) -> Drivers:
+        """Return the drivers of a call's policy: a name, NAME/PRESET, `plain`, a TreePolicy, or None for the own one.
+
+        InputError for unknown names and options, and for any policy but `plain` where there is no draft.
+        """
+        options = options or {}
+        if policy is None or policy == PLAIN:
+            if options:
+                raise InputError(
+                    "policy_options: they need a policy given by name, other than plain"
+                )
+            return self.own if policy is None else self._by_name(PLAIN, {})
+        if self._drafter is None:
+            raise InputError(
+                f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft"
+            )
+        if isinstance(policy, str):
+            return self._by_name(policy, options)
+        return self._by_itself(policies.of(policy, options))
+
+    def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
+        # as text, as options may be given as text, and need not be hashable
+        try:
+            key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
+        except (RecursionError, ValueError) as error:
+            raise InputError(
+                f"policy_options: got {shown(options)}, which have no text form"
+            ) from error
+        if key not in self._named:
+            policy = None if name == PLAIN else policies.of(name, options)
+            self._named[key] = self.own if policy == self.own.policy else self.of(policy)
+        elif self._target.captured:
+            drivers = self._named.pop(key)
+            if drivers.captured is None:  # it has given up its graphs
+                drivers = drivers._replace(captured=self.of(drivers.policy).captured)
+            self._named[key] = drivers
+        return self._bounded(key)
+
+    def _bounded(self, key: tuple[str, ...]) -> Drivers:
+        """Return the drivers asked for last; those asked for longest ago give up their graphs if there are many."""
+        captured = [
+            one
+            for one, kept in self._named.items()
+            if kept.captured is not None and kept is not self.own
+        ]
+        for one in captured[:-MAX_CAPTURED]:
+            self._named[one] = self._named[one]._replace(captured=None)
+        return self._named[key]
+
+    def forget_graphs(self) -> None:
+        """Keep what policies have learnt, without their graphs."""
+        self.own = self.own._replace(captured=None)
+        self._named = {key: kept._replace(captured=None) for key, kept in self._named.items()}
+        self._brought = None if self._brought is None else self._brought._replace(captured=None)
+
+    def _by_itself(self, policy: TreePolicy) -> Drivers:
+        if policy is self.own.policy:
+            return self.own
+        if self._brought is None or self._brought.policy is not policy:
+            self._brought = self.of(policy)
+        return self._brought
+
+    def of(self, policy: TreePolicy | None) -> Drivers:
+        """Make the drivers of a policy. Without one they decode plainly and leave the draft alone."""
+        target = self._target
+        drafter = None if policy is None else self._drafter
+        captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
+        eager = EagerDriver(target, drafter, policy)
+        eager.inspected = captured is not None and all(  # our own need no closer look
+            part is None or type(part).__module__.startswith("specengine.")
+            for part in (drafter, policy)
+        )
+        return Drivers(eager, captured)
+
+
+class EngineState:
+    """The parts of an engine, and the caches of the one answer that it gives at a time."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: TreePolicy | None,
+        tokenizer: Any = None,
+    ) -> None:
+        if (drafter is None) != (policy is None):
+            raise InputError("policy, draft: give both, or neither for plain decoding")
+        self.target = target
+        self.drafter = drafter
+        self.drivers = KeptDrivers(target, drafter, policy)
+        self.tokenizer = tokenizer
+        self.notes: list[str] = []  # what a user should know about these parts; in the statistics
+        self.pool: Pool | None = None  # that it belongs to
+        self.ring: Any = None  # the checkpoints.learnt.Learnt that keeps its texts
+        self.watch = loading.ModelWatch(
+            tuple(
+                model
+                for part in (target, drafter)
+                if (model := getattr(part, "lm", None)) is not None
+            )
+        )
+        self._busy = threading.Lock()
+
+    @functools.cached_property
+    def vocabularies(self) -> Vocabularies:
+        """Return the tokenizer as grammars read it."""
+        return Vocabularies(self.tokenizer, self.target.vocab_size)
+
+    @property
+    def policy(self) -> TreePolicy | None:
+        """Return the policy of calls that name no other. It can be replaced between generations."""
+        return self.drivers.own.policy
+
+    @policy.setter
+    def policy(self, policy: TreePolicy | None) -> None:
+        if policy is not None and self.drafter is None:
+            raise InputError(
+                "policy: this engine was loaded without a draft, so a policy has no effect"
+            )
+        self.drivers.own = self.drivers.of(policy)
+        if self.watch.recipe is not None:
+            self.watch.recipe = dataclasses.replace(self.watch.recipe, policy=policy)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether an answer is under way."""
+        return self._busy.locked()
+
+    def constraint(self, asked: GenerationOptions) -> Constraint | None:
+        """Return a new constraint made from these options, or None. May be called from any thread."""
+        if (given := asked.constrains) is None:
+            return None
+        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Any:
+        """Generate as an iterator of StreamPiece, see Engine."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Refresh all but changed numbers, which are checked when an answer begins. Does nothing during an answer."""
+        with contextlib.suppress(EngineBusyError), self.hold(""):
+            self._follow()
+
+    def _follow(self) -> None:
+        if (parts := self.watch.follow(self.tokenizer)) is not None:
+            self.target = parts.target
+            self.drafter = parts.drafter
+            self.notes = parts.notes
+            self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
+            vars(self).pop("vocabularies", None)
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget all cached tokens."""
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    @contextlib.contextmanager
+    def hold(self, refusal: str) -> Iterator[None]:
+        """Keep other callers out meanwhile; EngineBusyError with this text where one is in."""
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError(refusal)
+        try:
+            yield
+        finally:
+            self._busy.release()
 
 
 class Pool:
@@ -45,7 +258,7 @@ class Pool:
     """
 
     def __init__(
-        self, engine: Engine, count: int, memory: int | None = None, *, spare: int = 0
+        self, engine: EngineState, count: int, memory: int | None = None, *, spare: int = 0
     ) -> None:
         require("parallel", count, "1 or more", type(count) is int and count >= 1)
         if type(engine.target) is not NativeTarget:
@@ -59,15 +272,17 @@ class Pool:
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)
-        self.waiting: dict[Engine, Ticket] = {}  # whose answers wait for room
-        self._reading: dict[Engine, list[int]] = {}  # prompts that are taken in
-        self._reserved: dict[Engine, int] = {}  # bytes of answers under way
+        self.waiting: dict[EngineState, Ticket] = {}  # whose answers wait for room
+        self._reading: dict[EngineState, list[int]] = {}  # prompts that are taken in
+        self._reserved: dict[EngineState, int] = {}  # bytes of answers under way
         self._costs: dict[
-            Engine, tuple[PassCosts | None, int, PassCosts]
+            EngineState, tuple[PassCosts | None, int, PassCosts]
         ] = {}  # alone, with how many texts, with them
         self._ended = list(self.engines)  # the one whose answer ended last comes last
 
-    def place(self, engine: Engine, tokens: int, drafted: int, ticket: Ticket) -> Iterator[None]:
+    def place(
+        self, engine: EngineState, tokens: int, drafted: int, ticket: Ticket
+    ) -> Iterator[None]:
         """Wait until there is room for so many tokens; `leave` gives it back. Drops caches of ended answers.
 
         The oldest ones go first. Of those that wait, the one whose client was served least has its turn; the others
@@ -90,7 +305,7 @@ class Pool:
         self._reserved[engine] = need
         self._count()
 
-    def leave(self, engine: Engine) -> None:
+    def leave(self, engine: EngineState) -> None:
         """Give back the room of an answer that has ended; what its caches hold is kept for as long as it can be."""
         del self._reserved[engine]
         self._reading.pop(engine, None)
@@ -105,7 +320,7 @@ class Pool:
             if (reprice := getattr(engine.policy, "reprice", None)) is not None:
                 reprice()
 
-    def _make_room(self, engine: Engine, need: int) -> bool:
+    def _make_room(self, engine: EngineState, need: int) -> bool:
         if min(self.waiting, key=lambda other: self.waiting[other].rank) is not engine:
             return False
         left = self.memory - need - sum(self._reserved.values())
@@ -122,11 +337,13 @@ class Pool:
                 kept[other] = 0
         return sum(kept.values()) <= left
 
-    def share(self, engine: Engine, prompt: list[int], drafter: Drafter | None) -> Iterator[None]:
+    def share(
+        self, engine: EngineState, prompt: list[int], drafter: Drafter | None
+    ) -> Iterator[None]:
         """Copy what other texts have of a prompt. Waits for those that are taking in the same beginning."""
         target = cast(LaneTarget, engine.target)
 
-        def held(other: Engine) -> int:
+        def held(other: EngineState) -> int:
             count = target.shares(cast(LaneTarget, other.target), prompt)
             return (
                 count
@@ -150,7 +367,7 @@ class Pool:
         self._reading[engine] = prompt
 
     def prefill(
-        self, engine: Engine, prompt: list[int], keep: int
+        self, engine: EngineState, prompt: list[int], keep: int
     ) -> Generator[RowBatch, None, Tensor | None]:
         """Take in a prompt behind its first `keep` tokens, in short pieces while there are other texts."""
         target = cast(LaneTarget, engine.target)
@@ -158,11 +375,11 @@ class Pool:
             prompt, keep, lambda length: piece_at(length) if target.others else PREFILL_ROWS
         )
 
-    def read(self, engine: Engine) -> None:
+    def read(self, engine: EngineState) -> None:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
         del self._reading[engine]
 
-    def costs(self, engine: Engine, alone: PassCosts) -> PassCosts:
+    def costs(self, engine: EngineState, alone: PassCosts) -> PassCosts:
         """Return the costs of an engine's passes with the texts that are under way; alone: without other texts."""
         if (others := cast(LaneTarget, engine.target).others) == 0:
             return alone
@@ -183,7 +400,7 @@ class Pool:
             self.scheduler.pace.price = alone.over_plain
         return shared
 
-    def _beside(self, engine: Engine) -> Engine:
+    def _beside(self, engine: EngineState) -> EngineState:
         """Return an engine of the same parts with a state of its own."""
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
         policy: Any = engine.policy
@@ -204,13 +421,13 @@ class Pool:
         """
         asked = enumerate(prompts)
 
-        def answer(engine: Engine, number: int, prompt: Prompt) -> Task:
+        def answer(engine: EngineState, number: int, prompt: Prompt) -> Task:
             with engine.stream(prompt, **options) as generation:
                 generation.silence()
                 yield from finished(generation)
                 return number, generation.run()
 
-        def take(idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
+        def take(idle: list[EngineState], wait: bool) -> tuple[EngineState, Task] | None:
             one = next(asked, None)
             return None if one is None else (idle[0], answer(idle[0], *one))
 
@@ -218,7 +435,7 @@ class Pool:
         return [results[number] for number in range(len(results))]
 
 
-def parallel_of(engine: Engine, memory: int | None = None) -> int:
+def parallel_of(engine: EngineState, memory: int | None = None) -> int:
     """Return how many answers at once suit an engine: those whose caches fit in `memory`, MOST at most.
 
     Caches are counted with the model's whole context, of target and draft; memory: as of a Pool. One where answers
@@ -246,18 +463,18 @@ def slots_of(driver: EagerDriver, text: int) -> tuple[int, int]:
     return text + driver.budget, drafted
 
 
-def bytes_held(engine: Engine) -> int:
+def bytes_held(engine: EngineState) -> int:
     """Return the bytes that the caches of a pool's engine take."""
     return _bytes_of(engine, 0, 0)
 
 
-def bytes_used(engine: Engine) -> int:
+def bytes_used(engine: EngineState) -> int:
     """Return the bytes of those slots of its caches that hold tokens."""
     caches = cast(LaneTarget, engine.target).cache, drafters.cache_of(engine.drafter)
     return sum(cache.length * cache.slot_bytes for cache in caches if cache is not None)
 
 
-def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
+def _bytes_of(engine: EngineState, tokens: int, drafted: int) -> int:
     """Return the bytes of its caches with room for so many tokens, at least those that they have."""
     cache = drafters.cache_of(engine.drafter)
     return cast(LaneTarget, engine.target).cache.bytes_of(tokens) + (
@@ -265,7 +482,7 @@ def _bytes_of(engine: Engine, tokens: int, drafted: int) -> int:
     )
 
 
-def _forget(engine: Engine) -> None:
+def _forget(engine: EngineState) -> None:
     target = cast(LaneTarget, engine.target)
     target.cache, target.tokens = target.lm.new_cache(1), []
     drafters.forget(engine.drafter)
