@@ -3,17 +3,75 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from typing import NamedTuple
 
 from specengine.cli.commands import make_parser
 
+SHARING = 3  # commands that have an option before it counts as common
+
+
+class _Entry(NamedTuple):
+    """An option or argument as a line of the listing, and the title of its group."""
+
+    group: str
+    shown: str
+    line: str
+
 
 def listing() -> str:
-    """Return every command with its description and its groups of options."""
-    return "\n\n".join(
-        text
+    """Return the options that several commands share, then every command with those that it has alone."""
+    by_command = {
+        name: (_described(name, parser), _entries(parser))
         for name, parser in commands(make_parser(), "specengine")
-        for text in _command(name, parser)
-    )
+    }
+    common = _common([entries for _, entries in by_command.values()])
+    paragraphs = ["### Common options"]
+    for title, entries in common.items():
+        paragraphs += [f"#### {title}", "\n".join(entry.line for entry in entries)]
+    for name, (description, entries) in by_command.items():
+        paragraphs += [f"### `{name}`", description, *_groups(entries, common)]
+        paragraphs += _taken(entries, common)
+    return "\n\n".join(paragraphs)
+
+
+def _common(commands: list[list[_Entry]]) -> dict[str, list[_Entry]]:
+    """Return, by group, the entries that SHARING commands have word for word; of the group Options, those of all."""
+    counts = Counter(entry.line for entries in commands for entry in entries)
+    first = {entry.line: entry for entries in reversed(commands) for entry in entries}
+    common: dict[str, list[_Entry]] = {}
+    for entry in (first[entry.line] for entries in commands for entry in entries):
+        everywhere = counts[entry.line] == len(commands)
+        if everywhere or (counts[entry.line] >= SHARING and entry.group != "Options"):
+            shared = common.setdefault("All commands" if everywhere else entry.group, [])
+            if entry not in shared:
+                shared.append(entry)
+    return common
+
+
+def _groups(entries: list[_Entry], common: dict[str, list[_Entry]]) -> list[str]:
+    """Return the paragraphs of the entries that are not common, group by group."""
+    lines = {entry.line for shared in common.values() for entry in shared}
+    groups: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.line not in lines:
+            groups.setdefault(entry.group, []).append(entry.line)
+    return [text for title, below in groups.items() for text in (f"*{title}*", "\n".join(below))]
+
+
+def _taken(entries: list[_Entry], common: dict[str, list[_Entry]]) -> list[str]:
+    """Return a line that links to the common options a command takes, and names those of a group that it lacks."""
+    lines = {entry.line for entry in entries}
+    links = []
+    for title, shared in common.items():
+        taken = [entry for entry in shared if entry.line in lines]
+        if not taken or title == "All commands":
+            continue
+        lacking = [entry for entry in shared if entry not in taken]
+        word, named = ("without", lacking) if len(lacking) < len(taken) else ("only", taken)
+        names = f" ({word} {', '.join(f'`{entry.shown}`' for entry in named)})" if lacking else ""
+        links.append(f"[{title.lower()}](#{title.lower().replace(' ', '-')}){names}")
+    return [f"Common options: {', '.join(links)}."] if links else []
 
 
 def commands(
@@ -36,36 +94,35 @@ def _is_own(action: argparse.Action) -> bool:
     return not isinstance(action, argparse._SubParsersAction) and action.dest not in everywhere
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the paragraphs of a command. Raise ValueError if it has no description."""
+def _described(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the description of a command as a sentence. Raise ValueError if it has none."""
     if not parser.description:
         raise ValueError(f"{name}: it has no description")
-    lines = [f"### `{name}`", _sentence(parser.description)]
-    skipped = (
-        argparse._HelpAction | argparse._SubParsersAction
-    )  # each subcommand has a heading of its own
-    for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, skipped)]
-        if actions:
-            title = {"positional arguments": "arguments"}.get(
-                group.title or "", group.title or "options"
-            )
-            lines += [
-                f"*{title.capitalize()}*",
-                "\n".join(_line(action, parser) for action in actions),
-            ]
-    return lines
+    return _sentence(parser.description)
 
 
-def _line(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+def _entries(parser: argparse.ArgumentParser) -> list[_Entry]:
+    """Return what a command takes, without help and subcommands, which have a heading each."""
+    skipped = argparse._HelpAction | argparse._SubParsersAction
+    titles = {"positional arguments": "Arguments", None: "Options"}
+    return [
+        _entry(titles.get(group.title, str(group.title).capitalize()), action, parser)
+        for group in parser._action_groups
+        for action in group._group_actions
+        if not isinstance(action, skipped)
+    ]
+
+
+def _entry(group: str, action: argparse.Action, parser: argparse.ArgumentParser) -> _Entry:
     formatter = parser._get_formatter()
     shown = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    full = shown
     if action.option_strings and action.nargs != 0:
-        shown += " " + formatter._format_args(
+        full += " " + formatter._format_args(
             action, formatter._get_default_metavar_for_optional(action)
         )
     text = (action.help or "") % {"default": action.default, "prog": parser.prog}
-    return f"- `{shown}`" + (f": {_escaped(text)}" if text else "")
+    return _Entry(group, shown, f"- `{full}`" + (f": {_escaped(text)}" if text else ""))
 
 
 def _sentence(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -105,4 +106,15 @@ def test_each_parser_is_listed_by_every_option_that_is_its_own() -> None:
 
 def test_a_command_without_a_description_is_not_listed_as_a_dot() -> None:
     with pytest.raises(ValueError, match="tool: it has no description"):
-        command_line._command("tool", argparse.ArgumentParser("tool"))
+        command_line._described("tool", argparse.ArgumentParser("tool"))
+
+
+def test_common_options_stand_once() -> None:
+    text = command_line.listing()
+    lines = [line for line in text.splitlines() if line.startswith("- `--")]
+    assert len([line for line in lines if line.startswith("- `--backend")]) == 1
+    assert len([line for line in lines if line.startswith("- `--debug")]) == 1
+    parts = re.split(r"^### `", text, flags=re.MULTILINE)
+    serve = next(part for part in parts if part.startswith("specengine serve`"))
+    assert "[model](#model) (without `--model`), [draft and policy](#draft-and-policy)." in serve
+    assert "generation" not in serve
