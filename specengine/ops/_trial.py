@@ -20,10 +20,8 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; in
 HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
-PACKED_ROWS, LONG = (
-    (16, 32, 64),
-    200,
-)  # most of a kind of tiles, before the largest; a prefix that is split
+PACKED_ROWS = (16, 32, 64)  # most of a kind of tiles, before the largest
+LONG = 200  # slots of a prefix that is split
 MAX_THREADS = 8
 
 Implementations = dict[str, Callable[..., Any]]
@@ -180,22 +178,6 @@ def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
     )
 
 
-def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
-    parents, tokens = _whole(device, 4, 2, 4, 0), _whole(device, 1, 2, 3, 4)
-    return [
-        (
-            _tree(device, room),
-            _count(device, 5),
-            parents,
-            tokens,
-            _wave(device, 4),
-            _count(device, 3),
-            _count(device, 0),
-        )
-        for room in (7, 70)
-    ]
-
-
 def _logits(device: torch.device) -> list[Tensor]:
     logits = _wave(device, ROWS, COLUMNS)
     logits[0, :9], logits[1, 3], logits[2, 5:] = (
@@ -306,25 +288,15 @@ def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
     return [(*_rows(device), mask, 60)]
 
 
-def _extract(device: torch.device) -> list[tuple[Any, ...]]:
-    return [
-        (_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3))
-        for capacity in (5, 70)
-    ]
-
-
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
-# Ops that could change an answer: the target's attention and choices, the walk, the cache, and the masks of trees.
-# The others only draft, or are compared with the modules that they replace (fused layers). The first of these that a
-# backend has stands for its other ops: where nothing of it runs, they are not taken either.
+# Ops that could change an answer: the target's attention and choices, the walk, and the cache. The others draft, build
+# trees, or are compared with the modules that they replace (fused layers). The first of these that a backend has stands
+# for its other ops: where nothing of it runs, they are not taken either.
 INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
     "walk": _walk,
-    "extract": _extract,
-    "append_nodes": _append_nodes,
     "cached_attention": _cached_attention,
     "choose_tokens": _choose_tokens,
     "compact_kv": _compact_kv,
-    "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "strict_cached_attention": lambda device: strict_attention_of(
         Heads(SIZE, 2, torch.float32), device
     ),

@@ -57,6 +57,22 @@ def _without_padding(value: Any) -> Any:
     return value
 
 
+def _append_nodes(device: torch.device) -> list[tuple[Any, ...]]:
+    parents, tokens = _whole(device, 4, 2, 4, 0), _whole(device, 1, 2, 3, 4)
+    return [
+        (
+            _tree(device, room),
+            _count(device, 5),
+            parents,
+            tokens,
+            _wave(device, 4),
+            _count(device, 3),
+            _count(device, 0),
+        )
+        for room in (7, 70)
+    ]
+
+
 def _best_candidates(device: torch.device) -> list[tuple[Any, ...]]:
     scores = _wave(device, ROWS, phase=2.0).abs().neg()
     return [(logits, scores, _count(device, 4), 12) for logits in _logits(device)]
@@ -71,6 +87,13 @@ def _couple(device: torch.device) -> list[tuple[Any, ...]]:
     some = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 7 + 3
     return [
         (logits, ids, positions, seed, scale) for logits in _logits(device) for ids in (None, some)
+    ]
+
+
+def _extract(device: torch.device) -> list[tuple[Any, ...]]:
+    return [
+        (_tree(device, capacity), _whole(device, 0, 1, 3, 0), _count(device, 3))
+        for capacity in (5, 70)
     ]
 
 
@@ -190,12 +213,15 @@ def _count_outcomes(device: torch.device) -> list[tuple[Any, ...]]:
 
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "add_rms_norm": _add_rms_norm,
+    "append_nodes": _append_nodes,
     "best_candidates": _best_candidates,
     "count_outcomes": _count_outcomes,
     "couple": _couple,
+    "extract": _extract,
     "gather_rows": _gather_rows,
     "grow_likely": _grow_likely,
     "keep_likely": _keep_likely,
+    "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "rope_store": _rope_store,
     "silu_mul": lambda device: [
         tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))
