@@ -82,9 +82,9 @@ def ranks(file: str) -> str:
 
 
 def loss_ranks(file: str) -> str:
-    """Return accuracy and calibration by rank of the heads of each loss, with intervals, from research.losses."""
+    """Return accuracy and calibration by rank of the heads of each loss, from research.losses."""
     heads = [record for record in records(file) if record["record"] == "head"]
-    return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file, bounded=True)
+    return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file)
 
 
 def loss_acceptance(file: str) -> str:
@@ -168,63 +168,27 @@ def _signed(record: Record, name: str, scale: float, digits: int) -> str:
     return f"{value} ({low} to {high})"
 
 
-def _by_rank(
-    head: str, names: Sequence[str], heads: Sequence[Record], file: str, *, bounded: bool = False
-) -> str:
+def _by_rank(head: str, names: Sequence[str], heads: Sequence[Record], file: str) -> str:
     """Return rows of RANKED for each name, columns of ranks, in percent."""
     rows = []
     for name, record in zip(names, heads, strict=True):
         for what, called in RANKED.items():
             cells = [f"{100 * rank[what]:.1f}" for rank in record["by_rank"]]
-            if bounded:
-                bounds = [
-                    [100 * bound for bound in rank[f"{what}_interval"]]
-                    for rank in record["by_rank"]
-                ]
-                cells = [
-                    f"{cell} ({low:.1f} to {high:.1f})"
-                    for cell, (low, high) in zip(cells, bounds, strict=True)
-                ]
             rows.append([name, called, *cells])
     return table(
         (head, "in %", *(f"rank {rank['rank']}" for rank in heads[0]["by_rank"])), rows, file
     )
 
 
-def scaled(file: str) -> str:
-    """Return both calibration errors along text, by scale of the temperatures, from research.calibration."""
-    by_scale = [record for record in records(file) if record["record"] == "text"]
-    rows = [
-        [
-            code(record["head"]),
-            f"{record['temperatures_scale']:g}",
-            *(
-                f"{100 * r['calibration']:.1f} / {100 * r['standard_calibration']:.1f}"
-                for r in record["by_rank"]
-            ),
-        ]
-        for record in by_scale
-    ]
-    return table(
-        (
-            "head",
-            "temperatures multiplied by",
-            *(f"rank {r['rank']}" for r in by_scale[0]["by_rank"]),
-        ),
-        rows,
-        file,
-    )
-
-
-def served(file: str) -> str:
+def served(file: str, head: str) -> str:
     """Return best children of accepted nodes by the rank of the node, in percent, from research.calibration."""
     by_way: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records(file):
-        if record["record"] == "served":
+        if record["record"] == "served" and record["head"] == head:
             by_way.setdefault((record["head"], record["sampling"]), {})[record["behind"]] = record
     last = max(behind for by_rank in by_way.values() for behind in by_rank)
     rows = []
-    for (head, sampling), by_rank in by_way.items():
+    for (_, sampling), by_rank in by_way.items():
         for label, first, second in (
             ("accuracy / stated", "accuracy", "stated"),
             ("error / chance", "error", "chance"),
@@ -236,9 +200,8 @@ def served(file: str) -> str:
             cells = [
                 f"{100 * pair[0]:.1f} / {100 * pair[1]:.1f}" if pair else NOTHING for pair in pairs
             ]
-            rows.append([code(head), sampling, label, *cells])
+            rows.append([sampling, label, *cells])
     header = (
-        "head",
         "sampling",
         "in %",
         "the root",
@@ -283,7 +246,7 @@ def beside(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(shapes, learning, ranks, scaled, served),
+        *(shapes, learning, ranks, served),
         *(
             accepted,
             beside,

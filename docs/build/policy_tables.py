@@ -16,12 +16,6 @@ def policies(file: str, *ways: str) -> str:
     rows = []
     for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
         whole = by_way[way, ALL]
-        by_set = {
-            name: r
-            for (w, name), r in by_way.items()
-            if w == way and name != ALL and "speed_mean" in r
-        }
-        lowest = min(by_set, key=lambda name: by_set[name]["speed_mean"], default=None)
         rows.append(
             [
                 code(way),
@@ -31,9 +25,6 @@ def policies(file: str, *ways: str) -> str:
                 ),
                 f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
                 number(whole, "speed_mean", 2),
-                f"{by_set[lowest]['speed_mean']:.2f} ({SETS.get(lowest, lowest)})"
-                if lowest
-                else NOTHING,
             ]
         )
     header = (
@@ -43,7 +34,6 @@ def policies(file: str, *ways: str) -> str:
         "nodes verified",
         "policy's share",
         "speed over plain",
-        "lowest set",
     )
     return table(header, rows, file)
 
@@ -59,24 +49,33 @@ def sets(file: str, *ways: str) -> str:
     return table(("policy", *(SETS[name] for name in names)), rows, file)
 
 
+def settings(*files_and_labels: str) -> str:
+    """Return the speed over plain decoding over all sets; a file of bench.policies precedes its label."""
+    files, labels = files_and_labels[::2], files_and_labels[1::2]
+    by_file = {file: summaries(file) for file in files}
+    ways = dict.fromkeys(way for file in files for way, _ in by_file[file] if way != "plain")
+    rows = [
+        [code(way), *(number(by_file[file].get((way, ALL), {}), "speed_mean", 2) for file in files)]
+        for way in ways
+    ]
+    return table(("policy", *labels), rows, *files)
+
+
 def adversarial(file: str) -> str:
-    """Return each case of bench.adversarial: median of its rounds, and first round."""
+    """Return cases of bench.adversarial, those of a kind in one row: medians of their rounds, and first rounds."""
+    kinds: dict[str, list[Record]] = {}
+    for r in records(file):
+        if r["record"] == "row":
+            kinds.setdefault(r["case"].rstrip("0123456789").rstrip(", "), []).append(r)
     rows = [
         [
-            r["case"],
-            f"{r['over_plain']:.2f}",
-            f"{r['rounds'][0]:.2f}",
-            number(r, "tau", 2),
-            str(r["draft_passes"]),
+            kind,
+            ", ".join(f"{r['over_plain']:.2f}" for r in cases),
+            ", ".join(f"{r['rounds'][0]:.2f}" for r in cases),
         ]
-        for r in records(file)
-        if r["record"] == "row"
+        for kind, cases in kinds.items()
     ]
-    return table(
-        ("case", "speed over plain", "in the first round", "tau", "draft passes in total"),
-        rows,
-        file,
-    )
+    return table(("case", "speed over plain", "in the first round"), rows, file)
 
 
 def chances(file: str) -> str:
@@ -276,7 +275,7 @@ def layers(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(policies, sets, adversarial, chances, coupling, regret),
+        *(policies, sets, settings, adversarial, chances, coupling, regret),
         *(exactness, same, replays, construction, layers, learnt),
     )
 }

@@ -32,12 +32,15 @@ def table(header: Sequence[str], rows: list[list[str]], *files: str) -> str:
 
 
 def source(*files: str) -> str:
-    """Return file, machine and date of the figures."""
-    lines = []
+    """Return the files of the figures by machine and date."""
+    by_origin: dict[str, list[str]] = {}
     for file in dict.fromkeys(files):
         origin = next(record for record in records(file) if record["record"] == "provenance")
-        lines.append(f"<small>`bench/results/{file}`: {origin['device']}, {origin['date']}</small>")
-    return "<br>\n".join(lines)
+        made = by_origin.setdefault(f"{origin['device']}, {origin['date']}", [])
+        made.append(f"`bench/results/{file}`")
+    return "<br>\n".join(
+        f"<small>{', '.join(made)}: {origin}</small>" for origin, made in by_origin.items()
+    )
 
 
 def code(way: str) -> str:

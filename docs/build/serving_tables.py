@@ -1,4 +1,4 @@
-"""Tables of servers and devices: load, storms, memory, replicas, and what ran on a GPU."""
+"""Tables of servers and devices: storms, hostile bodies, replicas, and what ran on a GPU."""
 
 from __future__ import annotations
 
@@ -9,41 +9,8 @@ from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.summaries import ALL
 
 
-def load(*files: str) -> str:
-    """Return the figures of bench.load by number of clients: one per run, in the order of the files."""
-    runs: dict[int, list[Record]] = {}
-    for file in files:
-        for r in records(file):
-            if r["record"] == "load":
-                runs.setdefault(r["clients"], []).append(r)
-
-    def each(rows: list[Record], name: str, digits: int) -> str:
-        return ", ".join(f"{r[name]:.{digits}f}" for r in rows)
-
-    rows = [
-        [
-            str(clients),
-            f"{sum(r['answered'] for r in own)} of {sum(r['answered'] + r['failed'] for r in own)}",
-            each(own, "tokens_per_second", 0),
-            each(own, "first_token_ms_p50", 0),
-            each(own, "answer_s_p50", 2),
-            each(own, "answer_s_p95", 2),
-        ]
-        for clients, own in sorted(runs.items())
-    ]
-    header = (
-        "clients",
-        "answered",
-        "tokens/s",
-        "ms to the first token, p50",
-        "s per answer, p50",
-        "s per answer, p95",
-    )
-    return table(header, rows, *files)
-
-
-def servers(file: str) -> str:
-    """Return the figures of bench.servers: each server by number of clients."""
+def servers(file: str, *clients: str) -> str:
+    """Return the figures of bench.servers: each server by these numbers of clients."""
     names = ("first_token_ms", "between_tokens_ms", "longest_pause_ms")
     rows = [
         [
@@ -53,7 +20,7 @@ def servers(file: str) -> str:
             *(f"{r[f'{name}_p50']:.0f}, {r[f'{name}_p95']:.0f}" for name in names),
         ]
         for r in records(file)
-        if r["record"] == "server"
+        if r["record"] == "server" and str(r["clients"]) in clients
     ]
     header = (
         "server",
@@ -64,6 +31,21 @@ def servers(file: str) -> str:
         "ms, longest pause",
     )
     return table(header, rows, file)
+
+
+def lanes(file: str) -> str:
+    """Return the speed over plain decoding one by one, by answers at once, from bench.cpu.lanes."""
+    found = {
+        (r["way"], r["lanes"]): r["over_plain_alone"]
+        for r in records(file)
+        if r["record"] == "lanes"
+    }
+    counts = list(dict.fromkeys(count for _, count in found))
+    rows = [
+        [way, *(f"{found[way, count]:.1f}" for count in counts)]
+        for way in dict.fromkeys(way for way, _ in found)
+    ]
+    return table(("answers at once", *map(str, counts)), rows, file)
 
 
 def device(file: str) -> str:
@@ -101,21 +83,23 @@ KERNEL_CASES = {
 
 
 def device_kernels(file: str) -> str:
-    """Return a case of each kernel and what torch has beside it, from bench.kernels; by a cold cache where measured."""
+    """Return each kernel and the fastest other way, from bench.kernels; by a cold cache where measured."""
     found = [r for r in records(file) if "median" in r and "way" in r]
     cold = {r["record"] for r in found if r["cache"] == "cold"}
-    rows = [
-        [
-            r["record"],
-            KERNEL_CASES[r["record"]].format(**r),
-            r["way"],
-            f"{r['median']:.1f}",
-            f"{max(r['bytes_us'], r['operations_us']):.1f}",
-        ]
-        for r in found
-        if r["cache"] == "cold" or r["record"] not in cold
-    ]
-    return table(("kernel", "case", "way", "us", "floor, us"), rows, file)
+    cases: dict[tuple[str, str], dict[str, Record]] = {}
+    for r in found:
+        if r["cache"] == "cold" or r["record"] not in cold:
+            case = KERNEL_CASES[r["record"]].format(**r)
+            cases.setdefault((r["record"], case), {})[r["way"]] = r
+    rows = []
+    for (kernel, case), ways in cases.items():
+        own = ways["specengine"]
+        others = [r for way, r in ways.items() if not way.startswith("specengine")]
+        best = min(others, key=lambda r: float(r["median"]))
+        floor = max(own["bytes_us"], own["operations_us"])
+        times = (f"{own['median']:.1f}", f"{best['median']:.1f} ({best['way']})", f"{floor:.1f}")
+        rows.append([kernel, case, *times])
+    return table(("kernel", "case", "us", "the fastest other, us", "floor, us"), rows, file)
 
 
 def device_layers(file: str) -> str:
@@ -135,29 +119,32 @@ def device_layers(file: str) -> str:
 
 
 def device_tests(file: str) -> str:
-    """Return the runs of the tests on a device, and the failures by reason."""
-    rows, found = list[list[str]](), records(file)
-    for run in (r for r in found if r["record"] == "tests"):
-        reasons = [
-            r["reason"] for r in found if r["record"] == "failed test" and r["run"] == run["run"]
-        ]
-        said = "; ".join(f"{reasons.count(reason)}: {reason}" for reason in dict.fromkeys(reasons))
-        rows.append([str(run["run"]), run["device"], str(run["passed"]), str(run["skipped"]), said])
-    return table(("run", "card", "passed", "skipped", "failed"), rows, file)
-
-
-def storm(file: str) -> str:
-    """Return the outcomes of crowds of clients, from tests.serve.storm."""
+    """Return the runs of the tests on a device, and how many failed."""
+    names = ("passed", "skipped", "failed")
     rows = [
-        [
-            "half misbehave" if r["rude"] else "all well-behaved",
-            str(r["clients"]),
-            *(str(r.get(outcome, 0)) for outcome in ("right", "error", "left", "refused", "lost")),
-        ]
+        [str(r["run"]), r["device"], *(str(r[name]) for name in names)]
         for r in records(file)
-        if r["record"] == "storm"
+        if r["record"] == "tests"
     ]
+    return table(("run", "card", *names), rows, file)
+
+
+def storm(*files_and_labels: str) -> str:
+    """Return the sums over crowds of clients, from tests.serve.storm; a file precedes what it ran with."""
+    outcomes = ("right", "error", "left", "refused", "lost")
+    files, labels = files_and_labels[::2], files_and_labels[1::2]
+    rows = []
+    for file, label in zip(files, labels, strict=True):
+        crowds: dict[bool, list[Record]] = {}
+        for r in records(file):
+            if r["record"] == "storm":
+                crowds.setdefault(r["rude"], []).append(r)
+        for is_rude, runs in crowds.items():
+            crowd = "half misbehave" if is_rude else "all well-behaved"
+            sums = (str(sum(r.get(outcome, 0) for r in runs)) for outcome in outcomes)
+            rows.append([label, crowd, str(sum(r["clients"] for r in runs)), *sums])
     header = (
+        "server",
         "crowd",
         "clients",
         "right answers",
@@ -166,35 +153,24 @@ def storm(file: str) -> str:
         "asked to retry",
         "lost",
     )
-    return table(header, rows, file)
-
-
-def memory(file: str) -> str:
-    """Return the memory of the server's process by number of requests, from tests.serve.storm."""
-    rows = [
-        [f"{r['requests']:,}", f"{r['resident_mb']:.1f}"]
-        for r in records(file)
-        if r["record"] == "memory"
-    ]
-    return table(("requests", "MB resident"), rows, file)
+    return table(header, rows, *files)
 
 
 def hostile(file: str) -> str:
-    """Return how long another user waits beside bodies that take long to read, from tests.serve.hostile."""
-    rows = [
-        [
-            r["body"],
-            number(r, "megabytes", 2),
-            str(r["status"]),
-            number(r, "seconds", 2),
-            number(r, "longest", 2),
-        ]
-        for r in records(file)
-        if r["record"] == "hostile"
+    """Return how long another user waits for others' large bodies, from tests.serve.hostile.
+
+    Bodies that are answered have a row each; of those that are refused, the slowest stands for all.
+    """
+    found = [r for r in records(file) if r["record"] == "hostile"]
+    refused = [r for r in found if r["status"] != 200]
+    names = ("megabytes", "seconds", "longest")
+    worst = [f"{max(r[name] for r in refused):.2f}" for name in names]
+    answered = [
+        [r["body"], *(number(r, name, 2) for name in names)] for r in found if r["status"] == 200
     ]
     return table(
-        ("body", "MB", "status", "its own answer, s", "the other user waits longer by, s"),
-        rows,
+        ("body", "MB", "its own answer, s", "the other user waits longer by, s"),
+        [*answered, [f"{len(refused)} that are refused, at most", *worst]],
         file,
     )
 
@@ -242,7 +218,7 @@ def split(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(load, servers, replicas, split, storm, hostile, memory),
+        *(servers, lanes, replicas, split, storm, hostile),
         *(device, device_kernels, device_layers, device_tests),
     )
 }

@@ -198,20 +198,19 @@ def by_machine(file: str, second: str) -> str:
     return table(("policy", "the tree", "with AMX", "without"), rows, file, second)
 
 
-def answers(file: str, part: str) -> str:
-    """Return the table of one part of bench.cpu: each method over all sets."""
-    whole = means(file)[part]
+def answers(file: str) -> str:
+    """Return the rates of bench.cpu over all sets, plainly and with a draft: each method by kind of weights."""
+    drafted, plain = (means(file)[part] for part in ("default", "plain"))
     rows = [
         [
             WAYS[way],
+            number(plain["tokens_per_second"], way, 0),
             f"{rate:.0f}",
-            f"{whole['speedup_over_generate'][way]:.2f}",
-            f"{whole['speedup_over_llama.cpp'][way]:.2f}",
-            number(whole["acceptance_length"], way, 2),
+            number(drafted["acceptance_length"], way, 2),
         ]
-        for way, rate in whole["tokens_per_second"].items()
+        for way, rate in drafted["tokens_per_second"].items()
     ]
-    header = ("method", "tokens/s", "over `generate`", "over llama.cpp", "acceptance length")
+    header = ("method", "tokens/s, plain", "tokens/s, with a draft", "acceptance length")
     return table(header, rows, file)
 
 
@@ -276,17 +275,6 @@ def _engine(record: Record) -> str:
     return f"specengine, {numerics}, {code(instructions)}"
 
 
-def peers(file: str) -> str:
-    """Return whole answers of other engines beside specengine's, from bench.cpu.peers."""
-    found = next(r for r in records(file) if r["record"] == "summary")
-    rates, over = found["tokens_per_second"], found["auto_over"]
-    body = [
-        [_peer(way), f"{rate:.0f}", f"{over[way]:.2f}"]
-        for way, rate in sorted(rates.items(), key=lambda i: i[1])
-    ]
-    return table(("method", "tokens/s", "`auto` over it, median of prompts"), body, file)
-
-
 def first_tokens(file: str) -> str:
     """Return seconds to the first token by length of the prompt, from bench.cpu.peers."""
     found = [r for r in records(file) if r["record"] == "first token"]
@@ -299,8 +287,7 @@ def first_tokens(file: str) -> str:
 
 def _peer(way: str) -> str:
     engine, _, kind = way.partition(", ")
-    name = ENGINES.get(engine, engine)
-    return f"{name}, {code(kind) if kind == 'auto' else kind}"
+    return f"{ENGINES.get(engine, engine)}, {kind}"
 
 
 def start(file: str) -> str:
@@ -507,7 +494,7 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(headline, machines, engines, by_machine, versus, answers),
-        *(forward, rows, peers, first_tokens, start, perplexity, perplexity_kinds),
+        *(forward, rows, first_tokens, start, perplexity, perplexity_kinds),
         *(published, mtp, compared, model_shapes, mistakes),
         *(real, real_memory),
     )
