@@ -17,11 +17,11 @@ from specengine.models import common_prefix
 from specengine.models.eagle import (
     DraftHead,
     EagleHead,
+    EagleRunner,
+    TorchHead,
     head_from,
-    require_fit,
     with_appended_tokens,
 )
-from specengine.models.eagle_torch import TorchHead
 from specengine.models.kv_cache import LanguageModel, Rows
 from specengine.models.native import HeadRows, NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
@@ -55,32 +55,23 @@ class EagleDraft(RowDraft):
         name: str = "",
         pack: bool | None = None,
     ) -> None:
-        config = head.config
-        require_fit(config, target)
-        self.head: DraftHead = (
-            TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
-        )
-        eagle = isinstance(head, EagleHead | NativeHead)
-        self.name = (
-            f"eagle (EAGLE-{config.version}{', ' + name if name else ''})" if eagle else name
-        )
+        if isinstance(head, EagleHead):
+            head = TorchHead(head, target, pack)
+        self.head: DraftHead = head
+        self.name = name
+        if isinstance(head, EagleRunner):
+            self.name = f"eagle (EAGLE-{head.config.version}{', ' + name if name else ''})"
         self.target = target
-        self._seconds = 0.0
-        self._states = torch.zeros(
-            0, config.hidden_size, dtype=self.head.dtype, device=target.device
-        )
+        self.model_seconds = 0.0
+        self._states = torch.zeros(0, head.hidden_size, dtype=head.dtype, device=target.device)
         self._temperatures = torch.tensor(
-            config.temperatures, device=target.device, dtype=torch.float32
+            head.temperatures, device=target.device, dtype=torch.float32
         )
-        self._factors = 1 / self._temperatures if config.temperatures else None
-        sharpness = (
-            sum(1 / at for at in config.temperatures) / len(config.temperatures)
-            if config.temperatures
-            else 1.0
-        )
-        self._traits = Traits(config.feature_ids(target.layers), sharpness=sharpness)
-        width = config.num_features * config.target_hidden_size
-        self._features = torch.zeros(0, width, dtype=self.head.dtype, device=target.device)
+        self._factors = 1 / self._temperatures if head.temperatures else None
+        inverses = [1 / temperature for temperature in head.temperatures]
+        sharpness = sum(inverses) / len(inverses) if inverses else 1.0
+        self._traits = Traits(head.feature_ids, sharpness=sharpness)
+        self._features = torch.zeros(0, head.feature_size, dtype=head.dtype, device=target.device)
         super().__init__(self.head.cache)
 
     def __copy__(self) -> EagleDraft:
@@ -130,7 +121,6 @@ class EagleDraft(RowDraft):
         found: as checkpoints.eagle.load_head returns it.
         """
         config, state = with_appended_tokens(found.config, found.state, target)
-        require_fit(config, target)
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
                 return cls(NativeHead(config, state, target), target, name=name)
@@ -159,10 +149,6 @@ class EagleDraft(RowDraft):
     @property
     def traits(self) -> Traits:
         return self._traits
-
-    @property
-    def model_seconds(self) -> float:  # type: ignore[override]
-        return self._seconds
 
     @property
     def weights(self) -> tuple[torch.nn.Module, ...]:
@@ -224,7 +210,7 @@ class EagleDraft(RowDraft):
         accepted = len(tokens) - sum(map(len, features))
         self.head.extend(torch.cat([*features, self._features[:accepted]]), tokens)
         self._features[0] = self._features[accepted]
-        self._seconds += time.perf_counter() - began
+        self.model_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
@@ -254,7 +240,7 @@ class EagleDraft(RowDraft):
             logits, states = self.head.forward(self._states, given.sources, rows, given.one, unread)
         else:
             logits, states = shared.logits, shared.out[-len(shared.logits) :]
-            self._seconds += shared.seconds
+            self.model_seconds += shared.seconds
         self._states.index_copy_(0, given.targets, states)
         if given.factors is not None:
             logits = (
@@ -262,5 +248,5 @@ class EagleDraft(RowDraft):
                 if logits.dtype is torch.float32
                 else logits * given.factors
             )
-        self._seconds += time.perf_counter() - began
+        self.model_seconds += time.perf_counter() - began
         return logits, states

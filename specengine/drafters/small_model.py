@@ -120,7 +120,11 @@ class SmallModel(RowDraft):
                     raise
                 head = f"this is the whole model of that name; the head that ships is draft={embedded.HEAD!r}"
                 raise TokenizerMismatchError(f"{error}; {head}") from None
-        elif (vocabulary := _vocabulary(model)) != target.vocab_size:
+        elif (
+            vocabulary := model.vocab_size
+            if isinstance(model, NativeLM)
+            else model.get_input_embeddings().weight.shape[0]
+        ) != target.vocab_size:
             raise InputError(
                 f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
                 "both must be equal without two tokenizers to compare"
@@ -171,14 +175,6 @@ def _names(head: str) -> list[str]:
         name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model")
     )
     return [*named, *sorted(registry.plugins(package)), "none", head]
-
-
-def _vocabulary(model: PreTrainedModel | NativeLM) -> int:
-    return (
-        model.vocab_size
-        if isinstance(model, NativeLM)
-        else model.get_input_embeddings().weight.shape[0]
-    )
 
 
 def check_tokenizers(draft: Any, target: Any) -> None:

@@ -206,10 +206,6 @@ class EngineState:
             return None
         return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
 
-    def stream(self, prompt: Prompt, **options: Any) -> Any:
-        """Generate as an iterator of StreamPiece, see Engine."""
-        raise NotImplementedError
-
     @torch.inference_mode()
     def follow(self) -> None:
         """Refresh all but changed numbers, which are checked when an answer begins. Does nothing during an answer."""
@@ -421,13 +417,13 @@ class Pool:
         """
         asked = enumerate(prompts)
 
-        def answer(engine: EngineState, number: int, prompt: Prompt) -> Task:
+        def answer(engine: Any, number: int, prompt: Prompt) -> Task:
             with engine.stream(prompt, **options) as generation:
                 generation.silence()
                 yield from finished(generation)
                 return number, generation.run()
 
-        def take(idle: list[EngineState], wait: bool) -> tuple[EngineState, Task] | None:
+        def take(idle: list[Any], wait: bool) -> tuple[Any, Task] | None:
             one = next(asked, None)
             return None if one is None else (idle[0], answer(idle[0], *one))
 

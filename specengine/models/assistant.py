@@ -13,7 +13,7 @@ from transformers import MODEL_MAPPING, PretrainedConfig
 
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.configs import family_of
-from specengine.models.eagle import DraftHead, reader_of_states, require_fit
+from specengine.models.eagle import DraftHead, require_sizes
 from specengine.models.families import SLIDING
 from specengine.models.kv_cache import CachedTarget, CacheLayout, KVCache, Rows
 from specengine.models.native import NativeLM
@@ -96,8 +96,11 @@ class AssistantHead(DraftHead):
             net.outer**0.5, dtype=self.dtype, device=device
         )  # of Gemma's embeddings
         self.cache = KVCache(CacheLayout(((1, 1, 1),), self.dtype, device), 1)
-        self.config = reader_of_states(net.outer, int(text.vocab_size))
-        require_fit(self.config, target.lm)
+        require_sizes(
+            (net.outer, int(target.lm.config.hidden_size)),
+            (int(text.vocab_size), target.lm.vocab_size),
+        )
+        super().__init__(net.outer, (target.lm.layers,), net.outer)
         if target.captured:
             raise UnsupportedModelError(
                 "draft: an assistant reads keys of a length that no CUDA graph has"

@@ -1,6 +1,7 @@
 """The networks of EAGLE drafts: one decoder layer that predicts the target's hidden states, and so its tokens.
 
-Serving, training and measuring run these modules, each with its own attention function.
+Serving, training and measuring run these modules, each with its own attention function. Below them, what runs a head
+over a cache.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specengine import ops
 from specengine.errors import InputError
+from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.huggingface import PREFILL_ROWS
-from specengine.models.kv_cache import KVCache, LanguageModel, Rows
+from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
+from specengine.models.twins import Packed, worth_packing
 
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
@@ -426,19 +430,32 @@ def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
 class DraftHead(ABC):
     """Run a head's rows; row i pairs the target's state at position i with token i + 1.
 
-    config      its sizes
-    cache       keys and values of its layer, of committed rows and of a tree's
-    dtype       of its recurrent states
-    target_ids  the target's token of each column of its logits, int64 [draft vocabulary]; None where they are the same
-    weights     modules whose weights it reads; reads: further tensors, which CUDA graphs read where they are
+    hidden_size   channels of its recurrent states
+    feature_ids   hidden states of the target that it reads, numbered as in transformers; feature_size: their channels
+    temperatures  as in EagleConfig
+    cache         keys and values of its layer, of committed rows and of a tree's
+    dtype         of its recurrent states
+    target_ids    int64 [draft vocabulary], the target's token of each column of its logits; None: they are the same
+    weights       modules whose weights it reads; reads: further tensors, which CUDA graphs read where they are
     """
 
-    config: EagleConfig
     cache: KVCache
     dtype: torch.dtype
     target_ids: Tensor | None = None
     weights: tuple[nn.Module, ...] = ()
     reads: tuple[Tensor, ...] = ()
+
+    def __init__(
+        self,
+        hidden_size: int,
+        feature_ids: tuple[int, ...],
+        feature_size: int,
+        temperatures: tuple[float, ...] = (),
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.feature_ids = feature_ids
+        self.feature_size = feature_size
+        self.temperatures = temperatures
 
     def __copy__(self) -> Self:
         """Return a head over an empty cache, with the same weights."""
@@ -482,19 +499,114 @@ class DraftHead(ABC):
         """
 
 
-def reader_of_states(size: int, vocabulary: int) -> EagleConfig:
-    """Return the sizes of a head that reads the state after the target's final norm, and writes one as large."""
-    return EagleConfig(
-        version=1,
-        hidden_size=size,
-        intermediate_size=0,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        target_hidden_size=size,
-        vocab_size=vocabulary,
-        draft_vocab_size=vocabulary,
-    )
+class EagleRunner(DraftHead):
+    """Run an EAGLE head. InputError where it was made for another target."""
+
+    def __init__(self, config: EagleConfig, target: LanguageModel, dtype: torch.dtype) -> None:
+        """dtype: of the cache."""
+        require_fit(config, target)
+        super().__init__(
+            config.hidden_size,
+            config.feature_ids(target.layers),
+            config.num_features * config.target_hidden_size,
+            config.temperatures,
+        )
+        self.config = config
+        slab = 1, config.num_kv_heads, config.head_dim
+        self.cache = KVCache(CacheLayout((slab,), dtype, target.device), 1)
+
+
+class TorchHead(EagleRunner):
+    """Run an EAGLE head's module on any device."""
+
+    def __init__(self, head: EagleHead, target: LanguageModel, pack: bool | None = None) -> None:
+        super().__init__(head.config, target, head.dtype)
+        self.module, self._target, self.dtype = head, target, head.dtype
+        self.target_ids, self.weights = head.target_ids(), (head,)
+        self._packed: Packed | None = (
+            Packed(head) if (worth_packing(head) if pack is None else pack) else None
+        )
+        self._runs: Any = head
+        self.reads: tuple[Tensor, Tensor] = head.rope.tables(0, target.device)
+        self._window = self.config.sliding_window or None
+
+    def refresh(self) -> None:
+        if self._packed is not None:
+            self._runs = self._packed.model()
+        if len(self.reads[0]) < self.cache.capacity:  # a position is never beyond its slot
+            self.reads = self.module.rope.tables(self.cache.capacity, self.cache.slab.device)
+
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        hidden = self._runs.fuse(features.to(self.dtype))
+        embeddings = embed_for(self.module, self._target, tokens)
+        attention = _PromptAttention(self.cache, self.cache.length, self._window)
+        self._runs(hidden[None], embeddings[None], positions[None], attention)
+
+    def forward(
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if len(self.reads[0]) < self.cache.capacity and ops.is_free(rows.slot):
+            self.refresh()
+        if features is not None:
+            states = self._runs.fuse(features.to(self.dtype))
+        hidden, embeddings = self._inputs(states, sources, rows)
+        inputs = hidden, embeddings.to(self.dtype), rows.positions
+        if self._window is not None:
+            note_places(self.cache, rows)
+        attention = _RowAttention(self.cache, rows, self.reads, self._window)
+        recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
+        recurrent = recurrent if one is None else recurrent.index_select(0, one)
+        logits = self._runs.logits(recurrent)
+        return self._target.head(
+            self._runs.readout(recurrent)
+        ) if logits is None else logits, recurrent
+
+    def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        table = getattr(self._target, "table", None)  # none of a model whose weights are packed
+        if self.config.own_embeddings:
+            table = self.module.embed_tokens.weight
+        if table is None:
+            return states.index_select(0, sources), self._target.embed(rows.tokens)
+        return ops.gather_rows(states, sources, table, rows.tokens)
+
+
+class _PromptAttention:
+    """Attention of consecutive rows behind `before` others, whose keys and values go to the cache."""
+
+    def __init__(self, cache: KVCache, before: int, window: int | None) -> None:
+        self.slab, self.before, self.window = cache.slab[0], before, window
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = key.shape[2]
+        keys, values = self.slab[:, :, : self.before + rows]
+        keys[:, self.before :], values[:, self.before :] = key[0], value[0]
+        if not self.before and (self.window is None or self.window >= rows):
+            return causal(query, key, value)
+        mask = Prompt(self.before).packed_mask(
+            rows, query.shape[1] // key.shape[1], query, self.window
+        )
+        return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
+
+
+class _RowAttention(RotatingAttend):
+    """Attention of rows, which rotates them and puts their keys and values where they belong."""
+
+    def __init__(
+        self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor], window: int | None
+    ) -> None:
+        self.slab, self.rows, self.tables, self.window = cache.slab[0], rows, tables, window
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = self.rows
+        rotated = ops.rope_store(
+            query[0], key[0], value[0], rows.positions, self.tables, self.slab, rows.slot, rows.live
+        )
+        return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]
 
 
 def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -547,16 +659,7 @@ def require_fit(config: EagleConfig, target: LanguageModel) -> None:
 
 def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, layers: int) -> None:
     """Raise InputError unless the head was made for a target of these sizes."""
-    sizes = {
-        "hidden size": (config.target_hidden_size, hidden_size),
-        "vocabulary": (config.vocab_size, vocab_size),
-    }
-    for name, (expected, actual) in sizes.items():
-        if expected != actual:
-            raise InputError(
-                f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
-                "target: specengine train draft FOLDER --target MODEL"
-            )
+    require_sizes((config.target_hidden_size, hidden_size), (config.vocab_size, vocab_size))
     ids = config.feature_ids(layers)
     # transformers gives the last hidden state behind the final norm, and EAGLE-3 reads states before it
     if config.version == 3 and not all(0 <= i < layers for i in ids):
@@ -564,3 +667,14 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
             f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {layers} layers has "
             f"0 to {layers - 1} before its final norm"
         )
+
+
+def require_sizes(hidden_size: tuple[int, int], vocabulary: tuple[int, int]) -> None:
+    """Raise InputError unless the sizes that a draft was made for, which come first, are those of the target."""
+    sizes = {"hidden size": hidden_size, "vocabulary": vocabulary}
+    for name, (expected, actual) in sizes.items():
+        if expected != actual:
+            raise InputError(
+                f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
+                "target: specengine train draft FOLDER --target MODEL"
+            )

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specengine.errors import UnsupportedModelError
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, of_few_layers, with_buffers
-from specengine.models.eagle import DraftHead, reader_of_states
+from specengine.models.eagle import DraftHead
 from specengine.models.huggingface import _ShapeRecorder, slab_view
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
 from specengine.models.native import NativeLM
@@ -153,7 +153,7 @@ class MtpHead(DraftHead):
         self.module, self.weights = net.eval().requires_grad_(False), (net,)
         self._target, self.dtype = target, target.dtype
         self._last = target.max_context - 1
-        self.config = reader_of_states(int(net.fc.out_features), target.vocab_size)
+        super().__init__(net.fc.out_features, (target.layers,), net.fc.out_features)
         self.cache = self._take_blocks()
 
     def _take_blocks(self) -> KVCache:

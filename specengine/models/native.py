@@ -28,7 +28,7 @@ from specengine.models.configs import (
     kinds_of_layers,
     shape_of,
 )
-from specengine.models.eagle import DraftHead, EagleConfig, rope_frequencies
+from specengine.models.eagle import EagleConfig, EagleRunner, rope_frequencies
 from specengine.models.extension import (
     extension,
     instruction_set,
@@ -541,7 +541,7 @@ class HeadRows(SharedRows):
     logits: Tensor
 
 
-class NativeHead(DraftHead):
+class NativeHead(EagleRunner):
     """Run an EAGLE head for a NativeLM. States and logits are float32, the cache is in the target's dtype.
 
     Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
@@ -555,9 +555,8 @@ class NativeHead(DraftHead):
 
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         refuse_head(config)
-        self.config, self._target = config, target
-        slab = 1, config.num_kv_heads, config.head_dim
-        self.cache = KVCache(CacheLayout((slab,), target.dtype), 1)
+        super().__init__(config, target, target.dtype)
+        self._target = target
         part = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
         self.target_ids = None if part is None else part + columns

@@ -233,15 +233,15 @@ def _config(target: Target, lm: Any) -> str:
 
 
 def _head(drafter: Any) -> str | None:
-    """Return a digest of an EAGLE head's sizes and stored weight type, inside any wrapping drafters."""
+    """Return a digest of a head's sizes and stored weight type, inside any wrapping drafters."""
     while hasattr(drafter, "inner"):
         drafter = drafter.inner
     head = getattr(drafter, "head", None)
-    return (
-        None
-        if head is None
-        else digest(asdict(head.config) | {"stored": getattr(head, "stored", None)})
-    )
+    if head is None:
+        return None
+    config = getattr(head, "config", None)
+    sizes = {"hidden_size": head.hidden_size} if config is None else asdict(config)
+    return digest(sizes | {"stored": getattr(head, "stored", None)})
 
 
 @functools.cache
