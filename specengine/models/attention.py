@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def tree_attention_forward(
             return last_row_attention(query, key, value, scaling), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        )[0], None
     window = kwargs.get("sliding_window")
     if isinstance(tree, Rows):
         # contiguous: modules may view it
@@ -112,7 +112,7 @@ def tree_attention_forward(
     if tree.before == 0 and query.shape[2] > 1 and window is None:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
-        )
+        )[0], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = tree.packed_mask(query.shape[2], query.shape[1] // key.shape[1], query, window)
     return ops.tree_attention(query[0], key[0], value[0], mask, scale).transpose(0, 1)[
@@ -127,7 +127,7 @@ def flash_attention() -> Callable[..., Tensor] | None:
         from flash_attn import flash_attn_func
     except (ImportError, OSError):  # a wheel for another torch fails to find its symbols
         return None
-    return flash_attn_func
+    return cast(Callable[..., Tensor], flash_attn_func)
 
 
 def flash_takes(query: Tensor) -> bool:

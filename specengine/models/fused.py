@@ -121,7 +121,7 @@ class Products:
         if self._weight is None:
             return [part(states) for part in self._parts]
         sizes = [cast(nn.Linear, part).out_features for part in self._parts]
-        return linear(states, self._weight, self._bias).split(sizes, -1)
+        return torch.split(linear(states, self._weight, self._bias), sizes, -1)
 
 
 @dataclass
@@ -228,12 +228,21 @@ class Fused:
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(place.tree, Rows):
-            found = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
-            return attention.o_proj(found.transpose(0, 1).reshape(rows, -1))
-        keys, values = slab[:, None, :, : place.end]
-        given = {"scaling": attention.scaling, "tree": place.tree, "sliding_window": layer.window}
-        wide, _ = tree_attention_forward(attention, query[None], keys, values, None, **given)
-        return attention.o_proj(wide.reshape(rows, -1))
+            heads = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
+            wide = heads.transpose(0, 1)
+        else:
+            keys, values = slab[:, None, :, : place.end]
+            wide, _ = tree_attention_forward(
+                attention,
+                query[None],
+                keys,
+                values,
+                None,
+                scaling=attention.scaling,
+                tree=place.tree,
+                sliding_window=layer.window,
+            )
+        return cast(Tensor, attention.o_proj(wide.reshape(rows, -1)))
 
     def _last(self, states: Tensor, residual: Tensor | None) -> Tensor:
         norm = self._decoder.norm

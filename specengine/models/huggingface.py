@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -253,7 +253,7 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return cast(torch.device, self.model.get_input_embeddings().weight.device)
 
     @property
     def packed(self) -> bool:
@@ -384,16 +384,16 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        return cast(torch.dtype, self.model.dtype)
 
     def head(self, states: Tensor) -> Tensor:
         """Apply the bare language-model head to states after the final norm; returns logits [..., vocabulary]."""
-        return self._twin.runs.get_output_embeddings()(states.to(self.dtype))
+        return cast(Tensor, self._twin.runs.get_output_embeddings()(states.to(self.dtype)))
 
     @property
     def table(self) -> Tensor:
         """Token embeddings, [vocabulary, hidden size], without a scale that the model may have."""
-        return self.model.get_input_embeddings().weight
+        return cast(Tensor, self.model.get_input_embeddings().weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return rows of `table`, [..., hidden size]."""
@@ -645,7 +645,7 @@ class HuggingFaceTarget(CachedTarget):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.lm.model.config._name_or_path
+        return str(self.lm.model.config._name_or_path)
 
     @property
     def generation_config(self) -> Any:

@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -335,7 +335,7 @@ class ModelSource(Source):
 
     def tensor(self, name: str) -> Tensor:
         module, _, own = name.rpartition(".")
-        return getattr(self._model.get_submodule(module), own).detach()
+        return cast(Tensor, getattr(self._model.get_submodule(module), own)).detach()
 
     def model(self) -> PreTrainedModel:
         return self._model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +212,7 @@ class MtpHead(DraftHead):
         out = net.block(
             inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments
         )
-        return net.norm(out[0] if isinstance(out, tuple) else out)[0]
+        return cast(Tensor, net.norm(out[0] if isinstance(out, tuple) else out))[0]
 
     @torch.inference_mode()
     def _layout(self) -> CacheLayout:
@@ -252,7 +252,7 @@ class BlockSource(Source):
             torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size
         )
         above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
-        self._tensors = {
+        self._tensors: dict[str, Tensor] = {
             f"{prefix}.{name}": tensor
             for prefix, module in (above | {family.norm.transformers: net.norm}).items()
             for name, tensor in module.state_dict().items()

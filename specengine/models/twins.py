@@ -56,10 +56,10 @@ def twin(module: M, replace: Callable[[nn.Module], nn.Module | None] = lambda pa
                 }
         return copies[id(part)]
 
-    found: Any = copied(module)
+    twin = copied(module)
     for made in own.values():
         _rebind(made, own)
-    return found
+    return cast(M, twin)
 
 
 def evaluating(model: PreTrainedModel) -> PreTrainedModel:
@@ -136,7 +136,10 @@ class PackedLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return cast(
+            Tensor,
+            torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], ""),
+        )
 
 
 class Packed:

@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         return self.hidden.weight, self.hidden.bias, self.output.weight, self.output.bias
 
     def logits(self, features: Tensor) -> Tensor:
-        return self.output(self.hidden(features).relu())[..., 0]
+        return cast(Tensor, self.output(self.hidden(features).relu()))[..., 0]
 
     def forward(self, features: Tensor) -> Tensor:
         if self.hidden.weight.requires_grad:
@@ -82,7 +82,7 @@ class AcceptanceHead(nn.Module):
         states = states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         for block in self.blocks:
             states = pad(states, (0, self.width - states.shape[-1])) + silu(block(states))
-        return self.output(states)[..., 0]
+        return cast(Tensor, self.output(states))[..., 0]
 
     def forward(self, states: Tensor) -> Tensor:
         return self.logits(states).sigmoid()
