@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from dataclasses import replace
@@ -248,6 +249,34 @@ def test_a_head_to_start_from_keeps_its_largest_units(
     assert cut.config.intermediate_size == left
     assert after == pytest.approx(before, abs=1e-5)
     assert less != pytest.approx(before, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 24])
+def test_a_head_starts_with_the_largest_units_of_its_target(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("specengine.train.draft.new_heads.MAX_UNITS", 30)
+    model = copy.deepcopy(model)
+    mlp = model.get_decoder().layers[-1].mlp
+    units = mlp.up_proj.weight.shape[0]
+    with torch.no_grad():
+        for number, unit in enumerate(torch.randperm(units)):  # in a random order, the largest last
+            mlp.up_proj.weight[unit] *= (1 + number) / mlp.up_proj.weight[unit].norm()
+    weight = torch.stack(
+        [
+            mlp.gate_proj.weight.norm(dim=1),
+            mlp.up_proj.weight.norm(dim=1),
+            mlp.down_proj.weight.norm(dim=0),
+        ]
+    ).prod(dim=0)
+    left = {-1: 30, 0: units, 24: 24}[size]
+    kept = [unit for unit in range(units) if (weight > weight[unit]).sum() < left]
+    head = new_head(model, replace(OPTIONS, intermediate_size=size), LOSS, torch.ones(VOCABULARY))
+    assert head.config.intermediate_size == len(kept) == left < units or not size
+    own = dict(head.layers.named_parameters())
+    for name in ("gate_proj", "up_proj"):
+        assert torch.equal(own[f"0.mlp.{name}.weight"], getattr(mlp, name).weight[kept])
+    assert torch.equal(own["0.mlp.down_proj.weight"], mlp.down_proj.weight[:, kept])
 
 
 def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
@@ -35,6 +36,7 @@ MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = (
     32768,
     1024,
 )  # of a head, chosen from the text
+MAX_UNITS = 2048  # of the MLP, chosen by the target
 COVERED = 0.99  # share of the answers' tokens that it has, if it may be so large
 
 
@@ -110,39 +112,34 @@ def _resized(
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Return the head with MLPs of `options.intermediate_size` units.
 
-    New units contribute nothing at first. If there are too many, the units with the largest weights are kept, by the
-    product of the norms of their input and output weights.
+    New units contribute nothing at first. If there are too many, the units with the largest weights are kept.
     """
     size, added = options.intermediate_size, options.intermediate_size - config.intermediate_size
-    if size == 0 or added == 0:
+    if size <= 0 or added == 0:
         return config, state
+    config = replace(config, intermediate_size=size)
+    if added < 0:
+        return config, _with_largest_units(state, size)
     torch.manual_seed(options.seed)
     state = dict(state)
     for down in [name for name in state if name.endswith("down_proj.weight")]:
-        gate, up = (down.replace("down_proj", name) for name in ("gate_proj", "up_proj"))
-        if added > 0:
-            for name in (gate, up):
-                state[name] = torch.cat(
-                    [
-                        state[name],
-                        torch.randn(
-                            added, state[name].shape[1], dtype=torch.float32, device="cpu"
-                        ).to(state[name])
-                        * 0.02,
-                    ]
-                )
-            state[down] = torch.cat(
-                [state[down], state[down].new_zeros(len(state[down]), added)], dim=1
-            )
-            continue
-        weight = (
-            state[gate].float().norm(dim=1)
-            * state[up].float().norm(dim=1)
-            * state[down].float().norm(dim=0)
-        )
+        for name in (down.replace("down", "gate"), down.replace("down", "up")):
+            new = torch.randn(added, state[name].shape[1], dtype=torch.float32, device="cpu") * 0.02
+            state[name] = torch.cat([state[name], new.to(state[name])])
+        state[down] = pad(state[down], (0, added))
+    return config, state
+
+
+def _with_largest_units(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Return weights with MLPs of `size` units, those with the largest product of the norms of their weights."""
+    for gate in [name for name in state if name.endswith("gate_proj.weight")]:
+        up, down = gate.replace("gate", "up"), gate.replace("gate", "down")
+        norms = [state[gate].norm(dim=1), state[up].norm(dim=1), state[down].norm(dim=0)]
+        weight = torch.stack(norms).float().prod(dim=0)
         chosen = weight.argsort(descending=True, stable=True)[:size].sort().values
-        state |= {gate: state[gate][chosen], up: state[up][chosen], down: state[down][:, chosen]}
-    return replace(config, intermediate_size=size), state
+        state = state | {name: state[name][chosen] for name in (gate, up)}
+        state[down] = state[down][:, chosen]
+    return state
 
 
 def _with_more_tokens(
@@ -209,12 +206,15 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
         rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
     kv_heads = options.kv_heads or getattr(target, "num_key_value_heads", None) or heads
     require("kv_heads", kv_heads, f"divisors of the {heads} heads", heads % kv_heads == 0)
+    units = options.intermediate_size
+    if units <= 0:
+        whole = getattr(target, "intermediate_size", 4 * target.hidden_size)
+        units = min(whole, MAX_UNITS) if units else whole
     own_vocabulary = version == 3 and options.draft_vocab_size
     return EagleConfig(
         version=version,  # type: ignore[arg-type]
         hidden_size=target.hidden_size,
-        intermediate_size=options.intermediate_size
-        or getattr(target, "intermediate_size", 4 * target.hidden_size),
+        intermediate_size=units,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
@@ -257,7 +257,8 @@ def _start_from_target(head: EagleHead, weights: Weights) -> None:
     """Copy weights of the target that have the same shape and meaning.
 
     The fusion starts as the last of the hidden states. The target's last layer becomes the head's layer, which reads
-    the hidden state alone at first. The target's final norm and rows of its language-model head become the head's.
+    the hidden state alone at first; of its MLP those units that the head has room for, with the largest weights. The
+    target's final norm and rows of its language-model head become the head's.
     """
     size = head.config.hidden_size
     ids = head.target_ids()
@@ -266,16 +267,15 @@ def _start_from_target(head: EagleHead, weights: Weights) -> None:
         rows = weights.vocabulary()
         vocabulary.weight.copy_(rows if ids is None else rows[ids])
     last = f"layers.{weights.config.num_hidden_layers - 1}."
-    layer = dict(head.layers.named_parameters())
-    for name, parameter in layer.items():
-        source = weights.parameter(last + name.removeprefix("0."))
-        if name == "0.hidden_norm.weight":
-            source = weights.parameter(last + "input_layernorm.weight")
-        if source is None or source.ndim != parameter.ndim or source.shape[0] != parameter.shape[0]:
-            continue
+    own = dict(head.layers.named_parameters())
+    sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in own}
+    sources["0.hidden_norm.weight"] = weights.parameter(last + "input_layernorm.weight")
+    present = {name: source for name, source in sources.items() if source is not None}
+    for name, source in _with_largest_units(present, head.config.intermediate_size).items():
+        parameter = own[name]
         if source.shape == parameter.shape:
             parameter.copy_(source)
-        elif parameter.ndim == 2 and parameter.shape[1] == 2 * source.shape[1]:
+        elif source.ndim == 2 and parameter.shape == (source.shape[0], 2 * source.shape[1]):
             parameter[:, source.shape[1] :] = source
     norm, final = getattr(head, "norm", None), weights.parameter("norm.weight")
     if norm is not None and final is not None and final.shape == norm.weight.shape:

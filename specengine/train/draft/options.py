@@ -163,10 +163,11 @@ class TrainOptions(Checked):
         help="KV heads of the draft's attention, 0 or more; 0: as many as the target has",
     )
     intermediate_size: int = option(
-        at_least(0),
+        at_least(-1),
         default=0,
-        help="units of the draft's MLP, 0 or more; 0: as many as the target, or the head in `start`, has. With "
-        "`start`, units can be added, or removed: those with the largest weights are kept",
+        help="units of the draft's MLP, -1 or more; 0: as many as the target, or the head in `start`, has; -1: the "
+        "same, but of a target at most 2,048. Units can be added to a head in `start`, or removed; of more units those "
+        "with the largest weights are kept",
     )
     start: str = option(
         default="target",
@@ -227,6 +228,7 @@ RECIPES = {
             batch_tokens=1024,
             lengths=(512, 1024),
             learning_rate=1e-3,
+            intermediate_size=-1,
             validate_every=500,
             save_every=50,
         ),
