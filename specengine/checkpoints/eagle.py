@@ -287,7 +287,24 @@ def _read_tensors(folder: Path) -> State:
         if twice := sorted(tensors.keys() & stored.keys()):
             raise CheckpointError(f"{file}: {', '.join(twice)} are in another file as well")
         tensors |= stored
-    return tensors
+    return dict(_unpacked(folder, name, tensors) for name in tensors)
+
+
+def _unpacked(folder: Path, name: str, tensors: State) -> tuple[str, Tensor]:
+    """Return a tensor under its name; in bfloat16 where it is stored as blocks, uint8 NAME.KIND, of a kind of ggml."""
+    from specengine.checkpoints.gguf import Kind, dequantize
+
+    tensor, (base, _, kind) = tensors[name], name.rpartition(".")
+    if tensor.dtype != torch.uint8 or kind not in Kind.__members__:
+        return name, tensor
+    block = Kind[kind]
+    if tensor.ndim != 2 or tensor.shape[1] % block.bytes or base in tensors:
+        raise CheckpointError(
+            f"{folder}: {name} has shape {list(tensor.shape)}, accepted rows of whole blocks of {block.bytes} bytes, "
+            f"and no {base} beside them"
+        )
+    shape = len(tensor), tensor.shape[1] // block.bytes * block.elements
+    return base, torch.from_numpy(dequantize(kind.lower(), tensor.numpy(), shape)).bfloat16()
 
 
 # ---------------------------------------------------------------------------------------------------- reading tensors
