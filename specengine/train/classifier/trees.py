@@ -118,12 +118,14 @@ class Trees(ShardFolder):
             name: tensors[name].to(torch.int32)
             for name in ("tokens", "parents", "choices", "expanded")
         }
-        tensors["nodes"] = torch.tensor(
-            [len(tree.tokens) for tree in trees], dtype=torch.int64, device="cpu"
-        )
-        tensors["rows"] = torch.tensor(
-            [len(tree.expanded) for tree in trees], dtype=torch.int64, device="cpu"
-        )
+        counts = {
+            "nodes": [len(tree.tokens) for tree in trees],
+            "rows": [len(tree.expanded) for tree in trees],
+        }
+        tensors |= {
+            name: torch.tensor(value, dtype=torch.int64, device="cpu")
+            for name, value in counts.items()
+        }
         tensors["normalized"] = torch.tensor(columns.normalized, dtype=torch.bool, device="cpu")
         if columns.token_ids is not None:
             tensors["token_ids"] = columns.token_ids.cpu()

@@ -82,10 +82,13 @@ def new_head(
     device = weights.device
     if options.draft_vocab_size < 0:
         options = replace(options, draft_vocab_size=_vocabulary_size(counts))
+    torch.manual_seed(options.seed)
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
         config = replace(config, temperatures=())  # they were fitted to the old weights
-        config, state = _resized(config, state, options)
+        if options.intermediate_size > 0:
+            config = replace(config, intermediate_size=options.intermediate_size)
+            state = _resized(state, options.intermediate_size)
         config, state = _with_more_tokens(config, state, weights, options, counts)
         head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
         if config.own_embeddings:
@@ -95,7 +98,6 @@ def new_head(
         1 if loss.name in ("eagle", "hass") else 3
     )
     config = new_config(weights, version, options)
-    torch.manual_seed(options.seed)
     head = make_head(config).to(device)
     for parameter in head.parameters():
         if parameter.ndim > 1:
@@ -107,38 +109,25 @@ def new_head(
     return head
 
 
-def _resized(
-    config: EagleConfig, state: dict[str, Tensor], options: TrainOptions
-) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Return the head with MLPs of `options.intermediate_size` units.
+def _resized(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Return weights with MLPs of `size` units.
 
-    New units contribute nothing at first. If there are too many, the units with the largest weights are kept.
+    If there are too many, those with the largest product of the norms of their weights are kept. New units contribute
+    nothing at first.
     """
-    size, added = options.intermediate_size, options.intermediate_size - config.intermediate_size
-    if size <= 0 or added == 0:
-        return config, state
-    config = replace(config, intermediate_size=size)
-    if added < 0:
-        return config, _with_largest_units(state, size)
-    torch.manual_seed(options.seed)
     state = dict(state)
-    for down in [name for name in state if name.endswith("down_proj.weight")]:
-        for name in (down.replace("down", "gate"), down.replace("down", "up")):
-            new = torch.randn(added, state[name].shape[1], dtype=torch.float32, device="cpu") * 0.02
-            state[name] = torch.cat([state[name], new.to(state[name])])
-        state[down] = pad(state[down], (0, added))
-    return config, state
-
-
-def _with_largest_units(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return weights with MLPs of `size` units, those with the largest product of the norms of their weights."""
     for gate in [name for name in state if name.endswith("gate_proj.weight")]:
         up, down = gate.replace("gate", "up"), gate.replace("gate", "down")
         norms = [state[gate].norm(dim=1), state[up].norm(dim=1), state[down].norm(dim=0)]
         weight = torch.stack(norms).float().prod(dim=0)
         chosen = weight.argsort(descending=True, stable=True)[:size].sort().values
-        state = state | {name: state[name][chosen] for name in (gate, up)}
-        state[down] = state[down][:, chosen]
+        missing = size - len(chosen)
+        for name in (gate, up):
+            new = 0.02 * torch.randn(
+                missing, state[name].shape[1], dtype=torch.float32, device="cpu"
+            )
+            state[name] = torch.cat([state[name][chosen], new.to(state[name])])
+        state[down] = pad(state[down][:, chosen], (0, missing))
     return state
 
 
@@ -207,14 +196,12 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
     kv_heads = options.kv_heads or getattr(target, "num_key_value_heads", None) or heads
     require("kv_heads", kv_heads, f"divisors of the {heads} heads", heads % kv_heads == 0)
     units = options.intermediate_size
-    if units <= 0:
-        whole = getattr(target, "intermediate_size", 4 * target.hidden_size)
-        units = min(whole, MAX_UNITS) if units else whole
+    whole = getattr(target, "intermediate_size", 4 * target.hidden_size)
     own_vocabulary = version == 3 and options.draft_vocab_size
     return EagleConfig(
         version=version,  # type: ignore[arg-type]
         hidden_size=target.hidden_size,
-        intermediate_size=units,
+        intermediate_size=units if units > 0 else min(whole, MAX_UNITS if units else whole),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
@@ -271,7 +258,7 @@ def _start_from_target(head: EagleHead, weights: Weights) -> None:
     sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in own}
     sources["0.hidden_norm.weight"] = weights.parameter(last + "input_layernorm.weight")
     present = {name: source for name, source in sources.items() if source is not None}
-    for name, source in _with_largest_units(present, head.config.intermediate_size).items():
+    for name, source in _resized(present, head.config.intermediate_size).items():
         parameter = own[name]
         if source.shape == parameter.shape:
             parameter.copy_(source)
