@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from specengine.checkpoints.checks import why_absent, wrapped
+from specengine.checkpoints.gguf import Kind, dequantize
 from specengine.checkpoints.heads import layouts
 from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, shown, why_not_loaded
@@ -257,14 +258,10 @@ def _names(folder: Path) -> set[str]:
     files = _weight_files(folder)
     if files[0].suffix == ".bin":
         return set(_read_tensors(folder))
-    names: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names |= set(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
-    return names
+    try:
+        return {name for file in files for name in safe_open(file, framework="pt").keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _read_tensors(folder: Path) -> State:
@@ -292,8 +289,6 @@ def _read_tensors(folder: Path) -> State:
 
 def _unpacked(folder: Path, name: str, tensors: State) -> tuple[str, Tensor]:
     """Return a tensor under its name; in bfloat16 where it is stored as blocks, uint8 NAME.KIND, of a kind of ggml."""
-    from specengine.checkpoints.gguf import Kind, dequantize
-
     tensor, (base, _, kind) = tensors[name], name.rpartition(".")
     if tensor.dtype != torch.uint8 or kind not in Kind.__members__:
         return name, tensor

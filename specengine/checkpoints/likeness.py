@@ -76,17 +76,14 @@ def record(lm: LanguageModel, name: str) -> dict[str, Any]:
 
 
 def known() -> Iterator[KnownHead]:
-    """Yield the heads with a record: the one that ships, then those in `heads` of the cache folder."""
-    shipped = embedded.draft_head(embedded.NAME)
-    folders = [] if shipped is None else [shipped]
+    """Yield the heads with a record: those that ship, then those in `heads` of the cache folder."""
+    folders = {name: embedded.shipped_head(name) for name in embedded.HEADS}
     with contextlib.suppress(OSError):  # a cache that cannot be read has none
-        folders += sorted((cache_dir() / "heads").glob("*"))
-    for folder in folders:
-        try:
-            target = str(read_object(folder / FILE)["model"])
-        except (OSError, ValueError, KeyError):
-            continue
-        yield KnownHead(embedded.HEAD if folder == shipped else str(folder), folder, target)
+        folders |= {str(folder): folder for folder in sorted((cache_dir() / "heads").glob("*"))}
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # one without a record
+            if folder is not None:
+                yield KnownHead(name, folder, str(read_object(folder / FILE)["model"]))
 
 
 def find(lm: LanguageModel) -> Match | None:

@@ -88,15 +88,19 @@ class EagleDraft(RowDraft):
         embedded, heads = checkpoints.embedded, checkpoints.eagle
         if not isinstance(draft, str) or draft == embedded.NAME:
             return None
-        shipped = embedded.draft_head(embedded.NAME)
+        ships = draft in embedded.HEADS
         folder = (
-            shipped if draft == embedded.HEAD else heads.head_folder(draft, offline=options.offline)
+            embedded.shipped_head(draft)
+            if ships
+            else heads.head_folder(draft, offline=options.offline)
         )
-        if folder is None and draft == embedded.HEAD:
-            raise InputError(f"draft: {embedded.missing_head(embedded.NAME)}")
+        if folder is None and ships:
+            raise InputError(f"draft: {embedded.why_missing(draft)}")
         if folder is None:
             return None
-        name = embedded.HEAD if folder == shipped else folder.name
+        name = next(
+            (name for name in embedded.HEADS if embedded.shipped_head(name) == folder), folder.name
+        )
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
 
         def make(target: Any, _: Any) -> EagleDraft:

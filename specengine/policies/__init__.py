@@ -50,8 +50,9 @@ class TreePolicy:
     """Shapes the draft tree. A subclass is a dataclass whose fields are its options.
 
     `capacity` is the maximum number of nodes that `grow` appends, `budget` the maximum that `keep` returns; both count
-    the root. A policy that can be captured also states `rows`, the maximum number of nodes drafted from in one pass,
-    and `passes`, the maximum number of draft passes. `presets` are named options: `make("eagle/talon-table1")`.
+    the root. A policy that can be captured also states `rows`, the maximum number of nodes drafted from in one pass (by
+    default its option `width`), and `passes`, the maximum number of draft passes. `presets` are named options:
+    `make("eagle/talon-table1")`.
 
     Rules work on tensors of any width, and counts are tensors too. The eager driver passes only live nodes; the
     captured driver records a rule once and replays it over padding. So a rule selects with `Tensor.where`, updates
@@ -71,7 +72,7 @@ class TreePolicy:
 
     @property
     def rows(self) -> int:
-        raise NotImplementedError("a policy must state its rows to be captured")
+        return int(getattr(self, "width", 0))
 
     @property
     def passes(self) -> int:

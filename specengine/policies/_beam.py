@@ -38,10 +38,6 @@ class Beam(TreePolicy):
         return 1 + self.width + self.expansions * self.width**2
 
     @property
-    def rows(self) -> int:
-        return self.width
-
-    @property
     def passes(self) -> int:
         return self.expansions + 1
 

@@ -66,14 +66,15 @@ def test_it_is_for_the_embedded_model_under_any_of_its_names() -> None:
 def no_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a wheel of specengine is installed alone; returns a folder on the path."""
     monkeypatch.setattr(embedded, "CHECKOUT", tmp_path / "site")
-    monkeypatch.setattr(embedded, "HEAD_PACKAGE", "specengine_default_head_of_a_test")
+    package = "specengine_default_head_of_a_test"
+    monkeypatch.setitem(embedded.HEADS, embedded.HEAD, (package, embedded.NAME))
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 def test_an_installed_package_has_it_where_no_checkout_is(no_head: Path) -> None:
     assert embedded.draft_head(embedded.NAME) is None
-    installed = no_head / embedded.HEAD_PACKAGE
+    installed = no_head / embedded.HEADS[embedded.HEAD][0]
     shutil.copytree(shipped_in_the_checkout(), installed / embedded.NAME)
     (installed / "__init__.py").write_text("raise AssertionError('it is found, not imported')\n")
     assert embedded.draft_head(embedded.NAME) == installed / embedded.NAME
@@ -103,10 +104,11 @@ def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_
 def test_its_package_holds_the_three_files() -> None:
     """As heads/pyproject.toml lists them, under the name that embedded.py looks for."""
     project = tomllib.loads((ROOT / "heads" / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["packages"] == [embedded.HEAD_PACKAGE]
-    assert project["project"]["name"].replace("-", "_") == embedded.HEAD_PACKAGE
-    patterns = project["tool"]["setuptools"]["package-data"][embedded.HEAD_PACKAGE]
-    package = ROOT / "heads" / embedded.HEAD_PACKAGE
+    name = embedded.HEADS[embedded.HEAD][0]
+    assert project["tool"]["setuptools"]["packages"] == [name]
+    assert project["project"]["name"].replace("-", "_") == name
+    patterns = project["tool"]["setuptools"]["package-data"][name]
+    package = ROOT / "heads" / name
     assert {file for pattern in patterns for file in package.glob(pattern)} == set(
         shipped().iterdir()
     )

@@ -98,10 +98,6 @@ class Auto(TreePolicy):
         return 1 + self.budget * (self.max_passes + 1)
 
     @property
-    def rows(self) -> int:
-        return self.width
-
-    @property
     def passes(self) -> int:
         return self.max_passes
 

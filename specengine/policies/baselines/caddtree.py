@@ -53,10 +53,6 @@ class CaDDTree(DDTree, Priced):
         require("caddtree", "width", self.width, "1 or more", self.width >= 1)
         self.price(self.budget, self.width)
 
-    @property
-    def rows(self) -> int:
-        return self.width
-
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         spent = self.spend(tree, frontier.live)
         if self.width == 1:

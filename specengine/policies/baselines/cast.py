@@ -73,10 +73,6 @@ class Cast(Priced):
     def capacity(self) -> int:
         return 1 + self.children * (1 + self.width * (self.passes - 1))
 
-    @property
-    def rows(self) -> int:
-        return self.width
-
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
         return self._falls[device][1:]
 

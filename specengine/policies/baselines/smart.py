@@ -58,10 +58,6 @@ class Smart(Priced):
     def capacity(self) -> int:
         return self.budget
 
-    @property
-    def rows(self) -> int:
-        return self.width
-
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         passes, room = ops.number(tree.passes), ops.held(self.budget - ops.number(tree.size))
         spent = self.spend(tree, frontier.live)

@@ -102,8 +102,8 @@ def new_head(
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
-    if isinstance(head, Eagle3Head):
-        _choose_vocabulary(head, counts)
+    if isinstance(head, Eagle3Head) and head.d2t is not None:
+        _choose_vocabulary(head.d2t, counts)
     if options.start == "target" and version == 3:
         _start_from_target(head, weights)
     return head
@@ -228,15 +228,11 @@ def _vocabulary_size(counts: Tensor) -> int:
     return min(max(steps * VOCABULARY_STEP, MIN_VOCABULARY), MAX_VOCABULARY, len(counts))
 
 
-def _choose_vocabulary(head: Eagle3Head, counts: Tensor) -> None:
-    """Set the draft's vocabulary to the most frequent tokens, sorted by id."""
-    if head.d2t is None:
-        return
-    size = head.config.draft_vocab_size
-    best = counts.argsort(descending=True, stable=True)[:size].sort().values
-    head.d2t.copy_(
-        best.to(head.d2t.device) - torch.arange(size, device=head.d2t.device, dtype=torch.int64)
-    )
+def _choose_vocabulary(d2t: Tensor, counts: Tensor) -> None:
+    """Set a map of the draft's vocabulary to the most frequent tokens, sorted by id."""
+    best = counts.argsort(descending=True, stable=True)[: len(d2t)].sort().values
+    places = torch.arange(len(d2t), device=d2t.device, dtype=torch.int64)
+    d2t.copy_(best.to(d2t.device) - places)
 
 
 @torch.no_grad()
@@ -254,12 +250,12 @@ def _start_from_target(head: EagleHead, weights: Weights) -> None:
         rows = weights.vocabulary()
         vocabulary.weight.copy_(rows if ids is None else rows[ids])
     last = f"layers.{weights.config.num_hidden_layers - 1}."
-    own = dict(head.layers.named_parameters())
-    sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in own}
+    parameters = dict(head.layers.named_parameters())
+    sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in parameters}
     sources["0.hidden_norm.weight"] = weights.parameter(last + "input_layernorm.weight")
     present = {name: source for name, source in sources.items() if source is not None}
     for name, source in _resized(present, head.config.intermediate_size).items():
-        parameter = own[name]
+        parameter = parameters[name]
         if source.shape == parameter.shape:
             parameter.copy_(source)
         elif source.ndim == 2 and parameter.shape == (source.shape[0], 2 * source.shape[1]):
