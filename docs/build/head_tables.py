@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from docs.build.results import SETS, code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
-from specengine.benchmark.summaries import summaries as summarized
 
 RANKED = {
     "accuracy": "accuracy",
@@ -226,30 +225,12 @@ def accepted(*files_and_labels: str) -> str:
     return table(("", *SETS.values()), rows, *files)
 
 
-def beside(file: str) -> str:
-    """Return speed over plain decoding with the acceptance length in brackets, by set, from specengine bench."""
-    by_set = {(r["way"], r["set"]): r for r in summarized(records(file))}
-    names = [name for name in SETS if ("plain", name) in by_set]
-    rows = [
-        [
-            code(way),
-            *(
-                f"{by_set[way, name]['speed_mean']:.2f} ({by_set[way, name]['tau']:.2f})"
-                for name in names
-            ),
-        ]
-        for way in dict.fromkeys(way for way, _ in by_set if way != "plain")
-    ]
-    return table(("", *(SETS[name] for name in names)), rows, file)
-
-
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(shapes, learning, ranks, served),
         *(
             accepted,
-            beside,
             loss_ranks,
             loss_ranks_beside,
             loss_acceptance,

@@ -19,6 +19,7 @@ from tests.house import imports, journeys, members, reading, seats
 
 TABLE = Path(__file__).with_name("budgets.json")
 PACKAGE = Path(journeys.PACKAGE)
+DOCS = PACKAGE.parent / "docs"
 
 
 def sizes() -> dict[str, int]:
@@ -29,6 +30,12 @@ def sizes() -> dict[str, int]:
     files = sorted(PACKAGE.rglob("*.py"))
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     return {"package statements": sum(map(reading.statements, trees)), "package files": len(files)}
+
+
+def pages() -> dict[str, int]:
+    """Return the words of the documents, as wc counts them: the marks of tables and the words of code included."""
+    files = [*DOCS.glob("*.md"), *DOCS.glob("*/*.md")]
+    return {"words of the documents": sum(len(file.read_text("utf-8").split()) for file in files)}
 
 
 def touched() -> dict[str, int]:
@@ -59,7 +66,7 @@ def read() -> dict[str, dict[str, Any]]:
 def measure() -> dict[str, int]:
     """Return all figures that can be measured, by name."""
     static = imports.measure(PACKAGE) | members.measure() | sizes() | reading.measure(PACKAGE)
-    return journeys.measure() | static | touched()
+    return journeys.measure() | static | pages() | touched()
 
 
 def higher(measured: dict[str, int], table: dict[str, dict[str, Any]]) -> list[str]:

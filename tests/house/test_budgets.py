@@ -42,6 +42,10 @@ def test_the_package_has_no_more_statements_and_files() -> None:
     assert figures.higher(figures.sizes(), TABLE) == []
 
 
+def test_the_documents_have_no_more_words() -> None:
+    assert figures.higher(figures.pages(), TABLE) == []
+
+
 def test_nothing_costs_more_second_readings() -> None:
     assert figures.higher(reading.measure(figures.PACKAGE), TABLE) == []
 
