@@ -1,7 +1,9 @@
 """Compare training losses: heads of one shape, trained for the same time with each loss.
 
 `train` trains the heads one after the other, each for the same processor time (set OMP_NUM_THREADS=1 if other work runs
-on the machine). After an interruption, the same call resumes. `measure` writes speed-up over plain decoding and
+on the machine), or for the same number of steps. All losses unroll from the same share of the positions. The target's
+trees are grown once, before the training, and kept beside the text (`--best 0`: in every step). After an interruption,
+the same call resumes. `measure` writes speed-up over plain decoding and
 acceptance length with each tree, accuracy and calibration after the n-th ranked token, with 95 % intervals over prompts
 and texts (bootstrap percentiles), paired differences to the first loss, the share of tree nodes by rank, and the result
 of `ahead`: agreement 1 to 5 tokens ahead on held-back text.
@@ -18,10 +20,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research import bootstrap
 from research.ranks import Observed, RankReport, observe, reports
+from research.trees import KeptTrees, TreeFolder, folder_for, keep_trees
 from specengine import Engine
 from specengine import checkpoints as models
 from specengine.checkpoints.eagle import load_head
@@ -38,19 +42,30 @@ from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
-from specengine.train.draft.options import TrainOptions, make_loss
+from specengine.train.draft.options import Loss, TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
-from specengine.train.draft.training import LOG, MEASURE_EVERY, STATE, Epochs, train_draft
+from specengine.train.draft.training import (
+    LOG,
+    MEASURE_EVERY,
+    STATE,
+    Epochs,
+    Teaching,
+    train_draft,
+)
 from specengine.train.draft.validation import agreement
 from specengine.train.text.corpus import Corpus, Text
 
-# Of the positions, the share from which the later steps are unrolled; a tree of the target's costs it 8 tokens each.
 LOSSES = {
     "eagle": make_loss("eagle"),
-    "hass": make_loss("hass", anchors=0.25),
-    "ttt": make_loss("ttt", steps=3, anchors=0.25),
-    "talf": make_loss("talf", anchors=0.1),
+    "eagle-paper": make_loss("eagle-paper"),
+    "hass": make_loss("hass"),
+    "hass-paper": make_loss("hass-paper"),
+    "ttt": make_loss("ttt", steps=3),
+    "talf": make_loss("talf"),
+    "talf-k1": make_loss("talf", width=1),
+    "talf-k2": make_loss("talf", width=2),
 }
+USUAL = ("eagle", "hass", "ttt", "talf")
 TREES = {
     "beam": ("eagle", {"width": 10, "expansions": 6, "budget": 60}),
     "optimal": ("salf", {"threshold": 0.0}),
@@ -80,60 +95,157 @@ def main() -> None:
         "--data", type=Path, required=True, help="folder of training text with held-back texts"
     )
     parser.add_argument("--heads", type=Path, required=True, help="folder for a head per loss")
+    usual = Protocol()
     parser.add_argument(
-        "--minutes", type=float, default=10, help="processor time of the training with each loss"
+        "--minutes",
+        type=float,
+        default=usual.minutes,
+        help="processor time of the training with each loss; the growing of trees before it is not counted",
     )
     parser.add_argument(
-        "--loss", action="append", choices=list(LOSSES), help="repeatable; default: all"
+        "--steps", type=int, default=usual.steps, help="steps of each, in the place of --minutes"
+    )
+    parser.add_argument(
+        "--anchors",
+        type=float,
+        default=usual.anchors,
+        help="share of the positions from which the steps after the first are unrolled",
+    )
+    parser.add_argument(
+        "--start", default=usual.start, help="a trained head that all go on from; default: none"
+    )
+    parser.add_argument(
+        "--best",
+        type=int,
+        default=usual.best,
+        help="best tokens kept as the labels of a tree's node; 0: trees are grown in every step",
+    )
+    parser.add_argument(
+        "--gib", type=float, default=usual.gib, help="room on the disk for the trees of a loss"
+    )
+    parser.add_argument(
+        "--loss",
+        action="append",
+        choices=list(LOSSES),
+        help=f"repeatable; default: {', '.join(USUAL)}",
     )
     args = parser.parse_args()
+    protocol = Protocol(**{name: getattr(args, name) for name in Protocol._fields})
     model = AutoModelForCausalLM.from_pretrained(
         models.resolve(args.model), dtype=getattr(torch, args.dtype), trust_remote_code=False
     )
-    names = args.loss or list(LOSSES)
+    names = args.loss or list(USUAL)
     if args.what == "train":
         target = args.model or models.embedded.NAME
-        train(names, model, Corpus.open(args.data), args.heads, args.minutes * 60, target)
+        train(names, model, Corpus.open(args.data), args.heads, protocol, target)
     else:
         provenance.show(
             (measure if args.what == "measure" else ahead)(names, model, args), args.out
         )
 
 
+class Protocol(NamedTuple):
+    """What the trainings of all losses have in common. See the options of the command."""
+
+    minutes: float = 10.0
+    steps: int = 0
+    anchors: float = 0.25
+    start: str = "target"
+    best: int = 64
+    gib: float = 8.0
+
+    @property
+    def options(self) -> TrainOptions:
+        given = (
+            OPTIONS if self.start in ("target", "random") else replace(OPTIONS, intermediate_size=0)
+        )
+        return replace(given, start=self.start)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Trains heads by one protocol."""
+
+    model: Any
+    corpus: Corpus
+    heads: Path
+    protocol: Protocol
+    target: str
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.protocol.steps else 60 * self.protocol.minutes
+
+    def loss(self, name: str) -> Loss:
+        return replace(LOSSES[name], anchors=self.protocol.anchors)
+
+    def teach(self, name: str) -> Teaching:
+        """Return what makes the teacher: one with kept trees for a loss that has trees, or one that grows them."""
+        folder = self.folder(name)
+        return Teacher if folder is None else partial(KeptTrees, folder=folder)
+
+    def folder(self, name: str) -> TreeFolder | None:
+        loss, best = self.loss(name), self.protocol.best
+        return folder_for(self.corpus, loss, best, self.target) if best and loss.width else None
+
+    def grow(self, name: str) -> dict[str, Any]:
+        """Grow the trees that the loss reads, if it has any. Return their GiB, and the seconds of the last call."""
+        folder = self.folder(name)
+        if folder is None:
+            return {}
+        record = folder.folder / RECORD
+        batches, began = Epochs(self.corpus, self.protocol.options).batches, time.process_time()
+        gib = keep_trees(Teacher(self.model, (0,)), folder, batches, self.protocol.gib)
+        if not record.is_file():
+            seconds = round(time.process_time() - began)
+            _write(record, {"gib": round(gib, 3), "cpu_seconds": seconds})
+        facts: dict[str, Any] = json.loads(record.read_text())
+        return facts
+
+    def run(self, name: str, out: Path, options: TrainOptions) -> int:
+        """Train one head. Return the processor time in seconds."""
+        options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
+        train_draft(
+            self.model,
+            self.corpus,
+            out,
+            options,
+            self.loss(name),
+            name=self.target,
+            teach=self.teach(name),
+            progress=print,
+        )
+        (out / STATE).unlink(missing_ok=True)
+        return round(cpu_seconds(_log(out)))
+
+
 def train(
-    names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float, target: str
+    names: Sequence[str], model: Any, corpus: Corpus, heads: Path, protocol: Protocol, target: str
 ) -> None:
-    """Train each head for the number of steps that fit into `seconds` of processor time, by the pace of a trial."""
-    for name, steps in _steps(names, model, corpus, heads, seconds).items():
+    """Train each head for the protocol's steps, or as many as fit into its minutes by the pace of a trial."""
+    heads.mkdir(parents=True, exist_ok=True)
+    training, begun = Training(model, corpus, heads, protocol, target), heads / "protocol.json"
+    if begun.is_file() and json.loads(begun.read_text()) != protocol._asdict():
+        raise SystemExit(
+            f"protocol: {heads} was begun with {begun.read_text().strip()}; take another folder"
+        )
+    _write(begun, protocol._asdict())
+    trees = {name: training.grow(name) for name in names}
+    for name, steps in _steps(names, training).items():
         done = heads / name / RECORD
         if not done.is_file():
             print(f"{name}: {steps} steps", flush=True)
-            spent = _train(name, model, corpus, heads / name, replace(OPTIONS, steps=steps), target)
-            _write(done, {"steps": steps, "cpu_seconds": spent, "settings": asdict(LOSSES[name])})
-        while (record := json.loads(done.read_text()))["cpu_seconds"] < seconds:
-            _train_on(name, model, corpus, heads / name, record, seconds, target)
+            spent = training.run(name, heads / name, replace(protocol.options, steps=steps))
+            settings = asdict(training.loss(name)) | protocol._asdict()
+            record = {"steps": steps, "cpu_seconds": spent, "settings": settings}
+            _write(done, record | {"trees": trees[name]})
+        while (record := json.loads(done.read_text()))["cpu_seconds"] < training.seconds:
+            _train_on(name, training, record)
 
 
-def _train(
-    name: str, model: Any, corpus: Corpus, out: Path, options: TrainOptions, target: str
-) -> int:
-    """Train one head. Return the processor time in seconds."""
-    options = replace(options, save_every=min(SAVE_EVERY, max(1, options.steps // 10)))
-    train_draft(model, corpus, out, options, LOSSES[name], name=target, progress=print)
-    (out / STATE).unlink(missing_ok=True)
-    return round(cpu_seconds(_log(out)))
-
-
-def _train_on(
-    name: str,
-    model: Any,
-    corpus: Corpus,
-    head: Path,
-    record: dict[str, Any],
-    seconds: float,
-    target: str,
-) -> None:
+def _train_on(name: str, training: Training, record: dict[str, Any]) -> None:
     """Train further at a low learning rate if the steps took less time than the trial predicted."""
+    head, seconds = training.heads / name, training.seconds
     steps = (
         math.ceil(
             1.02
@@ -149,10 +261,10 @@ def _train_on(
         OPTIONS,
         steps=steps,
         start=str(head),
+        intermediate_size=0,
         learning_rate=OPTIONS.learning_rate / 20,
-        seed=record["steps"],
-    )
-    spent = _train(name, model, corpus, more, options, target)
+    )  # of the same seed, as its batches are those that trees were grown for
+    spent = training.run(name, more, options)
     for file in ("config.json", "model.safetensors"):
         (more / file).replace(head / file)
     record |= {"steps": record["steps"] + steps, "cpu_seconds": record["cpu_seconds"] + spent}
@@ -171,10 +283,11 @@ def cpu_seconds(entries: Sequence[dict[str, Any]]) -> float:
     return sum(later - earlier if later > earlier else later for earlier, later in pairwise(times))
 
 
-def _steps(
-    names: Sequence[str], model: Any, corpus: Corpus, heads: Path, seconds: float
-) -> dict[str, int]:
+def _steps(names: Sequence[str], training: Training) -> dict[str, int]:
     """Return the steps of each loss. All paces are measured first, close together, and stored with the heads."""
+    if training.protocol.steps:
+        return dict.fromkeys(names, training.protocol.steps)
+    heads, seconds = training.heads, training.seconds
     kept = heads / "steps.json"
     if kept.is_file():
         steps = json.loads(kept.read_text())
@@ -186,12 +299,12 @@ def _steps(
     steps = {}
     for name in names:
         with tempfile.TemporaryDirectory() as trial:
-            options = replace(OPTIONS, steps=TRIAL_STEPS, held_back=0.0, start="random")
-            train_draft(model, corpus, Path(trial), options, LOSSES[name])
+            options = replace(OPTIONS, steps=TRIAL_STEPS, start="random")
+            loss, teach = training.loss(name), training.teach(name)
+            train_draft(training.model, training.corpus, Path(trial), options, loss, teach=teach)
             times = [entry["cpu_seconds"] for entry in _log(Path(trial)) if "loss" in entry]
         pace = min(later - earlier for earlier, later in pairwise(times)) / MEASURE_EVERY
         steps[name] = max(1, round(seconds / pace))
-    heads.mkdir(parents=True, exist_ok=True)
     _write(kept, steps)
     return steps
 

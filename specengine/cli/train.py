@@ -11,7 +11,7 @@ from typing import Any
 from specengine.cli.given import load_options, read_prompts, target_name
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, require_known
 from specengine.models.eagle import default_layer_ids
 from specengine.models.native import NativeTarget
 from specengine.registry import build
@@ -19,7 +19,7 @@ from specengine.request.prompts import token_ids
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.classifier.training import train_classifier
 from specengine.train.classifier.trees import collect, questions
-from specengine.train.draft.options import Loss, TrainOptions, find_recipe, make_loss
+from specengine.train.draft.options import RECIPES, Loss, TrainOptions, make_loss
 from specengine.train.draft.training import train_draft
 from specengine.train.text.corpus import Corpus
 from specengine.train.text.options import SynthesisOptions
@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 40  # where time, and room on the disk, say how many
 
 
 def run_data(arguments: argparse.Namespace) -> int:
-    recipe = find_recipe(arguments.recipe)
+    recipe = require_known("recipe", arguments.recipe, RECIPES)
     options: SynthesisOptions = build(
         SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option"
     )
@@ -42,7 +42,7 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def run_draft(arguments: argparse.Namespace) -> int:
-    recipe = find_recipe(arguments.recipe)
+    recipe = require_known("recipe", arguments.recipe, RECIPES)
     options: TrainOptions = build(
         TrainOptions, asdict(recipe.training) | dict(arguments.option), "option"
     )

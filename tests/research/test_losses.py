@@ -21,6 +21,7 @@ from tests.train.test_draft import corpus_of, random_texts
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS = 6
+NO_TIME = losses.Protocol(minutes=0)
 
 
 def test_processor_time_is_summed_over_processes() -> None:
@@ -50,24 +51,27 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(
     (heads / "steps.json").write_text(json.dumps({"eagle": 6, "ttt": 4, "hass": 5}))
     options = replace(small, steps=6, save_every=1)
     monkeypatch.setattr(losses, "SAVE_EVERY", 1)
-    train_draft(
-        model, corpus, heads / "eagle", options, losses.LOSSES["eagle"], stop_after=3
-    )  # cut short
-    losses.train(names, model, corpus, heads, 0, "tiny")
+    loss = replace(losses.LOSSES["eagle"], anchors=NO_TIME.anchors)
+    train_draft(model, corpus, heads / "eagle", options, loss, stop_after=3)  # cut short
+    losses.train(names, model, corpus, heads, NO_TIME, "tiny")
     for name, steps in (("eagle", 6), ("ttt", 4)):
         record = json.loads((heads / name / "training.json").read_text())
         assert (record["steps"], record["settings"]["name"]) == (steps, name)
         assert json.loads((heads / name / LOG).read_text().splitlines()[-1])["step"] == steps
     before = (heads / "ttt" / "model.safetensors").read_bytes()
-    losses.train(names, model, corpus, heads, 0, "tiny")
+    losses.train(names, model, corpus, heads, NO_TIME, "tiny")
     assert (heads / "ttt" / "model.safetensors").read_bytes() == before
     with pytest.raises(SystemExit, match=r"steps\.json was begun for eagle, ttt, hass"):
-        losses.train(["talf"], model, corpus, heads, 0, "tiny")
+        losses.train(["talf"], model, corpus, heads, NO_TIME, "tiny")
 
     monkeypatch.setattr(losses, "cpu_seconds", lambda entries: 60.0)
     record["cpu_seconds"] = 100  # of the 150 that it was to have; four steps took them
     (heads / "ttt" / "training.json").write_text(json.dumps(record))
-    losses.train(["ttt"], model, corpus, heads, 150, "tiny")
+    more = NO_TIME._replace(minutes=2.5)
+    with pytest.raises(SystemExit, match=r"protocol: .* was begun with"):
+        losses.train(["ttt"], model, corpus, heads, more, "tiny")
+    (heads / "protocol.json").unlink()
+    losses.train(["ttt"], model, corpus, heads, more, "tiny")
     assert json.loads((heads / "ttt" / "training.json").read_text()) == record | {
         "steps": 8,
         "cpu_seconds": 160,
@@ -84,6 +88,42 @@ def test_a_training_goes_on_with_the_steps_that_were_chosen(
         assert row["accuracy"] == report.accuracy
         low, high = row["accuracy_interval"]
         assert low <= row["accuracy"] <= high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["talf", "talf-k1", "hass-paper"])
+def test_a_loss_goes_on_from_a_head_for_equal_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With trees that were grown once: each head is another one than that it began with, after the same steps."""
+    model = tiny(num_hidden_layers=LAYERS)
+    corpus = corpus_of(tmp_path / "data", random_texts(20))
+    small = replace(
+        losses.OPTIONS,
+        batch_tokens=64,
+        lengths=(32,),
+        intermediate_size=40,
+        autocast=False,
+        held_back=0.1,
+    )
+    monkeypatch.setattr(losses, "OPTIONS", small)
+    first = losses.Protocol(steps=4, best=5)
+    losses.train(["eagle"], model, corpus, tmp_path / "first", first, "tiny")
+    began = tmp_path / "first" / "eagle"
+    then = first._replace(steps=3, start=str(began))
+    losses.train([name], model, corpus, tmp_path / "then", then, "tiny")
+    record = json.loads((tmp_path / "then" / name / "training.json").read_text())
+    assert (record["steps"], record["settings"]["anchors"]) == (3, 0.25)
+    assert record["settings"]["start"] == str(began)
+    assert bool(record["trees"]) == ("talf" in name)
+    assert bool(list((tmp_path / "data").glob("trees/*/*.safetensors"))) == ("talf" in name)
+    config, state, _ = load_head(tmp_path / "then" / name)
+    before_config, before, _ = load_head(began)
+    assert config == before_config
+    moved = {key for key, tensor in state.items() if not torch.equal(tensor, before[key])}
+    assert moved
+    far = max(float((state[key].float() - before[key].float()).abs().max()) for key in moved)
+    assert far < 0.05  # three steps of a small rate, and no new start
 
 
 def test_intervals_hold_the_ratio_of_sums() -> None:

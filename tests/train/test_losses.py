@@ -489,7 +489,9 @@ def test_settings_out_of_range_are_named(changes: dict[str, Any], field: str) ->
 
 
 def test_what_does_not_fit_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(InputError, match="loss: got 'l2', accepted eagle, hass, ttt, talf"):
+    with pytest.raises(
+        InputError, match="loss: got 'l2', accepted eagle, hass, ttt, talf, eagle-paper, hass-paper"
+    ):
         make_loss("l2")
     head = head_for(3)
     teacher = teacher_for(model, head)

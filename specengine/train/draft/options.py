@@ -86,12 +86,17 @@ class Loss(Checked):
 
 
 # EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
-# test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps.
+# test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps; its paper trains EAGLE's and
+# HASS's heads with other weights than their code has.
 LOSSES: dict[str, Loss] = {
     "eagle": Loss("eagle", steps=1, regression=1.0, cross_entropy=0.1, noise=0.2),
     "hass": Loss("hass", steps=3, regression=1.0, cross_entropy=0.1, top_weight=1.0, detach=True),
     "ttt": Loss("ttt", steps=7, decay=0.8),
     "talf": Loss("talf", steps=3, width=4),
+    "eagle-paper": Loss("eagle", steps=1, regression=1.0, cross_entropy=10.0, noise=0.2),
+    "hass-paper": Loss(
+        "hass", steps=3, regression=1.0, cross_entropy=10.0, top_weight=10.0, detach=True
+    ),
 }
 
 
@@ -247,7 +252,3 @@ RECIPES = {
         make_loss("ttt", steps=5),
     ),
 }
-
-
-def find_recipe(name: str) -> TrainingRecipe:
-    return require_known("recipe", name, RECIPES)

@@ -48,6 +48,7 @@ HOUSEKEEPING = (
 )  # options that do not change the result
 
 Progress = Callable[[str], None]
+Teaching = Callable[[PreTrainedModel, tuple[int, ...]], Teacher]
 
 
 def train_draft(  # noqa: PLR0913
@@ -60,6 +61,7 @@ def train_draft(  # noqa: PLR0913
     name: str = "",
     stop_after: int | None = None,
     seconds: float | None = None,
+    teach: Teaching = Teacher,
     progress: Progress = lambda line: None,
 ) -> Path:
     """Train a head for `model` and save it in the folder `out`, every `save_every` steps and at the end.
@@ -69,12 +71,13 @@ def train_draft(  # noqa: PLR0913
 
     stop_after: end at this step of the schedule.
     seconds: choose as many steps as take so long by the pace of the first ones, in the place of `options.steps`.
+    teach: makes the teacher of a model that transformers runs, from it and the hidden states that the head reads.
 
     After an interruption, the same call resumes from the last saved state, with the same result. Raise InputError for
     text of another target, and for a folder that was begun with other settings.
     """
     loss = loss or make_loss("ttt")
-    run = _Run(model, corpus, out, options, loss, name, progress, seconds)
+    run = _Run(model, corpus, out, options, loss, name, progress, seconds, teach)
     run.train(min(stop_after or run.options.steps, run.options.steps))
     return out
 
@@ -94,7 +97,7 @@ class _Learner(NamedTuple):
 
 
 class _Run:
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: PreTrainedModel | NativeLM,
         corpus: Corpus,
@@ -104,6 +107,7 @@ class _Run:
         name: str,
         progress: Progress,
         seconds: float | None,
+        teach: Teaching,
     ) -> None:
         # fail now rather than after the training
         self.target = (
@@ -135,7 +139,7 @@ class _Run:
         require_fit(head.config, self.target.lm)
         ids = head.target_ids()
         coverage = 1.0 if ids is None else float(counts[ids.cpu()].sum() / counts.sum())
-        self.teacher = self._teacher(model, corpus, head)
+        self.teacher = self._teacher(model, corpus, head, teach)
         if saved is None and options.start == "target" and head.config.version == 1:
             start_from_text(
                 head,
@@ -168,12 +172,12 @@ class _Run:
             )
 
     def _teacher(
-        self, model: PreTrainedModel | NativeLM, corpus: Corpus, head: EagleHead
+        self, model: PreTrainedModel | NativeLM, corpus: Corpus, head: EagleHead, teach: Teaching
     ) -> HeadTeacher:
         """Return what the head learns from: states that were kept, or the target on transformers' modules."""
         ids = head.config.feature_ids(self.target.lm.layers)
         if not isinstance(model, NativeLM):
-            return Teacher(model, ids)
+            return teach(model, ids)
         states, along_text = (
             corpus.manifest.get("features"),
             not (self.loss.width or self.loss.regression),
@@ -186,7 +190,7 @@ class _Run:
             else "does not suffice for this loss"
         )
         self.progress(f"The text {why}: transformers runs the target again, which takes longer")
-        return Teacher(model.model, ids)
+        return teach(model.model, ids)
 
     def _choose_steps(self, seconds: float) -> None:
         """Set the number of steps to what the time allows, by the pace of a few that change nothing."""
