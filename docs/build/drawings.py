@@ -17,9 +17,10 @@ from docs.build.results import means, records, summaries
 from docs.build.tables import WAYS
 from specengine.benchmark.summaries import ALL
 from specengine.files import atomic
-from specengine.trace.pictures import COLOURS
+from specengine.trace.pictures import COLOURS, MARKERS
 
 FOLDER = Path(__file__).parents[1] / "pictures"
+PARETO = ("eagle", "talon", "salf", "c2t", "dynatree", "ltd", "opt_tree")  # policies of the picture
 Points = dict[str, Any]  # data of a plot, JSON-ready
 
 
@@ -109,6 +110,66 @@ def _thresholds() -> Points:
     }
 
 
+def _pareto() -> Points:
+    """Return by cost table and policy what replays with other settings come to: nodes, tau and speed."""
+    tables = {
+        "two cores": ("replay-sweeps.jsonl", "end-to-end-shipped-head"),
+        "Qwen3-8B on an H200": ("replay-sweeps.jsonl", "qwen3-8b-h200"),
+        "8B on an A100": ("auto-replay.jsonl", "8b-a100-roofline"),
+    }
+    points: Points = {}
+    for label, (file, costs) in tables.items():
+        by_policy: dict[str, list[list[float]]] = {}
+        for record in records(file):
+            policy = re.split("[,/]", record["way"])[0] if record["record"] == "replay" else ""
+            if policy in PARETO:
+                figures = [record["gamma"], record["tau"], record["speedup"][costs]]
+                by_policy.setdefault(policy, []).append(figures)
+        points[label] = {policy: sorted(found) for policy, found in by_policy.items()}
+    return points
+
+
+def _decisions() -> Points:
+    """Return how often Learning to Draft's networks choose each depth and size, in shares."""
+    points: Points = {}
+    for label, file, way in (
+        ("two cores", "ltd-cpu.jsonl", "ltd: cpu"),
+        ("8B on an A100", "ltd-8b.jsonl", "ltd: paper"),
+    ):
+        row = next(record for record in records(file) if record.get("way") == way)
+        for what in ("depths", "sizes"):
+            counts = row[what]
+            shares = {n: round(count / sum(counts.values()), 4) for n, count in counts.items()}
+            points[f"{what[:-1]}, {label}"] = shares
+    return points
+
+
+def _loss_ranks() -> Points:
+    heads = [record for record in records("losses.jsonl") if record["record"] == "head"]
+    return {
+        what: {
+            head["loss"]: [
+                [rank["rank"], rank[field], *rank[f"{field}_interval"]] for rank in head["by_rank"]
+            ]
+            for head in heads
+        }
+        for what, field in (("accuracy", "accuracy"), ("calibration error", "calibration"))
+    }
+
+
+def _chains() -> Points:
+    chosen = [r for r in records("auto-replay.jsonl") if r.get("way", "").startswith("chain,")]
+    lengths = [int(record["way"].rpartition("=")[2]) for record in chosen]
+    costs = {"qwen3-8b-h200": "Qwen3-8B on an H200", "8b-a100-roofline": "8B on an A100"}
+    tau = [[n, record["tau"]] for n, record in zip(lengths, chosen, strict=True)]
+    return {"acceptance length": tau} | {
+        f"speed, {label}": [
+            [n, record["speedup"][name]] for n, record in zip(lengths, chosen, strict=True)
+        ]
+        for name, label in costs.items()
+    }
+
+
 def _construction() -> Points:
     return plots.construction_points(records("tree-construction.jsonl"))
 
@@ -150,6 +211,69 @@ def _curves(figure: Any, points: Points) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
+def _fronts(figure: Any, points: Points) -> None:
+    """Draw tau, then speed at each cost table, against verified nodes."""
+    figure.set_size_inches(7.6, 6.4)
+    panels = list(figure.subplots(2, 2).flat)
+    drawn = [("acceptance length", next(iter(points.values())), 1)]
+    drawn += [(f"speed, {label}", by_policy, 2) for label, by_policy in points.items()]
+    for panel, (title, by_policy, which) in zip(panels, drawn, strict=True):
+        for number, policy in enumerate(PARETO):
+            found = by_policy.get(policy, [])
+            panel.plot(
+                [figures[0] for figures in found],
+                [figures[which] for figures in found],
+                MARKERS[number % len(MARKERS)],
+                color=(*COLOURS, "0.3")[number],
+                markersize=4,
+                label=policy,
+            )
+        panel.set_title(title, fontsize=10)
+        panel.set_xscale("log")
+        panel.grid(alpha=0.3)
+    for panel in panels[2:]:
+        panel.set_xlabel("nodes verified")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+
+
+def _shares(figure: Any, points: Points) -> None:
+    figure.set_size_inches(7.6, 4.6)
+    for panel, (title, shares) in zip(figure.subplots(2, 2).flat, points.items(), strict=True):
+        numbers = sorted(shares, key=int)
+        panel.bar(numbers, [shares[number] for number in numbers], color=COLOURS[0])
+        panel.set_title(title, fontsize=10)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.supylabel("share of the cycles", fontsize=10)
+
+
+def _ranked(figure: Any, points: Points) -> None:
+    figure.set_size_inches(7.6, 3.4)
+    for panel, (title, by_loss) in zip(figure.subplots(1, 2), points.items(), strict=True):
+        for number, (loss, rows) in enumerate(by_loss.items()):
+            ranks, values, lows, highs = zip(*rows, strict=True)
+            away = [rank + 0.08 * (number - 1.5) for rank in ranks]
+            below = [value - low for value, low in zip(values, lows, strict=True)]
+            above = [high - value for value, high in zip(values, highs, strict=True)]
+            bars = [[max(each, 0) for each in side] for side in (below, above)]
+            panel.errorbar(
+                away, values, bars, marker="o", markersize=4, color=COLOURS[number], label=loss
+            )
+        panel.set(title=title, xlabel="rank of the token before", xticks=list(ranks))
+        panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=9)
+
+
+def _lines(figure: Any, points: Points) -> None:
+    figure.set_size_inches(7.6, 3.2)
+    axes = figure.subplots()
+    for number, (name, line) in enumerate(points.items()):
+        axes.plot(*zip(*line, strict=True), marker="o", color=COLOURS[number], label=name)
+    axes.set(xlabel="tokens of the chain", xticks=[n for n, _ in line])
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+
+
 def _copied() -> Points:
     return {}
 
@@ -164,6 +288,18 @@ DRAWINGS = {
         "Tokens per second of each method", _answers, _bars("tokens per second", None, "specengine")
     ),
     "salf-thresholds": Drawing("SALF's speed by its threshold, replayed", _thresholds, _curves),
+    "replayed-fronts": Drawing(
+        "Acceptance length and speed by verified nodes, each policy with several settings, replayed",
+        _pareto,
+        _fronts,
+    ),
+    "ltd-decisions": Drawing(
+        "Depths and sizes that Learning to Draft's networks choose", _decisions, _shares
+    ),
+    "loss-ranks": Drawing(
+        "Accuracy and calibration error after the draft's n-th token, by loss", _loss_ranks, _ranked
+    ),
+    "chains": Drawing("Acceptance length and speed of chains by length, replayed", _chains, _lines),
     "tree-construction": Drawing(
         "Milliseconds to choose a layer of the tree by vocabulary, by each policy's rule",
         _construction,
