@@ -222,9 +222,9 @@ ON_KERNELS := SPECENGINE_BACKEND=triton,cuda,cpp
 
 # tried where no compiler is on the path, with the packages of .venv but for specengine's own
 TRIAL := build/trial
-wheels: $(VENV)/.installed-dev  ## this machine's wheel and the head's into dist/, and the first of them tried
+wheels: $(VENV)/.installed-dev  ## this machine's wheel and the heads' into dist/, and the first of them tried
 	rm -rf $(TRIAL) && mkdir -p $(TRIAL)/empty dist
-	SPECENGINE_STRICT_BUILD=1 $(RUN) -m pip wheel --disable-pip-version-check --no-deps -w dist . ./heads
+	SPECENGINE_STRICT_BUILD=1 $(RUN) -m pip wheel --disable-pip-version-check --no-deps -w dist . ./heads ./heads/coder
 	$(RUN) -m pip install --disable-pip-version-check --no-deps --target $(TRIAL)/site dist/specengine-*.whl
 	PATH=$(CURDIR)/$(TRIAL)/empty PYTHONPATH=$(CURDIR)/$(TRIAL)/site $(CURDIR)/$(RUN) -P tests/installed_wheel.py
 
@@ -232,6 +232,7 @@ sdist: $(VENV)/.installed-dev  ## the source distributions into dist/
 	$(RUN) -m pip install --disable-pip-version-check build
 	$(RUN) -m build --sdist --outdir dist .
 	$(RUN) -m build --sdist --outdir dist heads
+	$(RUN) -m build --sdist --outdir dist heads/coder
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -171,7 +171,7 @@ def _ready(
 def shipped_head(name: str) -> Path | None:
     """Return the folder of one of HEADS, None if its package is missing. A checkout has the packages in heads/."""
     package, model = HEADS[name]
-    folders = [CHECKOUT / "heads" / package]
+    folders = list((CHECKOUT / "heads").rglob(package))
     if spec := importlib.util.find_spec(package):
         folders += map(Path, spec.submodule_search_locations or ())
     return next((folder / model for folder in folders if (folder / model).is_dir()), None)

@@ -1,4 +1,4 @@
-"""The head that ships for the embedded model: what is in its package, and that it is used."""
+"""The heads that ship: what is in their packages, and that they are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import specengine
 from specengine import loading, policies
-from specengine.checkpoints import embedded
+from specengine.checkpoints import embedded, likeness
 from specengine.checkpoints.eagle import Verifier, load_head, writer
 from specengine.cli import main
 from specengine.drafters.eagle import EagleDraft
@@ -42,11 +42,14 @@ def shipped() -> Path:
     return folder
 
 
-def test_the_package_holds_a_head_with_its_card() -> None:
-    files = {file.name: file.stat().st_size for file in shipped().iterdir()}
+@pytest.mark.parametrize("name", embedded.HEADS)
+def test_the_package_holds_a_head_with_its_card(name: str) -> None:
+    folder = embedded.shipped_head(name)
+    assert folder is not None
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
     assert set(files) == {"config.json", "model.safetensors", "target.json", "README.md"}
-    assert sum(files.values()) <= 40_000_000
-    card = (shipped() / "README.md").read_text()
+    assert sum(files.values()) <= 25_000_000
+    card = (folder / "README.md").read_text()
     for needed in ("Data", "Recipe", "Command", "Figures", "Licence"):
         assert f"## {needed}" in card
 
@@ -101,17 +104,21 @@ def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_
     assert main(["export", "default-head", str(no_head / "out")]) == 2
 
 
-def test_its_package_holds_the_three_files() -> None:
-    """As heads/pyproject.toml lists them, under the name that embedded.py looks for."""
-    project = tomllib.loads((ROOT / "heads" / "pyproject.toml").read_text())
-    name = embedded.HEADS[embedded.HEAD][0]
+@pytest.mark.parametrize(
+    ("head", "place"), zip(embedded.HEADS, ("heads", "heads/coder"), strict=True)
+)
+def test_its_package_holds_the_four_files(head: str, place: str) -> None:
+    """As its pyproject.toml lists them, under the name that embedded.py looks for."""
+    project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())
+    name, model = embedded.HEADS[head]
     assert project["tool"]["setuptools"]["packages"] == [name]
     assert project["project"]["name"].replace("-", "_") == name
     patterns = project["tool"]["setuptools"]["package-data"][name]
-    package = ROOT / "heads" / name
-    assert {file for pattern in patterns for file in package.glob(pattern)} == set(
-        shipped().iterdir()
-    )
+    package = ROOT / place / name
+    found = {file for pattern in patterns for file in package.glob(pattern)}
+    assert found == set((package / model).iterdir())
+    assert embedded.shipped_head(head) == package / model
+    assert (ROOT / place / project["project"]["readme"]).is_file()
 
 
 def test_it_loads_and_its_vocabulary_is_sound() -> None:
@@ -121,6 +128,27 @@ def test_it_loads_and_its_vocabulary_is_sound() -> None:
     assert json.loads((shipped() / "config.json").read_text()) == writer("official").written(
         config, "bfloat16", Verifier()
     )  # as other engines read it
+
+
+@pytest.mark.parametrize("name", embedded.HEADS)
+def test_its_record_is_of_its_target(name: str) -> None:
+    """By which it is chosen for models, their quantisations and fine-tunes."""
+    (head,) = (head for head in likeness.known() if head.name == name)
+    record = json.loads((head.folder / likeness.FILE).read_text())
+    config = load_head(head.folder).config
+    assert (record["hidden_size"], record["vocab_size"]) == (
+        config.target_hidden_size,
+        config.vocab_size,
+    )
+    assert head.target == record["model"] == embedded.HEADS[name][1]
+    assert max(record["tokens"]) < record["vocab_size"]
+
+
+def test_a_head_in_blocks_is_read_whole() -> None:
+    config, state, _ = load_head(cast(Any, embedded.shipped_head("qwen2.5-coder-1.5b-head")))
+    assert (config.version, config.vocab_size, config.draft_vocab_size) == (3, 151_936, 8192)
+    assert state["lm_head.weight"].shape == (8192, 1536)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
 @pytest.mark.model
