@@ -153,13 +153,11 @@ def test_accepting_drafts_blindly_is_a_mismatch(
     assert found.gap > found.tolerance
 
 
-def accept_blindly(
-    tree: TokenTree, choose: Callable[[int], Any], commit: Callable[[int], bool]
-) -> Any:
+def accept_blindly(tree: TokenTree, choose: Callable[[int], Any], *how: Any) -> Any:
     """A wrong rule: the first child is taken, whatever the target says."""
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     first_child = {parent: tokens[node] for node, parent in reversed(list(enumerate(parents)))}
-    return walk(tree, lambda node: first_child.get(node, choose(node)), commit)
+    return walk(tree, lambda node: first_child.get(node, choose(node)), *how)
 
 
 def test_an_answer_that_ends_too_early_is_a_mismatch(

@@ -198,22 +198,6 @@ def by_machine(file: str, second: str) -> str:
     return table(("policy", "the tree", "with AMX", "without"), rows, file, second)
 
 
-def answers(file: str) -> str:
-    """Return the rates of bench.cpu over all sets, plainly and with a draft: each method by kind of weights."""
-    drafted, plain = (means(file)[part] for part in ("default", "plain"))
-    rows = [
-        [
-            WAYS[way],
-            number(plain["tokens_per_second"], way, 0),
-            f"{rate:.0f}",
-            number(drafted["acceptance_length"], way, 2),
-        ]
-        for way, rate in drafted["tokens_per_second"].items()
-    ]
-    header = ("method", "tokens/s, plain", "tokens/s, with a draft", "acceptance length")
-    return table(header, rows, file)
-
-
 def forward(file: str) -> str:
     """Return milliseconds of one forward by number of rows, from bench.cpu."""
     ways = [r for r in records(file) if r["record"] == "forward"]
@@ -493,7 +477,7 @@ def mistakes(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(headline, machines, engines, by_machine, versus, answers),
+        *(headline, machines, engines, by_machine, versus),
         *(forward, rows, first_tokens, start, perplexity, perplexity_kinds),
         *(published, mtp, compared, model_shapes, mistakes),
         *(real, real_memory),

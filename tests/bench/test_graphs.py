@@ -108,7 +108,7 @@ def test_what_is_refused_is_listed_and_the_rest_runs(
     tiny_model: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
-        raise InputError("states of another size")
+        raise InputError("policy specdecpp: states of another size")
 
     monkeypatch.setattr(policies.find("specdecpp"), "grow", refuse)
     status, records = records_of(tiny_model, "--policy", "chain", "--policy", "specdecpp")

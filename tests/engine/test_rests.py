@@ -20,7 +20,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.engine import Pool, drivers
+from specengine.engine import Pool, generation
 from specengine.models.native import NativeHead, NativeTarget
 from specengine.policies import Plan
 from specengine.policies.baselines.fixed import Fixed
@@ -148,7 +148,7 @@ def test_a_draft_that_is_asked_late_takes_in_the_prompt_then(
 ) -> None:
     ran, trees = late(kind, first, monkeypatch)
     assert ran == [max(first - 1, 0)]  # the plan is asked once before the first cycle
-    monkeypatch.setattr(drivers, "MAX_WAITING", 0)
+    monkeypatch.setattr(generation, "MAX_WAITING", 0)
     at_once, expected = late(kind, first, monkeypatch)
     assert at_once == [0]
     assert trees == expected

@@ -147,8 +147,8 @@ def test_a_case_that_ends_the_process_is_found_and_the_next_is_run() -> None:
 def another_choice(patch: pytest.MonkeyPatch) -> None:
     walk = cycle.walk
 
-    def wrong(tree: Any, choose: Callable[[int], int], commit: Any) -> Any:
-        return walk(tree, choose if len(tree) == 1 else lambda node: choose(node) ^ 1, commit)
+    def wrong(tree: Any, choose: Callable[[int], int], *how: Any) -> Any:
+        return walk(tree, choose if len(tree) == 1 else lambda node: choose(node) ^ 1, *how)
 
     patch.setattr(cycle, "walk", wrong)
 
