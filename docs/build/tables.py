@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from docs.build.real import real, real_memory
-from docs.build.results import code, means, records, summaries, table
+from docs.build.results import code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.report import share
 from specengine.benchmark.summaries import ALL
