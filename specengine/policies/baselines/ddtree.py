@@ -33,6 +33,8 @@ class DDTree(TreePolicy):
     budget: int = 60
     block: int = 8
 
+    width = 1  # nodes drafted from in a pass
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "dflash": {"budget": 61, "block": 15},
         "cpu": {"budget": 12, "block": 3},
@@ -44,10 +46,6 @@ class DDTree(TreePolicy):
     @property
     def capacity(self) -> int:
         return 1 + (self.budget - 1) * self.block
-
-    @property
-    def rows(self) -> int:
-        return 1
 
     @property
     def passes(self) -> int:
