@@ -219,10 +219,10 @@ def _fronts(figure: Any, points: Points) -> None:
     drawn += [(f"speed, {label}", by_policy, 2) for label, by_policy in points.items()]
     for panel, (title, by_policy, which) in zip(panels, drawn, strict=True):
         for number, policy in enumerate(PARETO):
-            found = by_policy.get(policy, [])
+            curve = by_policy.get(policy, [])
             panel.plot(
-                [figures[0] for figures in found],
-                [figures[which] for figures in found],
+                [figures[0] for figures in curve],
+                [figures[which] for figures in curve],
                 MARKERS[number % len(MARKERS)],
                 color=(*COLOURS, "0.3")[number],
                 markersize=4,

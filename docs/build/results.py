@@ -36,10 +36,10 @@ def source(*files: str) -> str:
     by_origin: dict[str, list[str]] = {}
     for file in dict.fromkeys(files):
         origin = next(record for record in records(file) if record["record"] == "provenance")
-        made = by_origin.setdefault(f"{origin['device']}, {origin['date']}", [])
-        made.append(f"`bench/results/{file}`")
+        names = by_origin.setdefault(f"{origin['device']}, {origin['date']}", [])
+        names.append(f"`bench/results/{file}`")
     return "<br>\n".join(
-        f"<small>{', '.join(made)}: {origin}</small>" for origin, made in by_origin.items()
+        f"<small>{', '.join(names)}: {origin}</small>" for origin, names in by_origin.items()
     )
 
 

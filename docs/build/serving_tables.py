@@ -35,15 +35,15 @@ def servers(file: str, *clients: str) -> str:
 
 def lanes(file: str) -> str:
     """Return the speed over plain decoding one by one, by answers at once, from bench.cpu.lanes."""
-    found = {
+    speeds = {
         (r["way"], r["lanes"]): r["over_plain_alone"]
         for r in records(file)
         if r["record"] == "lanes"
     }
-    counts = list(dict.fromkeys(count for _, count in found))
+    counts = list(dict.fromkeys(count for _, count in speeds))
     rows = [
-        [way, *(f"{found[way, count]:.1f}" for count in counts)]
-        for way in dict.fromkeys(way for way, _ in found)
+        [way, *(f"{speeds[way, count]:.1f}" for count in counts)]
+        for way in dict.fromkeys(way for way, _ in speeds)
     ]
     return table(("answers at once", *map(str, counts)), rows, file)
 
@@ -161,12 +161,12 @@ def hostile(file: str) -> str:
 
     Bodies that are answered have a row each; of those that are refused, the slowest stands for all.
     """
-    found = [r for r in records(file) if r["record"] == "hostile"]
-    refused = [r for r in found if r["status"] != 200]
+    bodies = [r for r in records(file) if r["record"] == "hostile"]
+    refused = [r for r in bodies if r["status"] != 200]
     names = ("megabytes", "seconds", "longest")
     worst = [f"{max(r[name] for r in refused):.2f}" for name in names]
     answered = [
-        [r["body"], *(number(r, name, 2) for name in names)] for r in found if r["status"] == 200
+        [r["body"], *(number(r, name, 2) for name in names)] for r in bodies if r["status"] == 200
     ]
     return table(
         ("body", "MB", "its own answer, s", "the other user waits longer by, s"),
