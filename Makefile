@@ -119,7 +119,7 @@ bench: $(VENV)/.installed-run  ## overhead, speed and exactness on this machine'
 
 # goes on where it was stopped; QUICK=1 takes 6 prompts and short answers
 PAPERS := build/papers$(if $(QUICK),-quick)
-papers: $(VENV)/.installed-run  ## the row of each paper's claim, and whether it confirms it; QUICK=1 in minutes
+papers: $(VENV)/.installed-run  ## each paper's claim, with a verdict, and rows that ablate it; QUICK=1 in minutes
 	$(RUN) -m bench.papers $(PAPERS) $(if $(QUICK),--quick)
 
 # MICRO picks cases, as pytest -k does

@@ -4,48 +4,58 @@ Everything that it needs is in the repository: the shipped head, networks and cl
 `specengine bench`. FOLDER keeps logged trees and papers.jsonl, and the same command goes on where it was stopped. What
 cannot be run in this time is listed with the command that runs it and the committed file that has it.
 
-    python -m bench.papers build/papers            all 24 prompts
-    python -m bench.papers build/quick --quick     6 prompts and short answers: directions, in minutes
+    python -m bench.papers build/papers                      all 24 prompts
+    python -m bench.papers build/papers --rows depth-rules   one set of rows alone
+    python -m bench.papers build/papers --untimed            only what other work on the machine cannot change
+    python -m bench.papers build/quick --quick               6 prompts and short answers: directions, in minutes
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import random
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench import tree_construction
+from bench import paper_rows, tree_construction
 from bench.arguments import add_arguments
-from bench.report import claim_table
+from bench.paper_rows import BEAM
+from bench.report import claim_table, set_tables
+from bench.verdicts import (
+    CONFIRMED,
+    NOT_RUN,
+    REFUTED,
+    THEIRS,
+    UNDECIDED,
+    Answers,
+    above_one,
+    all_of,
+    nodes_per_token,
+    resampled,
+    speed,
+    tau,
+    total,
+    words,
+)
 from specengine import Engine, policies
-from specengine.benchmark.choice import Comparison, sampling
-from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Log, Record, provenance
-from specengine.benchmark.summaries import ALL, ratio, summaries
 from specengine.benchmark.ways import parse
 from specengine.benchmark.workloads import Workload, digest, read
 from specengine.costs import find_costs
 from specengine.errors import SpecEngineError
 from specengine.train.classifier.options import CollectOptions
-from specengine.train.classifier.trees import collect
+from specengine.train.classifier.trees import Trees, collect
 
 RESULTS = Path(__file__).parent / "results"
-CONFIRMED, REFUTED, UNDECIDED, NOT_RUN = "confirmed", "not confirmed", "undecided", "not run"
-
-LIVE = ("eagle", "talon", "salf/optimal", "salf/paper")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 0.9)
 DYNATREE = {
     "fixed": "fixed,branching=2,2,2,2,2",
@@ -58,11 +68,10 @@ BEAMS = [
     for budget in (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 60)
 ]
 C2T = "c2t/paper"
-SAME_BEAM = ("c2t/paper,max_depth=7", "eagle,width=10,expansions=6,budget=60")  # appendix F
+C2T_OF_THE_BEAM = "c2t/paper,max_depth=7"  # as wide and as deep as BEAM: appendix F
 OURS = RESULTS / "end-to-end-shipped-head.jsonl"  # costs of two cores
-THEIRS = "qwen3-8b-h200"
+AN_A100 = "8b-a100-roofline"
 FEWER = 0.8  # of the beam's nodes: C2T says about three quarters
-SAMPLES = 1000
 AS_LONG = 0.99  # of the beam's acceptance length
 LEAST, MOST = 1.18, 1.44  # TALON's figure 15
 
@@ -73,7 +82,7 @@ class Scale(NamedTuple):
     per_set: int
     length: int
     logged: int  # tokens of answers whose trees are logged for replays
-    rounds: int
+    rounds: int  # of live rows
     seconds: float
 
 
@@ -96,61 +105,61 @@ class Bench:
     scale: Scale
     items: list[Workload]
     log: Log
+    untimed: bool = False
+    assistant: str | None = None
     say: Callable[[str], None] = field(
         default=lambda line: print(line, file=sys.stderr, flush=True)
     )
+
+    @property
+    def done(self) -> dict[str, Record]:
+        """The records of judged claims and of sets of rows by name."""
+        names = {"claim": "name", "set": "set"}
+        records = [record for record in self.log.records if record["record"] in names]
+        return {record[names[record["record"]]]: record for record in records}
 
     @cached_property
     def alone(self) -> Engine:
         """The head alone, without copies."""
         return Engine.from_pretrained(lookup=False)
 
-    def live(self) -> list[Record]:
-        """Return rows of plain decoding and LIVE, taking turns. What the file has is not answered again."""
-        choice = Comparison(list(LIVE), load={"lookup": False}, options=sampling(0.0, 0))
-        ways = choice.ways(self.alone, self.items, self.scale.length)
-        run = Run(
-            Comparison.plain(self.alone),
-            ways,
-            choice.options,
-            length=self.scale.length,
-            rounds=self.scale.rounds,
-            say=self.say,
-        )
-        for record in run.records(self.items, list(self.log.records)):
-            self.log.add(record)
-        return [record for record in self.log.records if record["record"] in ("row", "not run")]
-
     def replays(self, ways: Sequence[str]) -> dict[str, Record]:
-        """Return by way what it makes of the logged trees, at the costs of OURS and THEIRS."""
-        from research.replay import by_answer, replay_answers, summary
-
+        """Return by way what it makes of the logged trees, at the costs of OURS, THEIRS and AN_A100."""
         known = {
             record["way"]: record for record in self.log.records if record["record"] == "replay"
         }
-        costs = [find_costs(str(OURS)), find_costs(THEIRS)]
         missing = [way for way in ways if way not in known]
-        if missing:
-            options = CollectOptions(trees=0, length=self.scale.logged, logits=True)
-            trees = collect(
-                self.alone,
-                self._prompts(self.alone, self.items),
-                self.folder / "trees",
-                options,
-                progress=self.say,
-            )
         began = time.perf_counter()
         for number, way in enumerate(missing):
             left = _time_left(number, len(missing), time.perf_counter() - began)
             self.say(f"replay {number + 1} of {len(missing)}{left}: {way}")
-            name, given = parse(way)
-            policy = policies.make(name, **given)
-            with torch.inference_mode():
-                answers = list(replay_answers(trees, policy))
-                known[way] = summary(way, policy, list(chain(*answers)), costs)
-            known[way]["by_answer"] = by_answer(answers, costs)
+            known[way] = self.replay(self.trees, way)
             self.log.add(known[way])
         return {way: known[way] for way in ways}
+
+    @cached_property
+    def trees(self) -> Trees:
+        """Return the trees of the head alone on all prompts; what is logged is not logged again."""
+        options = CollectOptions(trees=0, length=self.scale.logged, logits=True)
+        prompts = self.prompts(self.alone, self.items)
+        return collect(self.alone, prompts, self.folder / "trees", options, progress=self.say)
+
+    def replay(self, trees: Trees, way: str) -> Record:
+        """Return what a way makes of logged trees, at the costs of OURS, THEIRS and AN_A100, also by answer.
+
+        The speeds leave the policy's own time out, so that they are counts times costs, whatever else the machine does.
+        """
+        from research.replay import by_answer, replay_answers, summary
+
+        costs = [replace(find_costs(name), measured=False) for name in (str(OURS), THEIRS, AN_A100)]
+        name, given = parse(way)
+        policy = policies.make(name, **given)
+        with torch.inference_mode():
+            answers = list(replay_answers(trees, policy))
+            found: Record = summary(way, policy, list(chain(*answers)), costs)
+        if self.untimed:
+            del found["policy_ms"]
+        return found | {"by_answer": by_answer(answers, costs)}
 
     def candidates(self) -> list[Path]:
         """Log the candidates of the default draft on every other prompt, and on the rest; return both folders."""
@@ -162,7 +171,7 @@ class Bench:
             folders.append(self.folder / f"candidates-{name}")
             log_candidates(
                 engine,
-                self._prompts(engine, self.items[number::2]),
+                self.prompts(engine, self.items[number::2]),
                 folders[-1],
                 options,
                 progress=self.say,
@@ -187,7 +196,7 @@ class Bench:
         return [record for record in self.log.records if record["record"] == "case"]
 
     @staticmethod
-    def _prompts(engine: Engine, items: Sequence[Workload]) -> list[list[int]]:
+    def prompts(engine: Engine, items: Sequence[Workload]) -> list[list[int]]:
         return [engine.stream(item.text, max_new_tokens=1).prompt for item in items]
 
 
@@ -195,12 +204,12 @@ class Bench:
 
 
 def talon(bench: Bench) -> Found:
-    rows = bench.live()
-    apart, (beam, own) = _over(rows, "talon", "eagle"), _summed(rows, "eagle", "talon")
-    text = f"{_interval(apart)} times the beam; passes {own['delta']:.2f} and {beam['delta']:.2f}, "
-    text += f"tau {own['tau']:.2f} and {beam['tau']:.2f}"
+    own, beam = bench.replays(("talon", BEAM)).values()
+    apart = _over(own, beam)
+    text = f"{words(apart)} times the beam; passes {own['delta']:.2f} and {beam['delta']:.2f}, "
+    text += f"tau {own['tau']:.2f} and {beam['tau']:.2f} (replayed, {THEIRS})"
     fewer = own["delta"] < beam["delta"]
-    return Found(text, _faster(apart) if fewer else REFUTED, {"over_eagle": apart})
+    return Found(text, above_one(apart) if fewer else REFUTED, {"over_eagle": apart})
 
 
 def talon_layers(bench: Bench) -> Found:
@@ -227,11 +236,13 @@ def talon_layers(bench: Bench) -> Found:
 
 
 def salf(bench: Bench) -> Found:
-    rows = bench.live()
-    over = {way: _over(rows, "salf/paper", way) for way in ("eagle", "salf/optimal")}
-    verdict = _all_of(map(_faster, over.values()))
-    text = f"{_interval(over['eagle'])} times the beam, {_interval(over['salf/optimal'])} times optimal search"
-    return Found(text, verdict, {"over": over})
+    own, beam, optimal = bench.replays(("salf/paper", BEAM, "salf/optimal")).values()
+    over = {"eagle": _over(own, beam), "salf/optimal": _over(own, optimal)}
+    text = (
+        f"{words(over['eagle'])} times the beam, {words(over['salf/optimal'])} times optimal search"
+    )
+    verdict = all_of(map(above_one, over.values()))
+    return Found(f"{text} (replayed, {THEIRS})", verdict, {"over": over})
 
 
 def salf_threshold(bench: Bench) -> Found:
@@ -240,20 +251,15 @@ def salf_threshold(bench: Bench) -> Found:
     speeds = [record["speedup"][THEIRS] for record in records]
     best = max(range(len(speeds)), key=speeds.__getitem__)
     medium = max(range(1, len(speeds) - 1), key=speeds.__getitem__)
-    over = {
-        f"{THRESHOLDS[end]:g}": resampled(
-            [records[medium], records[end]], lambda drawn: _speed(drawn[0]) / _speed(drawn[1])
-        )
-        for end in (0, -1)
-    }
+    over = {f"{THRESHOLDS[end]:g}": _over(records[medium], records[end]) for end in (0, -1)}
     text = (
         f"{speeds[0]:.2f} at 0, best {speeds[best]:.2f} at {THRESHOLDS[best]:g}, "
         f"{speeds[-1]:.2f} at {THRESHOLDS[-1]:g}"
     )
-    text += f"; {THRESHOLDS[medium]:g} over them {' and '.join(map(_interval, over.values()))}"
+    text += f"; {THRESHOLDS[medium]:g} over them {' and '.join(map(words, over.values()))}"
     return Found(
         f"{text} (replayed, {THEIRS})",
-        _all_of(map(_faster, over.values())),
+        all_of(map(above_one, over.values())),
         {"speeds": dict(zip(map(str, THRESHOLDS), speeds, strict=True)), "over": over},
     )
 
@@ -268,24 +274,24 @@ def c2t(bench: Bench) -> Found:
     share = resampled([own, *(found[way] for way in BEAMS)], _of_the_beams_nodes)
     within = FEWER / share[0], FEWER / share[2], FEWER / share[1]
     return Found(
-        f"{text}, the beam needs {beam:.1f}: {_interval(share)} of its nodes (replayed)",
-        _faster(within),
+        f"{text}, the beam needs {beam:.1f}: {words(share)} of its nodes (replayed)",
+        above_one(within),
         {"of_the_beams_nodes": share},
     )
 
 
 def c2t_same_beam(bench: Bench) -> Found:
-    own, beam = bench.replays(SAME_BEAM).values()
+    own, beam = bench.replays((C2T_OF_THE_BEAM, BEAM)).values()
     share = resampled(
-        [own, beam], lambda drawn: _nodes_per_token(drawn[0]) / _nodes_per_token(drawn[1])
+        [own, beam], lambda drawn: nodes_per_token(drawn[0]) / nodes_per_token(drawn[1])
     )
-    length = resampled([own, beam], lambda drawn: _tau(drawn[0]) / _tau(drawn[1]))
+    length = resampled([own, beam], lambda drawn: tau(drawn[0]) / tau(drawn[1]))
     text = f"tau {own['tau']:.2f} with {own['gamma']:.1f} nodes, the beam {beam['tau']:.2f} with {beam['gamma']:.1f}: "
-    text += f"{_interval(share)} of its nodes per token, {_interval(length)} of its tau (replayed)"
-    fewer = _faster([1 / value for value in (share[0], share[2], share[1])])
-    as_long = _faster([value / AS_LONG for value in length])
+    text += f"{words(share)} of its nodes per token, {words(length)} of its tau (replayed)"
+    fewer = above_one([1 / value for value in (share[0], share[2], share[1])])
+    as_long = above_one([value / AS_LONG for value in length])
     return Found(
-        text, _all_of((fewer, as_long)), {"nodes_per_token": share, "of_the_beams_tau": length}
+        text, all_of((fewer, as_long)), {"nodes_per_token": share, "of_the_beams_tau": length}
     )
 
 
@@ -296,66 +302,89 @@ def dynatree(bench: Bench) -> Found:
     records = [found[way] for way in DYNATREE.values()]
 
     def over_fixed(drawn: Sequence[Answers]) -> float:
-        return _speed(drawn[2], OURS.stem) / _speed(drawn[0], OURS.stem)
+        return speed(drawn[2], OURS.stem) / speed(drawn[0], OURS.stem)
 
     def over_other_gains(drawn: Sequence[Answers]) -> float:
-        fixed, breadth, depth, history = (_speed(answers, OURS.stem) for answers in drawn)
+        fixed, breadth, depth, history = (speed(answers, OURS.stem) for answers in drawn)
         return 1 + (depth - breadth) - max(breadth - fixed, history - depth)
 
     over, gain = resampled(records, over_fixed), resampled(records, over_other_gains)
-    text += f"; dynamic depth {_interval(over)} times fixed, and brings "
+    text += f"; dynamic depth {words(over)} times fixed, and brings "
     text += "{:+.2f} ({:+.2f} to {:+.2f}) more than the rest".format(*(each - 1 for each in gain))
     return Found(
         f"{text} (replayed, two cores)",
-        _all_of(map(_faster, (over, gain))),
+        all_of(map(above_one, (over, gain))),
         {"speeds": own, "over_fixed": over, "one_plus_gain": gain},
     )
 
 
 def ltd(bench: Bench) -> Found:
-    from research.ltd.compare import compare
+    from research.ltd.candidates import CandidateTrees
+    from research.ltd.compare import best_of_grid, decided
+    from research.ltd.outcomes import Outcomes
+    from specengine.policies import _ltd
 
     searched, compared = bench.candidates()
-    costs = str(RESULTS / "head-shapes.jsonl")
-    args = Namespace(
-        folder=[compared], grid=[searched], networks=["cpu"], default=(2, 11), costs=costs
+    networks = _ltd.load("cpu").networks
+    costs = find_costs(str(RESULTS / "head-shapes.jsonl"))
+    learnt, trees = (
+        Outcomes.of(list(CandidateTrees.open(folder).answers()), networks.shape, costs)
+        for folder in (searched, compared)
     )
-    by_way = {record["way"]: record for record in compare(args) if record["record"] == "replay"}
-    own, grid = by_way["ltd: cpu"]["speed"], by_way["eagle, best on the training's trees"]["speed"]
-    text = f"{own:.2f}, grid search {grid:.2f} on {len(bench.items[1::2])} prompts (replayed, two cores)"
-    return Found(text, CONFIRMED if own > grid else REFUTED, {"over_grid": round(own / grid, 4)})
+    own = trees.by_answer(*decided(trees, networks, None, None))
+    grid = trees.by_answer(*map(trees.all_trees, best_of_grid(learnt)))
+    over = resampled(
+        [{"by_answer": own}, {"by_answer": grid}],
+        lambda drawn: speed(drawn[0], costs.name) / speed(drawn[1], costs.name),
+    )
+    text = f"{speed(own, costs.name):.2f}, grid search {speed(grid, costs.name):.2f}: {words(over)} times "
+    text += f"on {len(own)} prompts (replayed, two cores)"
+    return Found(text, above_one(over), {"over_grid": over})
 
 
 def ltd_rewards(bench: Bench) -> Found:
     by_way = {r["way"]: r for r in _committed("ltd-cpu.jsonl") if r["record"] == "replay"}
-    speeds = {name: by_way[f"ltd: {name}"]["speed"] for name in ("cpu", "cpu-accept", "cpu-time")}
-    text = "ltd-cpu.jsonl has throughput {:.2f}, acceptance length {:.2f}, time {:.2f}".format(
+    names = ("cpu", "cpu-accept", "cpu-time")
+    speeds = {name: by_way[f"ltd, its size: {name}"]["speed"] for name in names}
+    text = "ltd-cpu.jsonl has throughput {:.2f}, acceptance length {:.2f}, time {:.2f}, without intervals".format(
         *speeds.values()
     )
     return Found(text, NOT_RUN, {})
 
 
 def talf(bench: Bench) -> Found:
-    cells = {
-        r["loss"]: r
-        for r in _committed("losses.jsonl")
-        if r["record"] == "cell" and r["tree"] == "beam"
+    """Judge by the committed run, in which TALF's trees were grown again in every step."""
+    files = {"hass": "losses-hass-talf.jsonl", "eagle": "losses.jsonl"}
+    apart = {
+        first: next(
+            [r["mean_acceptance_length"], *r["mean_acceptance_length_interval"]]
+            for r in _committed(file)
+            if r["record"] == "beside" and r["loss"] == "talf" and r.get("tree") == "beam"
+        )
+        for first, file in files.items()
     }
-    lengths = ", ".join(
-        f"{loss} {cells[loss]['mean_acceptance_length']:.2f}" for loss in ("talf", "hass", "eagle")
+    text = "; ".join(
+        f"tau {more:+.2f} ({low:+.2f} to {high:+.2f}) beside {first.upper()}'s"
+        for first, (more, low, high) in apart.items()
     )
-    text = f"losses.jsonl has tau {lengths} on the beam, under a protocol that costs TALF half its steps"
-    return Found(text, NOT_RUN, {})
+    text += f" on the beam ({', '.join(files.values())}), under a protocol that costs TALF half its steps"
+    verdict = all_of(above_one([1 + each for each in own]) for own in apart.values())
+    return Found(text, verdict, {"over": apart})
 
 
 class Claim(NamedTuple):
-    """A claim of a paper. by: what runs it where `run` does not, or as well from an installed wheel."""
+    """A claim of a paper.
+
+    by     what runs it where `run` does not, or as well from an installed wheel
+    timed  whether other work on the machine changes it
+    """
 
     paper: str
     claim: str
     published: str
     run: Callable[[Bench], Found]
     by: str
+    timed: bool = False
 
 
 _WHEEL = "specengine bench --no-lookup --way eagle --way "
@@ -373,6 +402,7 @@ CLAIMS = {
         f"{LEAST} to {MOST} times",
         talon_layers,
         "bench.tree_construction",
+        timed=True,
     ),
     "salf": Claim(
         "SALF",
@@ -410,7 +440,7 @@ CLAIMS = {
     ),
     "ltd-rewards": Claim(
         "LTD",
-        "throughput is the best reward",
+        "throughput is the best reward of the size network",
         "4.13x, acceptance 3.59x, time 3.45x",
         ltd_rewards,
         "research.ltd train -o reward=...: two pairs of networks, an hour",
@@ -443,84 +473,21 @@ def nodes_at(tau: float, beams: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
-Answers = Sequence[Record]  # of one way: what each answer adds, as research.replay.by_answer
-
-
-def resampled(
-    records: Sequence[Record], measure: Callable[[Sequence[Answers]], float | None]
-) -> list[float]:
-    """Return a measure of replayed ways, and its 95 % interval over prompts, drawn with the same prompts for all.
-
-    A draw for which there is no measure counts as infinite, so that the interval shows it.
-    """
-    answers = [record["by_answer"] for record in records]
-    generator, prompts = random.Random(0), range(len(answers[0]))
-    values = []
-    for _ in range(SAMPLES):
-        chosen = generator.choices(prompts, k=len(prompts))
-        found = measure([[way[number] for number in chosen] for way in answers])
-        values.append(math.inf if found is None else found)
-    values.sort()
-    whole = measure(answers)
-    ends = values[int(0.025 * SAMPLES)], values[int(0.975 * SAMPLES)]
-    return [round(value, 4) for value in (math.inf if whole is None else whole, *ends)]
-
-
-def _speed(answers: Answers, costs: str = THEIRS) -> float:
-    return _sum(answers, "committed") / _sum(answers, costs)
-
-
-def _tau(answers: Answers) -> float:
-    return _sum(answers, "committed") / _sum(answers, "cycles")
-
-
-def _nodes_per_token(answers: Answers) -> float:
-    return _sum(answers, "verified") / _sum(answers, "committed")
-
-
 def _of_the_beams_nodes(drawn: Sequence[Answers]) -> float | None:
-    (tau, nodes), *beams = (
-        (_tau(way), _sum(way, "verified") / _sum(way, "cycles")) for way in drawn
+    (length, nodes), *beams = (
+        (tau(way), total(way, "verified") / total(way, "cycles")) for way in drawn
     )
-    beam = nodes_at(tau, beams)
+    beam = nodes_at(length, beams)
     return None if beam is None else nodes / beam
 
 
-def _sum(answers: Answers, name: str) -> float:
-    return sum(float(answer[name]) for answer in answers)
-
-
-def _all_of(verdicts: Iterable[str]) -> str:
-    found = set(verdicts)
-    return CONFIRMED if found == {CONFIRMED} else REFUTED if REFUTED in found else UNDECIDED
-
-
-def _faster(apart: Sequence[float]) -> str:
-    _, low, high = apart
-    return CONFIRMED if low > 1 else REFUTED if high < 1 else UNDECIDED
-
-
-def _over(rows: Sequence[Record], way: str, base: str) -> list[float]:
-    """Return speed over the other way, and the 95 % interval over prompts."""
-    by = {
-        name: {(r["set"], r["id"]): r for r in rows if r["way"] == name and "seconds" in r}
-        for name in (way, base)
-    }
-    shared = [key for key in by[way] if key in by[base]]
-    return ratio([by[way][key] for key in shared], [by[base][key] for key in shared])
-
-
-def _summed(rows: Sequence[Record], *ways: str) -> list[Record]:
-    found = {record["way"]: record for record in summaries(rows) if record["set"] == ALL}
-    return [found[way] for way in ways]
+def _over(own: Record, other: Record) -> list[float]:
+    """Return a way's speed over the other's at THEIRS, and the 95 % interval over prompts."""
+    return resampled([own, other], lambda drawn: speed(drawn[0]) / speed(drawn[1]))
 
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
-
-
-def _interval(apart: Sequence[float]) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*apart)
 
 
 def _committed(file: str) -> list[Record]:
@@ -539,20 +506,61 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="6 prompts and short answers: directions, in minutes"
     )
     parser.add_argument(
-        "--claim", action="append", choices=list(CLAIMS), help="repeatable; default: all"
+        "--claim",
+        action="append",
+        choices=list(CLAIMS),
+        help="repeatable; default: all, where no rows are named",
+    )
+    parser.add_argument(
+        "--rows",
+        action="append",
+        choices=list(paper_rows.SETS),
+        help="a set of rows, repeatable; default: all, where no claim is named",
+    )
+    parser.add_argument(
+        "--assistant", help="a smaller model with the same tokenizer, for the rows `assisted`"
+    )
+    parser.add_argument(
+        "--untimed",
+        action="store_true",
+        help="leave out claims and rows that are timed: right beside other work",
     )
     add_arguments(parser, "prompts")
     args = parser.parse_args(argv)
     try:
         bench = _bench(args)
-        if busy := tree_construction.crowded(torch.get_num_threads()):
+        busy = tree_construction.crowded(torch.get_num_threads())
+        if busy and not args.untimed:
             bench.say(f"bench.papers: warning: {busy}, and live speeds are those of a busy machine")
-        records = list(_records(bench, args.claim or list(CLAIMS)))
+        steps = _steps(bench, args)
+        missing = [name for name in steps if name not in bench.done]
+        began = time.perf_counter()
+        for number, name in enumerate(missing):
+            left = _time_left(number, len(missing), time.perf_counter() - began)
+            bench.say(f"{number + 1} of {len(missing)}{left}: {name}")
+            steps[name](bench)
     except SpecEngineError as error:
         print(f"bench.papers: error: {error}", file=sys.stderr)
         return 2
-    print("\n" + claim_table(records).markdown())
+    records = [record for name, record in bench.done.items() if name in steps]
+    for table in (claim_table(records), *set_tables(records)):
+        print(f"\n{table.markdown()}")
     return 0
+
+
+def _steps(bench: Bench, args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
+    """Return what judges each claim and runs each set of rows that the arguments name, or all."""
+    whole = not (args.claim or args.rows)
+    claims = args.claim or (CLAIMS if whole else ())
+    sets = args.rows or (paper_rows.SETS if whole else ())
+    judged: dict[str, Callable[[Bench], None]]
+    judged = {n: partial(_judge, name=n) for n in claims if not (args.untimed and CLAIMS[n].timed)}
+    rows = {
+        n: partial(paper_rows.run, name=n)
+        for n in sets
+        if not (args.untimed and paper_rows.SETS[n].timed)
+    }
+    return judged | rows
 
 
 def _bench(args: argparse.Namespace) -> Bench:
@@ -568,42 +576,24 @@ def _bench(args: argparse.Namespace) -> Bench:
     log = Log(
         args.folder / "papers.jsonl", provenance("python -m bench.papers", sys.argv[1:]), settings
     )
-    return Bench(args.folder, scale, items, log)
+    return Bench(args.folder, scale, items, log, args.untimed, args.assistant)
 
 
-def _records(bench: Bench, names: Sequence[str]) -> Iterator[Record]:
-    """Yield a record per claim; what the file has is not run again. Its seconds are those of the call that ended it."""
-    done = {record["name"]: record for record in bench.log.records if record["record"] == "claim"}
-    missing, start = [name for name in names if name not in done], time.perf_counter()
-    for name in names:
-        if name not in done:
-            claim, began = CLAIMS[name], time.perf_counter()
-            number = missing.index(name)
-            left = _time_left(number, len(missing), began - start)
-            bench.say(f"row {number + 1} of {len(missing)}{left}: {claim.paper}, {claim.claim}")
-            found = claim.run(bench)
-            facts = {
-                "paper": claim.paper,
-                "claim": claim.claim,
-                "published": claim.published,
-                "by": claim.by,
-            }
-            done[name] = {"record": "claim", "name": name, **facts, **found._asdict()}
-            done[name]["seconds"] = round(time.perf_counter() - began, 1)
-            done[name]["load"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-            bench.log.add(done[name])
-        print(_line(done[name]), flush=True)
-        yield done[name]
+def _judge(bench: Bench, name: str) -> None:
+    """Add the record of a claim to the file. Its seconds are those of the call that ended it."""
+    claim, began = CLAIMS[name], time.perf_counter()
+    found = claim.run(bench)
+    facts = {"paper": claim.paper, "claim": claim.claim, "published": claim.published}
+    record = {"record": "claim", "name": name, **facts, "by": claim.by, **found._asdict()}
+    record["seconds"] = round(time.perf_counter() - began, 1)
+    record["load"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    bench.log.add(record)
+    bench.say(f"{claim.paper}, {claim.claim}: {found.verdict}. Here {found.ours}")
 
 
 def _time_left(done: int, of: int, seconds: float) -> str:
     """Return the time left in words, as long as the others took on average; nothing before the first is done."""
     return f", about {seconds / done * (of - done) / 60:.1f} min left" if done else ""
-
-
-def _line(record: Record) -> str:
-    verdict = f"{record['paper']}, {record['claim']}: {record['verdict']}"
-    return f"{verdict}. Here {record['ours']}. {record['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

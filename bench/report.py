@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from bench import plots
 from bench.kernels.tables import LABELS, kernel_tables
@@ -45,12 +46,14 @@ KINDS = (
     "construction",
     "kernels",
     "claims",
+    "sets-of-rows",
     "plain",
 )
 POLICIES = "policies"  # the ways that stand in no sweep
 # of the tables below, and of what these are summed up from; other kinds become plain tables
 OF_TABLES = (
     "claim",
+    "set",
     "row",
     "answer",
     "summary",
@@ -101,7 +104,9 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     records = list(records)
     if any(r["record"] == "way" and "places" not in r for r in records):  # of specengine bench
         beside = [
-            table for table in (claim_table(records), *construction_tables(records)) if table.rows
+            table
+            for table in (claim_table(records), *set_tables(records), *construction_tables(records))
+            if table.rows
         ]
         return [*beside, *of_bench.tables(records, set_)]
     if any(r["record"] == "row" and {"way", "set"} <= r.keys() for r in records) and not any(
@@ -111,6 +116,7 @@ def tables(records: Iterable[Record], set_: str = ALL) -> list[Table]:
     by_way = [r for r in records if r["record"] == "summary" and {"way", "set"} <= r.keys()]
     made = [
         claim_table(records),
+        *set_tables(records),
         *policy_tables(records, by_way, set_),
         difference_table(
             [
@@ -147,6 +153,29 @@ def claim_table(records: Iterable[Record]) -> Table:
     return Table(
         "claims", title, ("paper", "claim", "published", "here", "verdict", "s", "by itself"), rows
     )
+
+
+def set_tables(records: Iterable[Record]) -> list[Table]:
+    """Return a table per set of rows of bench.papers."""
+    return [
+        Table(
+            "sets-of-rows",
+            f"Rows {r['set']}, {r['seconds']:.0f} s",
+            tuple(r["rows"][0]) if r["rows"] else ("nothing",),
+            [[_figure(value) for value in row.values()] for row in r["rows"]],
+        )
+        for r in records
+        if r["record"] == "set"
+    ]
+
+
+def _figure(value: Any) -> str:
+    """Return a figure, one with its interval, or one of each under its name."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {_figure(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return "{:.2f} ({:.2f} to {:.2f})".format(*value)
+    return NOTHING if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def policy_tables(records: list[Record], found: list[Record], set_: str = ALL) -> list[Table]:

@@ -117,6 +117,7 @@ class Replayed(NamedTuple):
     widths     nodes of each draft pass; verified, drafted: nodes, of which `drafted` leaves the root out
     missed_rows, missed_nodes   rows asked for and nodes verified that are not in the log
     cut        whether the walk reached such a node
+    height     greatest depth of a verified node; widest: most nodes of one depth but the root
     """
 
     committed: int
@@ -128,6 +129,8 @@ class Replayed(NamedTuple):
     missed_rows: int
     missed_nodes: int
     cut: bool
+    height: int
+    widest: int
 
 
 @dataclass
@@ -222,6 +225,8 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         drafter.missed,
         places.count(-1),
         _ends_at_a_node(draft.tree, path, tokens),
+        int(draft.tree.depths.max()),
+        int(draft.tree.depths[1:].bincount().max()) if len(draft.tree) > 1 else 0,
     )
 
 
@@ -289,6 +294,8 @@ def summary(
         "delta": mean(len(row.widths) for row in rows),
         "gamma": mean(row.verified for row in rows),
         "drafted": mean(row.drafted for row in rows),
+        "height": mean(row.height for row in rows),
+        "widest": mean(row.widest for row in rows),
         "policy_ms": round(1e3 * statistics.median(row.policy_seconds for row in rows), 3),
         "missed_rows_share": round(
             sum(r.missed_rows for r in rows) / max(1, sum(sum(r.widths) for r in rows)), 5

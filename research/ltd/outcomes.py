@@ -147,11 +147,7 @@ class Outcomes:
 
     def speed(self, expansions: Array | int, sizes: Array | int) -> Speed:
         """Return the speed of these decisions at all trees; int64 [trees] each, or one number for all."""
-        trees = np.arange(len(self))
-        depths, counts = (np.broadcast_to(given, trees.shape) for given in (expansions, sizes))
-        everywhere = self.committed(trees, depths, counts)
-        trees = self.visited(everywhere)
-        depths, counts, committed = depths[trees], counts[trees], everywhere[trees]
+        _, depths, counts, committed = self._at_visited(expansions, sizes)
         cost = self.cost(depths, counts)
         grown = self.shape.width + depths * self.shape.width**2
         return Speed(
@@ -160,6 +156,32 @@ class Outcomes:
             float(depths.mean() + 1),
             float((1 + np.minimum(counts, grown)).mean()),
         )
+
+    def by_answer(self, expansions: Array | int, sizes: Array | int) -> list[dict[str, float]]:
+        """Return what each answer adds to tau and to the speed: the sums of its cycles.
+
+        As research.replay.by_answer: under the name of the costs stands the time, in tokens of plain decoding.
+        """
+        trees, depths, counts, committed = self._at_visited(expansions, sizes)
+        cost, answers = self.cost(depths, counts) / self.costs.plain, self.answers[trees]
+        return [
+            {
+                "cycles": int((answers == answer).sum()),
+                "committed": int(committed[answers == answer].sum()),
+                self.costs.name: float(cost[answers == answer].sum()),
+            }
+            for answer in np.unique(answers)
+        ]
+
+    def _at_visited(
+        self, expansions: Array | int, sizes: Array | int
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return the trees that serving visits, and expansions, sizes and tokens committed there; int64 [m] each."""
+        trees = np.arange(len(self))
+        depths, counts = (np.broadcast_to(given, trees.shape) for given in (expansions, sizes))
+        everywhere = self.committed(trees, depths, counts)
+        trees = self.visited(everywhere)
+        return trees, depths[trees], counts[trees], everywhere[trees]
 
     def depths_by(self, networks: Networks) -> Array:
         """Return how many expansions the depth network makes at each tree, int64 [trees]."""

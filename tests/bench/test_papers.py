@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench import papers, report
-from bench.papers import CLAIMS, CONFIRMED, NOT_RUN, REFUTED, UNDECIDED, Bench, Found
+from bench import paper_rows, papers, report, verdicts
+from bench.papers import CLAIMS, Bench, Found
+from bench.verdicts import CONFIRMED, NOT_RUN, REFUTED, UNDECIDED
 from specengine.benchmark.ways import Spec
 from specengine.benchmark.workloads import Workload
 
 
 class Figures:
-    """Stands in for a Bench: the figures of replays and rows are given."""
+    """Stands in for a Bench: the figures of replays are given."""
 
     items: tuple[Workload, ...] = ()
 
-    def __init__(
-        self, replays: dict[str, dict[str, Any]] | None = None, rows: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        self._replays, self._rows = replays or {}, list(rows)
+    def __init__(self, replays: dict[str, dict[str, Any]] | None = None) -> None:
+        self._replays = replays or {}
 
     def replays(self, ways: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {way: self._replays[way] for way in ways}
-
-    def live(self) -> list[dict[str, Any]]:
-        return self._rows
 
 
 def rows(way: str, seconds: Sequence[float], passes: int) -> list[dict[str, Any]]:
@@ -49,27 +47,30 @@ def rows(way: str, seconds: Sequence[float], passes: int) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("own", "passes", "verdict"),
+    ("noise", "speed", "passes", "verdict"),
     [
-        ([0.9, 0.92, 0.91, 0.93], 30, CONFIRMED),
-        ([1.2, 1.21, 1.19, 1.22], 30, REFUTED),
-        ([0.8, 1.25, 0.8, 1.25], 30, UNDECIDED),
-        ([0.9, 0.92, 0.91, 0.93], 80, REFUTED),  # no fewer passes
+        ((0.0, 0.01), 1.1, 3.0, CONFIRMED),
+        ((0.0, 0.01), 0.8, 3.0, REFUTED),
+        ((0.4, -0.4), 1.05, 3.0, UNDECIDED),
+        ((0.0, 0.01), 1.1, 8.0, REFUTED),  # no fewer passes
     ],
 )
-def test_a_speed_is_judged_by_its_interval(own: list[float], passes: int, verdict: str) -> None:
-    found = papers.talon(Figures(rows=[*rows("eagle", [1.0] * 4, 80), *rows("talon", own, passes)]))  # type: ignore[arg-type]
+def test_a_speed_is_judged_by_its_interval(
+    noise: Sequence[float], speed: float, passes: float, verdict: str
+) -> None:
+    own = {"by_answer": answers({verdicts.THEIRS: 1 / speed}, noise=noise), "delta": passes}
+    beam = {"by_answer": answers({verdicts.THEIRS: 1.0}), "delta": 8.0}
+    found = papers.talon(
+        Figures({"talon": own | {"tau": 2.0}, paper_rows.BEAM: beam | {"tau": 2.1}})  # type: ignore[arg-type]
+    )
     assert found.verdict == verdict
-    assert f"passes {passes / 10:.2f} and 8.00" in found.ours
+    assert f"passes {passes:.2f} and 8.00, tau 2.00 and 2.10" in found.ours
 
 
 def test_salf_must_beat_both() -> None:
-    base = [*rows("eagle", [1.0] * 4, 80), *rows("salf/optimal", [0.7] * 4, 70)]
-    for time, verdict in ((0.5, CONFIRMED), (0.8, REFUTED)):
-        assert (
-            papers.salf(Figures(rows=[*base, *rows("salf/paper", [time] * 4, 20)])).verdict
-            == verdict
-        )  # type: ignore[arg-type]
+    for speed, verdict in ((2.0, CONFIRMED), (1.2, REFUTED)):
+        given = {"salf/paper": speed, paper_rows.BEAM: 1.0, "salf/optimal": 1.4}
+        assert papers.salf(speeds(given)).verdict == verdict  # type: ignore[arg-type]
 
 
 def answers(
@@ -90,8 +91,8 @@ def speeds(values: dict[str, float]) -> Figures:
     return Figures(
         {
             way: {
-                "speedup": {papers.THEIRS: speed, papers.OURS.stem: speed},
-                "by_answer": answers({papers.THEIRS: 1 / speed, papers.OURS.stem: 1 / speed}),
+                "speedup": {verdicts.THEIRS: speed, papers.OURS.stem: speed},
+                "by_answer": answers({verdicts.THEIRS: 1 / speed, papers.OURS.stem: 1 / speed}),
             }
             for way, speed in values.items()
         }
@@ -151,21 +152,23 @@ def test_c2t_is_held_against_a_beam_of_its_width_and_depth() -> None:
         sums = (own, answers({"verified": 60.0}))
         ways = {
             way: {"tau": 2.0, "gamma": 9.0, "by_answer": by_answer}
-            for way, by_answer in zip(papers.SAME_BEAM, sums, strict=True)
+            for way, by_answer in zip((papers.C2T_OF_THE_BEAM, paper_rows.BEAM), sums, strict=True)
         }
         assert papers.c2t_same_beam(Figures(ways)).verdict == verdict  # type: ignore[arg-type]
 
 
 def test_an_interval_is_over_prompts_and_pairs_them() -> None:
     noisy = {"by_answer": answers({"verified": 10.0}, noise=(0.9, 0.0, -0.9))}
-    share = papers.resampled(
+    share = verdicts.resampled(
         [noisy, noisy],
-        lambda drawn: papers._sum(drawn[0], "verified") / papers._sum(drawn[1], "verified"),
+        lambda drawn: verdicts.total(drawn[0], "verified") / verdicts.total(drawn[1], "verified"),
     )
     assert share == [1.0, 1.0, 1.0]  # the same prompts for both
-    whole, low, high = papers.resampled([noisy], lambda drawn: papers._sum(drawn[0], "verified"))
+    whole, low, high = verdicts.resampled(
+        [noisy], lambda drawn: verdicts.total(drawn[0], "verified")
+    )
     assert low < whole < high
-    assert papers.resampled([noisy], lambda _: None)[0] == float("inf")
+    assert verdicts.resampled([noisy], lambda _: None)[0] == float("inf")
 
 
 def test_the_time_left_is_what_the_others_took() -> None:
@@ -201,7 +204,9 @@ def test_the_layers_are_those_of_ten_parents_and_go_on(
 
 
 def arguments(folder: Path) -> Any:
-    return papers.argparse.Namespace(folder=folder, quick=True, prompts=None)
+    return papers.argparse.Namespace(
+        folder=folder, quick=True, prompts=None, untimed=False, assistant=None
+    )
 
 
 def test_what_is_done_is_not_run_again(
@@ -216,6 +221,7 @@ def test_what_is_done_is_not_run_again(
     monkeypatch.setattr(
         papers, "CLAIMS", {name: claim._replace(run=run) for name, claim in CLAIMS.items()}
     )
+    monkeypatch.setattr(paper_rows, "SETS", {})
     given = [str(tmp_path), "--quick"]
     assert papers.main([*given, "--claim", "talon"]) == 0
     assert len(ran) == 1
@@ -230,22 +236,45 @@ def test_what_is_done_is_not_run_again(
     assert capsys.readouterr().out.count(CONFIRMED) == len(CLAIMS)
 
 
+def test_what_is_timed_is_left_out_beside_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(bench: Bench) -> Found:
+        return Found("", CONFIRMED, {})
+
+    def yields(bench: Bench) -> Iterator[dict[str, Any]]:
+        ran.append("set")
+        yield from ()
+
+    claims = {name: claim._replace(run=run) for name, claim in CLAIMS.items()}
+    monkeypatch.setattr(papers, "CLAIMS", claims)
+    sets = {name: each._replace(run=yields) for name, each in paper_rows.SETS.items()}
+    monkeypatch.setattr(paper_rows, "SETS", sets)
+    assert papers.main([str(tmp_path), "--quick", "--untimed"]) == 0
+    lines = (tmp_path / "papers.jsonl").read_text().splitlines()
+    found = {record.get("name", record.get("set")) for record in map(json.loads, lines[2:])}
+    timed = {"talon-layers", "talon-t1", "overhead", "c2t-lanes", "assisted"}
+    assert found == {*CLAIMS, *sets} - timed
+    assert papers.main([str(tmp_path), "--quick"]) == 0
+    assert len(ran) == len(sets)  # and those that had run were not run again
+
+
 def test_what_takes_hours_is_quoted_from_the_committed_files() -> None:
-    for run in (papers.ltd_rewards, papers.talf):
-        found = run(Figures())  # type: ignore[arg-type]
-        assert found.verdict == NOT_RUN
-        assert ".jsonl has " in found.ours
-    lengths = [
-        r
-        for r in map(json.loads, (papers.RESULTS / "losses.jsonl").read_text().splitlines())
-        if r.get("loss") == "talf"
-    ]
-    beam = next(r for r in lengths if r.get("tree") == "beam" and r["record"] == "cell")
-    assert f"talf {beam['mean_acceptance_length']:.2f}" in papers.talf(Figures()).ours  # type: ignore[arg-type]
+    rewards = papers.ltd_rewards(Figures())  # type: ignore[arg-type]
+    assert rewards.verdict == NOT_RUN
+    committed = (papers.RESULTS / "ltd-cpu.jsonl").read_text().splitlines()
+    by_way = {r.get("way"): r for r in map(json.loads, committed)}
+    assert f"throughput {by_way['ltd, its size: cpu']['speed']:.2f}" in rewards.ours
+    losses = papers.talf(Figures())  # type: ignore[arg-type]
+    assert losses.verdict == REFUTED
+    for _, low, high in losses.figures["over"].values():
+        assert low < high < 0
 
 
 def test_every_way_can_be_made() -> None:
-    for way in (*papers.LIVE, papers.C2T, *papers.BEAMS, *papers.DYNATREE.values()):
+    for way in (papers.C2T, papers.C2T_OF_THE_BEAM, *papers.BEAMS, *papers.DYNATREE.values()):
         Spec.of(way).make()
     assert {claim.paper for claim in CLAIMS.values()} == {
         "TALON",
@@ -267,4 +296,75 @@ def test_the_claims_run_on_the_default_model(
     for claim in ("talon", "salf", "salf-threshold", "c2t", "c2t-same-beam", "dynatree", "ltd"):
         given += ["--claim", claim]
     assert papers.main(given) == 0
-    assert capsys.readouterr().out.count("Here ") == 7
+    assert capsys.readouterr().err.count("Here ") == 7
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_row_sets_run_and_have_their_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the default model, some ways of each sweep; the same command then runs nothing again."""
+    monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 1, 0.0))
+    monkeypatch.setattr(paper_rows, "PARALLEL", (1, 2))
+    few = {name: ways[:2] for name, ways in paper_rows.SWEEPS.items()}
+    monkeypatch.setattr(paper_rows, "SWEEPS", few)
+    given = [str(tmp_path), "--quick"]
+    for name in paper_rows.SETS:
+        given += ["--rows", name]
+    assert papers.main(given) == 0
+    records = [json.loads(line) for line in (tmp_path / "papers.jsonl").read_text().splitlines()]
+    sets = {record["set"]: record["rows"] for record in records if record["record"] == "set"}
+    assert list(sets) == list(paper_rows.SETS)
+    for name, found in sets.items():
+        assert found, name
+        assert all(list(row) == list(paper_rows.SETS[name].columns) for row in found)
+    for name, ways in few.items():
+        assert [row["way"] for row in sets[name]] == list(ways)
+        for row in sets[name]:
+            for value, low, high in row["speed"].values():
+                assert 0 < low <= value <= high
+        assert set(sets[name][0]["verdict"].values()) == {"undecided"}  # of the first, by itself
+    assert sum(row["taken"] for row in sets["acceptance"]) <= sum(
+        row["nodes"] for row in sets["acceptance"]
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("**Rows ") == len(paper_rows.SETS)
+
+    def never(bench: Any) -> Any:
+        raise AssertionError("it ran again")
+
+    again = {name: each._replace(run=never) for name, each in paper_rows.SETS.items()}
+    monkeypatch.setattr(paper_rows, "SETS", again)
+    assert papers.main(given) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_every_way_of_the_row_sets_can_be_made() -> None:
+    for ways in paper_rows.SWEEPS.values():
+        assert len(set(ways)) == len(ways)
+        for way in ways:
+            Spec.of(way).make()
+
+
+def test_live_rows_are_held_against_the_first_way() -> None:
+    by_way = {
+        "first": rows("first", [1.0] * 4, 8),
+        "fast": rows("fast", [0.5] * 4, 8),
+        "slow": rows("slow", [2.0, 1.9] * 2, 8),
+        "either": rows("either", [0.5, 2.0] * 2, 8),
+    }
+    found = list(paper_rows._live_rows(by_way))
+    assert [row["verdict"] for row in found] == ["undecided", "faster", "slower", "undecided"]
+    assert found[1]["tokens_per_second"] == [40.0, 40.0, 40.0]
+    assert found[1]["over_first"] == [2.0, 2.0, 2.0]
+    assert {row["tau"] for row in found} == {2.0}
+    assert all(tuple(row) == paper_rows.LIVE for row in found)
+
+
+def test_siblings_are_ranked_by_probability() -> None:
+    logged = Namespace(
+        log_probs=torch.tensor([0.0, -3.0, -1.0, -2.0, -0.5, -0.2]),
+        parents=torch.tensor([-1, 0, 0, 0, 2, 2]),
+    )
+    assert paper_rows._sibling_ranks(logged).tolist() == [3, 1, 2, 2, 1]  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ def test_drafts_whose_columns_change_cannot_be_logged(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- costs
 
-ROW = Replayed(3, 2.0, [1, 4, 4], 13, 12, 0.002, 0, 0, False)
+ROW = Replayed(3, 2.0, [1, 4, 4], 13, 12, 0.002, 0, 0, False, 2, 8)
 
 
 def test_costs_are_linear_between_points() -> None:
