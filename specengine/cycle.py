@@ -638,7 +638,9 @@ def commit(
     driver.target.commit(draft.tree, verdict.path)
     origins = None if lane.origins is None else lane.origins.of(draft.grown)
     path, tokens, end, features, successors, logprobs = verdict
-    copies = plan.rests and driver.drafter is not None and driver.drafter.traits.copies
+    copies = (
+        plan.rests and plan.learns and driver.drafter is not None and driver.drafter.traits.copies
+    )
     cycle = Cycle(
         draft.tree,
         path,

@@ -74,8 +74,8 @@ class Cycle:
     experts  int32 [len(tree)]: how many experts of the target, over all layers, each node's row used and none before it
              did; None where they are not counted
     learnt   whether the policy has learnt from it inside a graph, so that its times are all that is new
-    repeated of a cycle in which a policy rests and the draft copies: how many of the last tokens of prompt and
-             answer stand in them before, one after the other, 32 at most; else 0
+    repeated of a cycle from which a policy that rests learns, where the draft copies: how many of the last tokens of
+             prompt and answer stand in them before, one after the other, 32 at most; else 0
     end      the drafted node that carries the answer's last token, an end token; it is no part of `path`, as nothing
              follows it. None where the draft did not propose that token
     """

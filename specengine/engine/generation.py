@@ -126,12 +126,13 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     if engine.ring is not None and drafter is not None:
         cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
     if policy is not None:
-        costs = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
+        find = functools.cache(lambda: stored.find(target, drafter, drivers.captured))
+        costs = find if pool is None else functools.partial(pool.costs, engine, find)
         with blaming(policy, "begin"):
             policy.begin(
                 len(request.prompt),
                 request.sampler.seed is not None,
-                costs if pool is None else lambda: pool.costs(engine, costs()),
+                costs,
             )
         with blaming(policy, "plan"):
             plan = policy.plan()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -33,7 +33,7 @@ from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
-    from specengine.costs import PassCosts
+    from specengine.costs import PassCosts, SharedCosts
 
 PLAIN = "plain"
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
@@ -271,9 +271,7 @@ class Pool:
         self.waiting: dict[EngineState, Ticket] = {}  # whose answers wait for room
         self._reading: dict[EngineState, list[int]] = {}  # prompts that are taken in
         self._reserved: dict[EngineState, int] = {}  # bytes of answers under way
-        self._costs: dict[
-            EngineState, tuple[PassCosts | None, int, PassCosts]
-        ] = {}  # alone, with how many texts, with them
+        self._costs: dict[EngineState, SharedCosts] = {}  # with other texts under way
         self._ended = list(self.engines)  # the one whose answer ended last comes last
 
     def place(
@@ -284,9 +282,9 @@ class Pool:
         The oldest ones go first. Of those that wait, the one whose client was served least has its turn; the others
         wait behind it. tokens, drafted: slots of the target's cache and of the draft's, trees included.
         """
-        if (need := _bytes_of(engine, tokens, drafted)) > self.memory:
+        if (need := bytes_held(engine, tokens, drafted)) > self.memory:
             _forget(engine)
-            need = _bytes_of(engine, tokens, drafted)
+            need = bytes_held(engine, tokens, drafted)
         if need > self.memory:
             raise InputError(
                 f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
@@ -375,12 +373,17 @@ class Pool:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
         del self._reading[engine]
 
-    def costs(self, engine: EngineState, alone: PassCosts) -> PassCosts:
-        """Return the costs of an engine's passes with the texts that are under way; alone: without other texts."""
+    def costs(self, engine: EngineState, find: Callable[[], PassCosts]) -> PassCosts:
+        """Return the costs of an engine's passes with the texts that are under way.
+
+        find: returns those without other texts, which stay what they are while there are others.
+        """
         if (others := cast(LaneTarget, engine.target).others) == 0:
-            return alone
-        before, count, shared = self._costs.get(engine, (None, 0, alone))
-        if (before, count) != (alone, others):
+            self._costs.pop(engine, None)
+            return find()
+        shared = self._costs.get(engine)
+        if shared is None or shared.others != others:
+            alone = find() if shared is None else shared.alone
             head = (
                 None
                 if engine.drafter is None
@@ -392,7 +395,7 @@ class Pool:
                 joined=isinstance(head, NativeHead),
                 forward=self.scheduler.take_last_forward,
             )
-            self._costs[engine] = alone, others, shared
+            self._costs[engine] = shared
             self.scheduler.pace.price = alone.over_plain
         return shared
 
@@ -459,19 +462,14 @@ def slots_of(driver: EagerDriver, text: int) -> tuple[int, int]:
     return text + driver.budget, drafted
 
 
-def bytes_held(engine: EngineState) -> int:
-    """Return the bytes that the caches of a pool's engine take."""
-    return _bytes_of(engine, 0, 0)
-
-
 def bytes_used(engine: EngineState) -> int:
     """Return the bytes of those slots of its caches that hold tokens."""
     caches = cast(LaneTarget, engine.target).cache, drafters.cache_of(engine.drafter)
     return sum(cache.length * cache.slot_bytes for cache in caches if cache is not None)
 
 
-def _bytes_of(engine: EngineState, tokens: int, drafted: int) -> int:
-    """Return the bytes of its caches with room for so many tokens, at least those that they have."""
+def bytes_held(engine: EngineState, tokens: int = 0, drafted: int = 0) -> int:
+    """Return the bytes of the caches of a pool's engine, with room for so many tokens or for more, as they have it."""
     cache = drafters.cache_of(engine.drafter)
     return cast(LaneTarget, engine.target).cache.bytes_of(tokens) + (
         0 if cache is None else cache.bytes_of(drafted)

@@ -35,11 +35,12 @@ class Sometimes(Fixed):
     """Draft in two of `every` cycles."""
 
     every = 7
+    learns = True
     _asked = 0
 
     def plan(self) -> Plan:
         self._asked += 1
-        return Plan(rests=self._asked % self.every > 2)
+        return Plan(rests=self._asked % self.every > 2, learns=self.learns)
 
 
 @cache
@@ -296,3 +297,15 @@ def test_only_rests_beside_a_draft_that_copies_look_for_repetition(
         assert piece.cycle.repeated == (real(torch.tensor(answer)) if rested else 0)
     assert asked == rests
     assert bool(rests) is copies
+
+
+def test_rests_from_which_nobody_learns_look_for_no_repetition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when several texts rest together: each look takes as long as a tenth of a plain cycle's Python."""
+    monkeypatch.setattr(cycle, "repeated", lambda tokens: pytest.fail("looked"))
+    policy = Sometimes((3, 2))
+    policy.learns = False
+    engine = Engine(NativeTarget(weights()[0]), drafter_of("ngram"), policy)
+    result = engine.generate([5, 6, 7, 5, 6, 8, 5], max_new_tokens=50, eos_token_id=[])
+    assert len(result.token_ids) == 50

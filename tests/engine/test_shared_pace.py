@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specengine.costs import PassCosts
+from specengine.costs import ASSUMED, PassCosts
 from specengine.engine import Pool, scheduler
 from specengine.engine.scheduler import LOOK, MAX_MIXED, SharedPace
 from tests.engine.lanes import engine_of, prompts
@@ -122,6 +122,23 @@ def test_a_text_learns_at_once_that_others_have_come(monkeypatch: pytest.MonkeyP
     results = pool.generate(prompts(2), max_new_tokens=8, eos_token_id=[])
     assert len(results) == 2
     assert {0, 1} <= set(calls)
+
+
+def test_costs_are_looked_up_where_no_other_text_is_under_way() -> None:
+    """Looking takes a millisecond, which the first token of every answer would wait for."""
+    pool = Pool(engine_of(policy="auto"), 2)
+    engine, calls = pool.engines[0], list[int]()
+
+    def find() -> PassCosts:
+        calls.append(engine.target.others)  # type: ignore[attr-defined]
+        return ASSUMED
+
+    for others, looks in ((0, 1), (0, 2), (1, 3), (1, 3), (2, 3), (0, 4), (2, 5)):
+        engine.target.others = others  # type: ignore[attr-defined]
+        costs = pool.costs(engine, find)
+        assert len(calls) == looks
+        assert (costs is ASSUMED) is (others == 0)
+        assert getattr(costs, "others", 0) == others
 
 
 def test_forwards_that_were_held_up_speak_for_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
