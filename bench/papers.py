@@ -68,6 +68,7 @@ BEAMS = [
     for budget in (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 60)
 ]
 C2T = "c2t/paper"
+LAYERS = "tree-construction.jsonl"
 C2T_OF_THE_BEAM = "c2t/paper,max_depth=7"  # as wide and as deep as BEAM: appendix F
 OURS = RESULTS / "end-to-end-shipped-head.jsonl"  # costs of two cores
 AN_A100 = "8b-a100-roofline"
@@ -179,7 +180,10 @@ class Bench:
         return folders
 
     def layers(self) -> list[Record]:
-        """Return the cases of tree construction with 10 parents, torch on one thread."""
+        """Return the cases of tree construction with 10 parents, torch on one thread; untimed: the committed ones."""
+        if self.untimed:
+            committed = [record for record in _committed(LAYERS) if record["record"] == "case"]
+            return [case for case in committed if case["parents"] == tree_construction.WIDTH]
         done = [record for record in self.log.records if record["record"] == "case"]
         cases = [
             case for case in tree_construction.CASES if case.parents == tree_construction.WIDTH
@@ -227,7 +231,8 @@ def talon_layers(bench: Bench) -> Found:
         f"{form}: {_range(by['torch'])} in torch, {_range(by['ops'])} as ops"
         for form, by in found.items()
     )
-    text += " (medians)"  # the paper's means would be those of whatever else the machine does
+    # the paper's means would be those of whatever else the machine does
+    text += f" (medians, {LAYERS if bench.untimed else 'this machine'})"
     return Found(
         text,
         construction_verdict([by["torch"] for by in found.values()]),
@@ -373,18 +378,13 @@ def talf(bench: Bench) -> Found:
 
 
 class Claim(NamedTuple):
-    """A claim of a paper.
-
-    by     what runs it where `run` does not, or as well from an installed wheel
-    timed  whether other work on the machine changes it
-    """
+    """A claim of a paper. by: what runs it where `run` does not, or as well from an installed wheel."""
 
     paper: str
     claim: str
     published: str
     run: Callable[[Bench], Found]
     by: str
-    timed: bool = False
 
 
 _WHEEL = "specengine bench --no-lookup --way eagle --way "
@@ -402,7 +402,6 @@ CLAIMS = {
         f"{LEAST} to {MOST} times",
         talon_layers,
         "bench.tree_construction",
-        timed=True,
     ),
     "salf": Claim(
         "SALF",
@@ -523,7 +522,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--untimed",
         action="store_true",
-        help="leave out claims and rows that are timed: right beside other work",
+        help="time nothing: right beside other work",
     )
     add_arguments(parser, "prompts")
     args = parser.parse_args(argv)
@@ -553,14 +552,11 @@ def _steps(bench: Bench, args: argparse.Namespace) -> dict[str, Callable[[Bench]
     whole = not (args.claim or args.rows)
     claims = args.claim or (CLAIMS if whole else ())
     sets = args.rows or (paper_rows.SETS if whole else ())
-    judged: dict[str, Callable[[Bench], None]]
-    judged = {n: partial(_judge, name=n) for n in claims if not (args.untimed and CLAIMS[n].timed)}
-    rows = {
-        n: partial(paper_rows.run, name=n)
-        for n in sets
-        if not (args.untimed and paper_rows.SETS[n].timed)
-    }
-    return judged | rows
+    steps: dict[str, Callable[[Bench], None]] = {n: partial(_judge, name=n) for n in claims}
+    for name in sets:
+        if not (args.untimed and paper_rows.SETS[name].timed):
+            steps[name] = partial(paper_rows.run, name=name)
+    return steps
 
 
 def _bench(args: argparse.Namespace) -> Bench:

@@ -222,6 +222,44 @@ def replays(file: str, *starts: str) -> str:
     return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
 
 
+def verdicts(file: str) -> str:
+    """Return the claims of the papers with what they come to and the verdict, from bench.papers."""
+    settings = next(r for r in records(file) if r["record"] == "settings")
+    rows = [
+        [r["paper"], r["claim"], r["published"], r["ours"], f"**{r['verdict']}**"]
+        for r in records(file)
+        if r["record"] == "claim"
+    ]
+    made = table(("paper", "claim", "published", "here", "verdict"), rows, file)
+    return f"{settings['prompts']} prompts, {settings['logged']} tokens of each answer:\n\n{made}"
+
+
+def ablation(file: str, name: str, *costs: str) -> str:
+    """Return a set of rows of bench.papers: tau, passes, nodes, and at each cost table the speed over the first row.
+
+    An interval that holds 1 stands for itself; otherwise the ratio is bold.
+    """
+    found = next(r for r in records(file) if r["record"] == "set" and r["set"] == name)
+    rows = [
+        [
+            code(r["way"]),
+            "{:.2f} ({:.2f} to {:.2f})".format(*r["tau"]),
+            number(r, "delta", 2),
+            number(r, "gamma", 1),
+            *(_over(r["over_first"][cost], r["verdict"][cost]) for cost in costs),
+        ]
+        for r in found["rows"]
+    ]
+    header = ("way", "tau", "delta", "nodes verified", *(f"over the first, {c}" for c in costs))
+    return table(header, rows, file)
+
+
+def _over(over: list[float], verdict: str) -> str:
+    ratio, low, high = over
+    value = f"{ratio:.2f}" if verdict == "undecided" else f"**{ratio:.2f}**"
+    return f"{value} ({low:.2f} to {high:.2f})"
+
+
 def learnt(file: str) -> str:
     """Return tokens per pass of a head alone before and after it has learnt from use, from research.use."""
     names = {**SETS, "german": "German", "others": "all others"}
@@ -276,6 +314,6 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(policies, sets, settings, adversarial, chances, coupling, regret),
-        *(exactness, same, replays, construction, layers, learnt),
+        *(exactness, same, replays, construction, layers, learnt, verdicts, ablation),
     )
 }
