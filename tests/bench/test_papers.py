@@ -59,6 +59,7 @@ def test_a_speed_is_judged_by_its_interval(
     noise: Sequence[float], speed: float, passes: float, verdict: str
 ) -> None:
     own = {"by_answer": answers({verdicts.THEIRS: 1 / speed}, noise=noise), "delta": passes}
+    own["missed_nodes_share"] = 0.1
     beam = {"by_answer": answers({verdicts.THEIRS: 1.0}), "delta": 8.0}
     found = papers.talon(
         Figures({"talon": own | {"tau": 2.0}, paper_rows.BEAM: beam | {"tau": 2.1}})  # type: ignore[arg-type]
